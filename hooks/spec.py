@@ -1,0 +1,53 @@
+"""The three hooks of an attention backend. These docstrings are the contract; the conformance suite checks it.
+
+A backend is a module or an object with three functions marked ``mla_plugin.hookimpl``. Its name is the name that it is
+registered under: the entry point's name in the group ``mla_plugin``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.hooks import hookspec
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+
+@hookspec
+def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:  # type: ignore[empty-body]
+    """Say whether this backend can compute the request on the platform, and if not, every reason why.
+
+    Called once for each new request; the answer is cached, so it must depend on the two arguments alone. Every backend
+    answers (not firstresult). It must not touch a device, import a heavy package or compile: ``platform`` says what is
+    installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``.
+    """
+
+
+@hookspec(firstresult=True)
+def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:  # type: ignore[empty-body]
+    """Compute attention. Called only on the backend that ``plan.forward_backend`` names, with arguments already checked.
+
+    ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
+    lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
+    strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device.
+    """
+
+
+@hookspec(firstresult=True)
+def backward(  # type: ignore[empty-body]
+    plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Compute the gradients. Called only on the backend that ``plan.backward_backend`` names.
+
+    ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse. The forward may
+    have been computed by another backend: only ``out`` and ``lse`` tie the two. Padded rows of the gradients are 0.
+    """

@@ -1,0 +1,1 @@
+"""One MLA attention backend for every attention registry."""

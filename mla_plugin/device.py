@@ -1,0 +1,94 @@
+"""The only prober of hardware and installed packages. Nothing here imports a kernel library."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import shutil
+
+import torch
+
+from mla_plugin.types import Platform
+
+DISTRIBUTIONS: tuple[str, ...] = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "flashinfer-python",
+    "megatron-core",
+    "nvidia-cutlass-dsl",
+    "pluggy",
+    "sgl-kernel",
+    "sglang",
+    "torch",
+    "transformer-engine",
+    "transformers",
+    "triton",
+    "vllm",
+)
+"""Distributions whose version a decision or ``mla-plugin doctor`` may depend on."""
+
+TOOLS = ("nvcc", "ninja")
+
+
+@functools.cache
+def installed_packages() -> tuple[tuple[str, str], ...]:
+    """(name, version) of every installed distribution of ``DISTRIBUTIONS``, sorted by name."""
+    found = []
+    for name in DISTRIBUTIONS:
+        try:
+            found.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+@functools.cache
+def build_tools() -> frozenset[str]:
+    """Build tools found on the PATH."""
+    return frozenset(tool for tool in TOOLS if shutil.which(tool))
+
+
+def _cudnn_version() -> tuple[int, int, int] | None:
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None:
+        return None
+    if version >= 90000:
+        return version // 10000, version // 100 % 100, version % 100
+    return version // 1000, version // 100 % 10, version % 100
+
+
+def platform(device_type: str, device_index: int | None = None) -> Platform:
+    """The platform of a device.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device_index: CUDA ordinal; None for the current device.
+
+    Raises:
+        RuntimeError: a CUDA device was asked for and PyTorch sees none.
+    """
+    if device_type != "cuda":
+        return Platform(device_type, packages=installed_packages(), tools=build_tools())
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "a CUDA device was asked for, but PyTorch sees none; use CPU tensors or install a CUDA build"
+        )
+    return _cuda_platform(torch.cuda.current_device() if device_index is None else device_index)
+
+
+@functools.cache
+def _cuda_platform(device_index: int) -> Platform:
+    properties = torch.cuda.get_device_properties(device_index)
+    return Platform(
+        "cuda",
+        compute_capability=(properties.major, properties.minor),
+        packages=installed_packages(),
+        cudnn_version=_cudnn_version(),
+        cuda_version=torch.version.cuda,
+        shared_memory_per_block=getattr(properties, "shared_memory_per_block_optin", None),
+        multi_processor_count=properties.multi_processor_count,
+        tools=build_tools(),
+    )

@@ -1,0 +1,222 @@
+"""The only reader of ``os.environ``: one table of variables, each with its exact parse, default and meaning.
+
+TransformerEngine parses its variables in three ways, and each is kept as it is: ``int()`` (so ``"true"`` and ``""`` raise,
+``" 1 "`` and ``"2"`` are on), ``bool(int())``, and equality with the string ``"1"`` (so nothing raises).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Value: TypeAlias = int | bool | str | tuple[str, ...] | None
+ReadAt: TypeAlias = Literal["selection", "construction", "import", "call"]
+
+
+class EnvironmentVariableError(ValueError):
+    """An environment variable has a value that is not accepted."""
+
+
+def _integer(text: str) -> int:
+    return int(text)
+
+
+def _boolean_integer(text: str) -> bool:
+    return bool(int(text))
+
+
+def _is_one(text: str) -> bool:
+    return text == "1"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _text(text: str) -> str | None:
+    return text.strip() or None
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: its name.
+        parse: turns the text into a value; raises ValueError for a text that is not accepted.
+        accepted: the accepted texts, in words; it stands in the error message.
+        default: value when the variable is unset.
+        meaning: one sentence.
+        read_at: when a change takes effect: at every ``selection``, at the ``construction`` of a host's attention
+            module, at the ``import`` of the package, or at the ``call`` that uses it.
+        owner: whose variable it is.
+    """
+
+    name: str
+    parse: Callable[[str], Value]
+    accepted: str
+    default: Value
+    meaning: str
+    read_at: ReadAt
+    owner: Literal["TransformerEngine", "mla-plugin"]
+
+
+_INT = "an integer, non-zero is on"
+_ONE = 'exactly "1"; anything else is off'
+_ANY = "any text; it is not read"
+
+
+def _te(
+    name: str, parse: Callable[[str], Value], accepted: str, default: Value, meaning: str, read_at: ReadAt
+) -> Variable:
+    return Variable(name, parse, accepted, default, meaning, read_at, "TransformerEngine")
+
+
+def _ours(name: str, parse: Callable[[str], Value], accepted: str, default: Value, meaning: str) -> Variable:
+    return Variable(name, parse, accepted, default, meaning, "selection", "mla-plugin")
+
+
+VARIABLES: tuple[Variable, ...] = (
+    _te("NVTE_FLASH_ATTN", _integer, _INT, 1, "FlashAttention 2, 3 and 4.", "selection"),
+    _te(
+        "NVTE_FLASH_ATTN_V2", _integer, _INT, 1, "FlashAttention 2; read only while NVTE_FLASH_ATTN is on.", "selection"
+    ),
+    _te(
+        "NVTE_FLASH_ATTN_V3", _integer, _INT, 1, "FlashAttention 3; read only while NVTE_FLASH_ATTN is on.", "selection"
+    ),
+    _te(
+        "NVTE_FLASH_ATTN_V4", _integer, _INT, 1, "FlashAttention 4; read only while NVTE_FLASH_ATTN is on.", "selection"
+    ),
+    _te("NVTE_FUSED_ATTN", _integer, _INT, 1, "cuDNN attention (backend `cudnn`).", "selection"),
+    _te("NVTE_UNFUSED_ATTN", _integer, _INT, 1, "The unfused fallback (backend `sdpa`).", "selection"),
+    _te(
+        "NVTE_FUSED_ATTN_BACKEND",
+        _text,
+        _ANY,
+        None,
+        "Documented by TransformerEngine, read by none of its code; without effect here too.",
+        "selection",
+    ),
+    _te(
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        _boolean_integer,
+        _INT,
+        True,
+        "0 asks for a bitwise deterministic backward.",
+        "construction",
+    ),
+    _te("NVTE_DEBUG", _integer, "an integer; 1 turns logging on", 0, "1 logs every decision.", "selection"),
+    _te(
+        "NVTE_DEBUG_LEVEL",
+        _integer,
+        "an integer: 0 warnings, 1 the chosen backend, 2 every reason",
+        0,
+        "How much NVTE_DEBUG=1 logs.",
+        "selection",
+    ),
+    _te(
+        "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+        _is_one,
+        _ONE,
+        False,
+        "TransformerEngine runs FlashAttention 2's backward after cuDNN's forward (compute capability 9.0 only); "
+        "wrong for head_dim_qk > head_dim_v, so it has no effect here.",
+        "construction",
+    ),
+    _te(
+        "NVTE_APPLY_QK_LAYER_SCALING",
+        _boolean_integer,
+        _INT,
+        False,
+        "TransformerEngine's unfused attention divides the scores by the layer number before the softmax's own scaling "
+        "and multiplies it back; the result is unchanged.",
+        "construction",
+    ),
+    _te("NVTE_BATCH_MHA_P2P_COMM", _integer, _INT, 0, "Context parallelism sends and receives in one batch.", "call"),
+    _te("NVTE_UnfusedDPA_Emulate_FP8", _is_one, _ONE, False, "FP8 only; FP8 is refused here.", "selection"),
+    Variable(
+        "NVTE_MLA_TRITON",
+        _text,
+        'exactly "1" is on and "0" is off everywhere; anything else is as unset',
+        None,
+        '"1" puts our Triton kernels before TransformerEngine\'s own choice where they are known to be right; '
+        '"0" keeps them off everywhere.',
+        "selection",
+        "mla-plugin",
+    ),
+    _ours(
+        "MLA_PLUGIN_BACKEND",
+        _text,
+        "the name of a backend",
+        None,
+        "Use this backend and no other; a request that it refuses raises with its reasons.",
+    ),
+    _ours("MLA_PLUGIN_BLOCK", _names, "backend names, separated by commas", (), "Backends that are never used."),
+    _ours(
+        "MLA_PLUGIN_STRICT_TE",
+        _is_one,
+        _ONE,
+        False,
+        "Every host decides as strictly as TransformerEngine: nothing runs that its own selection would not allow.",
+    ),
+)
+
+_BY_NAME: dict[str, Variable] = {variable.name: variable for variable in VARIABLES}
+
+
+def parse(name: str, environ: Mapping[str, str]) -> Value:
+    """Parse one variable from a mapping.
+
+    Raises:
+        KeyError: the variable is not in the table.
+        EnvironmentVariableError: the value is not accepted; names the variable, the value and what is accepted.
+    """
+    variable = _BY_NAME[name]
+    text = environ.get(name)
+    if text is None:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise EnvironmentVariableError(f"{name}={text!r}: accepted is {variable.accepted}") from error
+
+
+_GATES: tuple[str, ...] = tuple(v.name for v in VARIABLES if v.read_at == "selection" and v.parse is not _text) + (
+    "NVTE_MLA_TRITON",
+    "MLA_PLUGIN_BACKEND",
+)
+
+Gates: TypeAlias = tuple[tuple[str, str], ...]
+"""The variables that a selection reads and that are set, with their raw texts: hashable, part of the cache's key."""
+
+
+def gates() -> Gates:
+    """Snapshot of the variables that a selection depends on. About 2 microseconds when none is set."""
+    environ = os.environ
+    return tuple([(name, environ[name]) for name in _GATES if name in environ])
+
+
+def read(name: str) -> Value:
+    """Parse one variable from the process's environment; errors as ``parse``."""
+    return parse(name, os.environ)
+
+
+def is_deterministic_requested() -> bool:
+    """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
+    return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+
+
+def markdown_table() -> str:
+    """The README's table of variables."""
+    rows = ["| variable | accepted | default | takes effect at | meaning |", "|---|---|---|---|---|"]
+    for v in VARIABLES:
+        if v.default is None:
+            default = "unset"
+        elif v.default == ():
+            default = "none"
+        else:
+            default = str(int(v.default)) if isinstance(v.default, bool) else str(v.default)
+        rows.append(f"| `{v.name}` | {v.accepted} | {default} | {v.read_at} | {v.meaning} |")
+    return "\n".join(rows)

@@ -1,0 +1,1 @@
+"""Built-in backends, one per file; each is an ordinary plugin."""
