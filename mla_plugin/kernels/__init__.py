@@ -1,0 +1,1 @@
+"""Triton kernels for Multi-head Latent Attention: forward, backward and compressed decode."""

@@ -1,0 +1,70 @@
+"""What both backward passes need of each query: delta and the log-sum-exp in log2.
+
+Mathematics and notation: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mla_plugin.kernels.tile_math import load_rows
+
+
+@triton.jit
+def delta_kernel(
+    Out,
+    DOut,
+    Lse,
+    DLse,
+    LseLog2,
+    Delta,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_db,
+    stride_dh,
+    stride_dm,
+    stride_lb,
+    stride_lh,
+    num_heads,
+    num_rows,
+    D_V: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """delta = rowsum(dout * out) - dlse and lse in log2, for BLOCK_M rows of one head.
+
+    A row that sees no key gets lse +inf here, so that its weights come out as 0. Packed sequences are one long row.
+    """
+    tiles = tl.cdiv(num_rows, BLOCK_M)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    h64 = (tl.program_id(0) // tiles % num_heads).to(tl.int64)
+    b64 = (tl.program_id(0) // tiles // num_heads).to(tl.int64)
+    out_base = Out + b64 * stride_ob + h64 * stride_oh
+    dout_base = DOut + b64 * stride_db + h64 * stride_dh
+    o = load_rows(out_base, rows, stride_om, num_rows, 0, V0, D_V, True).to(tl.float32)
+    do = load_rows(dout_base, rows, stride_dm, num_rows, 0, V0, D_V, True).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    if V1 > 0:
+        o = load_rows(out_base, rows, stride_om, num_rows, V0, V1, D_V, True).to(tl.float32)
+        do = load_rows(dout_base, rows, stride_dm, num_rows, V0, V1, D_V, True).to(tl.float32)
+        delta += tl.sum(o * do, 1)
+    at = b64 * stride_lb + h64 * stride_lh + rows
+    if HAS_DLSE:
+        delta -= tl.load(DLse + at, mask=rows < num_rows, other=0.0)
+    tl.store(Delta + at, delta, mask=rows < num_rows)
+    lse = tl.load(Lse + at, mask=rows < num_rows, other=0.0)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(LseLog2 + at, lse, mask=rows < num_rows)
+
+
+@triton.jit
+def load_row_values(Values, at, rows, num_rows, other, EVEN_M: tl.constexpr):
+    """One float32 for each row; ``other`` for rows that do not exist."""
+    if EVEN_M:
+        return tl.load(Values + at + rows)
+    else:
+        return tl.load(Values + at + rows, mask=rows < num_rows, other=other)

@@ -1,0 +1,122 @@
+"""Pieces that the kernels share: tiles of rows, the split of a head dimension, and where one sequence lies in memory.
+
+A head dimension D is handled as two blocks of columns, D0 + D1, each a power of two (192 = 128 + 64), because a Triton
+block must be one: padding 192 to 256 would waste a quarter of the work. D1 == 0 means one block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Two powers of two (the second may be 0) that cover ``head_dim`` with as few columns as possible.
+
+    Both are at least 16, what a matrix product needs. 192 gives (128, 64), 128 (128, 0), 576 (512, 64), 24 (32, 0).
+    """
+    whole = max(16, triton.next_power_of_2(head_dim))
+    first = whole // 2
+    second = max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
+    if first < 16 or second == 0 or first + second >= whole:
+        return whole, 0
+    return first, second
+
+
+@triton.jit
+def load_rows(
+    base, rows, stride, num_rows, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr, MASK_ROWS: tl.constexpr
+):
+    """Columns C0 .. C0 + C of some rows: [len(rows), C]; rows at or beyond ``num_rows`` and columns beyond D are 0."""
+    columns = C0 + tl.arange(0, C)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if MASK_ROWS:
+        if C0 + C > D:
+            return tl.load(pointers, mask=(rows[:, None] < num_rows) & (columns[None, :] < D), other=0.0)
+        else:
+            return tl.load(pointers, mask=rows[:, None] < num_rows, other=0.0)
+    elif C0 + C > D:
+        return tl.load(pointers, mask=columns[None, :] < D, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base, rows, stride, num_rows, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Store [len(rows), C] into columns C0 .. C0 + C, leaving out rows beyond ``num_rows`` and columns beyond D."""
+    columns = C0 + tl.arange(0, C)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    mask = rows[:, None] < num_rows
+    if C0 + C > D:
+        mask = mask & (columns[None, :] < D)
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sequence(b, cu_seqlens, cu_seqlens_padded, seqlen, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr):
+    """First token in memory and number of tokens of sequence ``b``: (int64, int32).
+
+    Packed sequences start where the padded offsets say; rows of a dense batch start at token 0 of their row.
+    """
+    start = tl.cast(0, tl.int64)
+    length = seqlen
+    if HAS_LENGTHS:
+        length = tl.load(cu_seqlens + b + 1) - tl.load(cu_seqlens + b)
+        if PACKED:
+            start = tl.load(cu_seqlens_padded + b).to(tl.int64)
+    return start, length
+
+
+@triton.jit
+def load_tile(
+    source, b, head, base, start, rows, stride, num_rows, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[R, C] of one head, by pointers from ``base`` or by the tensor descriptor ``source`` over [B, H, S, D]."""
+    if TMA:
+        return source.load([b, head, start, C0]).reshape(R, C)
+    else:
+        return load_rows(base, rows, stride, num_rows, C0, C, D, not EVEN)
+
+
+@triton.jit
+def grouped_tile(tiles, HEADS_TOGETHER: tl.constexpr):
+    """(tile, head of the batch) of this program: ``HEADS_TOGETHER`` heads advance side by side through their tiles."""
+    pid = tl.program_id(0)
+    per_group = HEADS_TOGETHER * tiles
+    rest = pid % per_group
+    return rest // HEADS_TOGETHER, pid // per_group * HEADS_TOGETHER + rest % HEADS_TOGETHER
+
+
+@triton.jit
+def tile_bounds(
+    start_m,
+    seqlen_kv,
+    diagonal,
+    window_left,
+    window_right,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Key ranges of one query tile: (first, full_first, full_last, last).
+
+    Keys in [first, last) are seen by some row; those in [full_first, full_last) by every row, so they need no mask.
+    All but ``last`` are multiples of BLOCK_N.
+    """
+    first = 0
+    full_first = 0
+    last = seqlen_kv
+    full_last = seqlen_kv // BLOCK_N * BLOCK_N
+    if HAS_RIGHT:
+        reach = start_m + diagonal + window_right  # the last key that the tile's first row sees
+        last = tl.minimum(last, tl.maximum(reach + BLOCK_M, 0))
+        full_last = tl.minimum(full_last, tl.maximum(reach + 1, 0) // BLOCK_N * BLOCK_N)
+    if HAS_LEFT:
+        reach = start_m + diagonal - window_left  # the first key that the tile's first row sees
+        first = tl.maximum(reach, 0) // BLOCK_N * BLOCK_N
+        full_first = tl.cdiv(tl.maximum(reach + BLOCK_M - 1, 0), BLOCK_N) * BLOCK_N
+        full_first = tl.minimum(full_first, tl.maximum(tl.cdiv(last, BLOCK_N) * BLOCK_N, first))
+    full_last = tl.maximum(full_last, full_first)
+    return first, full_first, full_last, last
