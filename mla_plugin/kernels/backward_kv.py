@@ -74,6 +74,7 @@ def attention_backward_kv_kernel(
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     HEADS_TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """One program: dK and dV of BLOCK_N keys of one key-value head, summed over the query heads that share it.
@@ -98,14 +99,14 @@ def attention_backward_kv_kernel(
         k_base = K + b64 * stride_kb + h64 * stride_kh + start_kv * stride_kn
         v_base = V + b64 * stride_vb + h64 * stride_vh + start_kv * stride_vn
     # fmt: off
-    k0 = load_tile(K, b, kv_head, k_base, start_n, keys, stride_kn, seqlen_kv, 0, QK0, D_QK, BLOCK_N, EVEN_N, TMA)
+    k0 = load_tile(K, b, kv_head, k_base, start_n, stride_kn, seqlen_kv, BLOCK_N, 0, QK0, D_QK, not EVEN_N, WIDE, TMA)
     k1 = k0
     if QK1 > 0:
-        k1 = load_tile(K1, b, kv_head, k_base, start_n, keys, stride_kn, seqlen_kv, QK0, QK1, D_QK, BLOCK_N, EVEN_N, TMA)
-    v0 = load_tile(V, b, kv_head, v_base, start_n, keys, stride_vn, seqlen_kv, 0, V0, D_V, BLOCK_N, EVEN_N, TMA)
+        k1 = load_tile(K1, b, kv_head, k_base, start_n, stride_kn, seqlen_kv, BLOCK_N, QK0, QK1, D_QK, not EVEN_N, WIDE, TMA)
+    v0 = load_tile(V, b, kv_head, v_base, start_n, stride_vn, seqlen_kv, BLOCK_N, 0, V0, D_V, not EVEN_N, WIDE, TMA)
     v1 = v0
     if V1 > 0:
-        v1 = load_tile(V1_, b, kv_head, v_base, start_n, keys, stride_vn, seqlen_kv, V0, V1, D_V, BLOCK_N, EVEN_N, TMA)
+        v1 = load_tile(V1_, b, kv_head, v_base, start_n, stride_vn, seqlen_kv, BLOCK_N, V0, V1, D_V, not EVEN_N, WIDE, TMA)
     # fmt: on
     dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
     dk1 = tl.zeros([BLOCK_N, QK1 if QK1 > 0 else 1], tl.float32)
@@ -136,11 +137,13 @@ def attention_backward_kv_kernel(
             do_base = DOut + b64 * stride_db + hq64 * stride_dh + start_q * stride_dm
         for m in range(first, last, BLOCK_M):
             rows = m + tl.arange(0, BLOCK_M)
-            q0 = load_tile(Q, b, head, q_base, m, rows, stride_qm, seqlen_q, 0, QK0, D_QK, BLOCK_M, EVEN_M, TMA)
+            q0 = load_tile(Q, b, head, q_base, m, stride_qm, seqlen_q, BLOCK_M, 0, QK0, D_QK, not EVEN_M, WIDE, TMA)
             sT = tl.dot(k0, q0.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             q1 = q0
             if QK1 > 0:
-                q1 = load_tile(Q1, b, head, q_base, m, rows, stride_qm, seqlen_q, QK0, QK1, D_QK, BLOCK_M, EVEN_M, TMA)
+                q1 = load_tile(
+                    Q1, b, head, q_base, m, stride_qm, seqlen_q, BLOCK_M, QK0, QK1, D_QK, not EVEN_M, WIDE, TMA
+                )
                 sT = tl.dot(k1, q1.T, sT, input_precision=PRECISION)
             lse = load_row_values(LseLog2, at, rows, seqlen_q, float("inf"), EVEN_M)
             pT = tl.exp2(sT * scale_log2 - lse[None, :])
@@ -148,12 +151,12 @@ def attention_backward_kv_kernel(
                 pT = tl.where(rows[None, :] >= first_row[:, None], pT, 0.0)
             if HAS_LEFT:
                 pT = tl.where(rows[None, :] <= last_row[:, None], pT, 0.0)
-            do0 = load_tile(DOut, b, head, do_base, m, rows, stride_dm, seqlen_q, 0, V0, D_V, BLOCK_M, EVEN_M, TMA)
+            do0 = load_tile(DOut, b, head, do_base, m, stride_dm, seqlen_q, BLOCK_M, 0, V0, D_V, not EVEN_M, WIDE, TMA)
             dv0 = tl.dot(pT.to(do0.dtype), do0, dv0, input_precision=PRECISION)
             dpT = tl.dot(v0, do0.T, input_precision=PRECISION)
             if V1 > 0:
                 do1 = load_tile(
-                    DOut1, b, head, do_base, m, rows, stride_dm, seqlen_q, V0, V1, D_V, BLOCK_M, EVEN_M, TMA
+                    DOut1, b, head, do_base, m, stride_dm, seqlen_q, BLOCK_M, V0, V1, D_V, not EVEN_M, WIDE, TMA
                 )
                 dv1 = tl.dot(pT.to(do1.dtype), do1, dv1, input_precision=PRECISION)
                 dpT = tl.dot(v1, do1.T, dpT, input_precision=PRECISION)
@@ -167,9 +170,22 @@ def attention_backward_kv_kernel(
     num_keys = seqlen_kv if PACKED else max_seqlen_kv
     dk_base = DK + b64 * stride_dkb + h64 * stride_dkh + start_kv * stride_dkn
     dv_base = DV + b64 * stride_dvb + h64 * stride_dvh + start_kv * stride_dvn
-    store_rows(dv_base, keys, stride_dvn, num_keys, tl.where(exists, dv0, 0.0), 0, V0, D_V)
+    store_rows(dv_base, start_n, stride_dvn, num_keys, tl.where(exists, dv0, 0.0), BLOCK_N, 0, V0, D_V, WIDE)
     if V1 > 0:
-        store_rows(dv_base, keys, stride_dvn, num_keys, tl.where(exists, dv1, 0.0), V0, V1, D_V)
-    store_rows(dk_base, keys, stride_dkn, num_keys, tl.where(exists, dk0 * softmax_scale, 0.0), 0, QK0, D_QK)
+        store_rows(dv_base, start_n, stride_dvn, num_keys, tl.where(exists, dv1, 0.0), BLOCK_N, V0, V1, D_V, WIDE)
+    store_rows(
+        dk_base, start_n, stride_dkn, num_keys, tl.where(exists, dk0 * softmax_scale, 0.0), BLOCK_N, 0, QK0, D_QK, WIDE
+    )
     if QK1 > 0:
-        store_rows(dk_base, keys, stride_dkn, num_keys, tl.where(exists, dk1 * softmax_scale, 0.0), QK0, QK1, D_QK)
+        store_rows(
+            dk_base,
+            start_n,
+            stride_dkn,
+            num_keys,
+            tl.where(exists, dk1 * softmax_scale, 0.0),
+            BLOCK_N,
+            QK0,
+            QK1,
+            D_QK,
+            WIDE,
+        )

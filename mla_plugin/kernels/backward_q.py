@@ -49,27 +49,24 @@ def _fold_keys(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Add the key tiles first .. last to dQ; MASKED tiles check length, diagonal and window."""
     for n in range(first, last, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
         k0 = load_tile(
-            K, b, kv_head, k_base, n, keys, stride_kn, seqlen_kv, 0, QK0, D_QK, BLOCK_N, not MASKED, TMA
+            K, b, kv_head, k_base, n, stride_kn, seqlen_kv, BLOCK_N, 0, QK0, D_QK, MASKED, WIDE, TMA
         )  # [BLOCK_N, QK0]
         s = tl.dot(q0, k0.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         k1 = k0
         if QK1 > 0:
-            k1 = load_tile(
-                K1, b, kv_head, k_base, n, keys, stride_kn, seqlen_kv, QK0, QK1, D_QK, BLOCK_N, not MASKED, TMA
-            )
+            k1 = load_tile(K1, b, kv_head, k_base, n, stride_kn, seqlen_kv, BLOCK_N, QK0, QK1, D_QK, MASKED, WIDE, TMA)
             s = tl.dot(q1, k1.T, s, input_precision=PRECISION)
-        v0 = load_tile(V, b, kv_head, v_base, n, keys, stride_vn, seqlen_kv, 0, V0, D_V, BLOCK_N, not MASKED, TMA)
+        v0 = load_tile(V, b, kv_head, v_base, n, stride_vn, seqlen_kv, BLOCK_N, 0, V0, D_V, MASKED, WIDE, TMA)
         dp = tl.dot(do0, v0.T, input_precision=PRECISION)
         if V1 > 0:
-            v1 = load_tile(
-                V1_, b, kv_head, v_base, n, keys, stride_vn, seqlen_kv, V0, V1, D_V, BLOCK_N, not MASKED, TMA
-            )
+            v1 = load_tile(V1_, b, kv_head, v_base, n, stride_vn, seqlen_kv, BLOCK_N, V0, V1, D_V, MASKED, WIDE, TMA)
             dp = tl.dot(do1, v1.T, dp, input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if MASKED:
@@ -142,6 +139,7 @@ def attention_backward_q_kernel(
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
     HEADS_TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """One program: dQ of BLOCK_M queries of one head."""
@@ -167,14 +165,14 @@ def attention_backward_q_kernel(
         v_base = V + b64 * stride_vb + hkv64 * stride_vh + start_kv * stride_vn
         do_base = DOut + b64 * stride_db + h64 * stride_dh + start_q * stride_dm
     # fmt: off
-    q0 = load_tile(Q, b, head, q_base, start_m, rows, stride_qm, seqlen_q, 0, QK0, D_QK, BLOCK_M, False, TMA)
+    q0 = load_tile(Q, b, head, q_base, start_m, stride_qm, seqlen_q, BLOCK_M, 0, QK0, D_QK, True, WIDE, TMA)
     q1 = q0
     if QK1 > 0:
-        q1 = load_tile(Q1, b, head, q_base, start_m, rows, stride_qm, seqlen_q, QK0, QK1, D_QK, BLOCK_M, False, TMA)
-    do0 = load_tile(DOut, b, head, do_base, start_m, rows, stride_dm, seqlen_q, 0, V0, D_V, BLOCK_M, False, TMA)
+        q1 = load_tile(Q1, b, head, q_base, start_m, stride_qm, seqlen_q, BLOCK_M, QK0, QK1, D_QK, True, WIDE, TMA)
+    do0 = load_tile(DOut, b, head, do_base, start_m, stride_dm, seqlen_q, BLOCK_M, 0, V0, D_V, True, WIDE, TMA)
     do1 = do0
     if V1 > 0:
-        do1 = load_tile(DOut1, b, head, do_base, start_m, rows, stride_dm, seqlen_q, V0, V1, D_V, BLOCK_M, False, TMA)
+        do1 = load_tile(DOut1, b, head, do_base, start_m, stride_dm, seqlen_q, BLOCK_M, V0, V1, D_V, True, WIDE, TMA)
     # fmt: on
     at = b64 * stride_lb + h64 * stride_lh + start_q
     lse = load_row_values(LseLog2, at, rows, seqlen_q, float("inf"), False)
@@ -199,21 +197,21 @@ def attention_backward_q_kernel(
         dq0, dq1 = _fold_keys(
             dq0, dq1, q0, q1, do0, do1, lse, delta, K, K1, V, V1_, b, kv_head, k_base, v_base, stride_kn, stride_vn,
             first, full_first, seqlen_kv, last_key, first_key, scale_log2,
-            D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, TMA,
+            D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE, TMA,
         )
     dq0, dq1 = _fold_keys(
         dq0, dq1, q0, q1, do0, do1, lse, delta, K, K1, V, V1_, b, kv_head, k_base, v_base, stride_kn, stride_vn,
         full_first, full_last, seqlen_kv, last_key, first_key, scale_log2,
-        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, False, HAS_LEFT, HAS_RIGHT, PRECISION, TMA,
+        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, False, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE, TMA,
     )
     dq0, dq1 = _fold_keys(
         dq0, dq1, q0, q1, do0, do1, lse, delta, K, K1, V, V1_, b, kv_head, k_base, v_base, stride_kn, stride_vn,
         full_last, last, seqlen_kv, last_key, first_key, scale_log2,
-        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, TMA,
+        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE, TMA,
     )
     # fmt: on
     num_rows = seqlen_q if PACKED else max_seqlen_q
     dq_base = DQ + b64 * stride_dqb + h64 * stride_dqh + start_q * stride_dqm
-    store_rows(dq_base, rows, stride_dqm, num_rows, dq0 * softmax_scale, 0, QK0, D_QK)
+    store_rows(dq_base, start_m, stride_dqm, num_rows, dq0 * softmax_scale, BLOCK_M, 0, QK0, D_QK, WIDE)
     if QK1 > 0:
-        store_rows(dq_base, rows, stride_dqm, num_rows, dq1 * softmax_scale, QK0, QK1, D_QK)
+        store_rows(dq_base, start_m, stride_dqm, num_rows, dq1 * softmax_scale, BLOCK_M, QK0, QK1, D_QK, WIDE)

@@ -34,23 +34,25 @@ def delta_kernel(
     V1: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """delta = rowsum(dout * out) - dlse and lse in log2, for BLOCK_M rows of one head.
 
     A row that sees no key gets lse +inf here, so that its weights come out as 0. Packed sequences are one long row.
     """
     tiles = tl.cdiv(num_rows, BLOCK_M)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    start = tl.program_id(0) % tiles * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
     h64 = (tl.program_id(0) // tiles % num_heads).to(tl.int64)
     b64 = (tl.program_id(0) // tiles // num_heads).to(tl.int64)
     out_base = Out + b64 * stride_ob + h64 * stride_oh
     dout_base = DOut + b64 * stride_db + h64 * stride_dh
-    o = load_rows(out_base, rows, stride_om, num_rows, 0, V0, D_V, True).to(tl.float32)
-    do = load_rows(dout_base, rows, stride_dm, num_rows, 0, V0, D_V, True).to(tl.float32)
+    o = load_rows(out_base, start, stride_om, num_rows, BLOCK_M, 0, V0, D_V, True, WIDE).to(tl.float32)
+    do = load_rows(dout_base, start, stride_dm, num_rows, BLOCK_M, 0, V0, D_V, True, WIDE).to(tl.float32)
     delta = tl.sum(o * do, 1)
     if V1 > 0:
-        o = load_rows(out_base, rows, stride_om, num_rows, V0, V1, D_V, True).to(tl.float32)
-        do = load_rows(dout_base, rows, stride_dm, num_rows, V0, V1, D_V, True).to(tl.float32)
+        o = load_rows(out_base, start, stride_om, num_rows, BLOCK_M, V0, V1, D_V, True, WIDE).to(tl.float32)
+        do = load_rows(dout_base, start, stride_dm, num_rows, BLOCK_M, V0, V1, D_V, True, WIDE).to(tl.float32)
         delta += tl.sum(o * do, 1)
     at = b64 * stride_lb + h64 * stride_lh + rows
     if HAS_DLSE:

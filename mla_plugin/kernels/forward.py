@@ -42,14 +42,15 @@ def _attend(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Fold the key tiles first .. last into the running softmax; MASKED tiles check lengths, diagonal and window."""
     for n in range(first, last, BLOCK_N):
         cols = n + tl.arange(0, BLOCK_N)
-        k0 = load_rows(k_base, cols, stride_kn, seqlen_kv, 0, QK0, D_QK, MASKED)  # [BLOCK_N, QK0]
+        k0 = load_rows(k_base, n, stride_kn, seqlen_kv, BLOCK_N, 0, QK0, D_QK, MASKED, WIDE)  # [BLOCK_N, QK0]
         s = tl.dot(q0, k0.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if QK1 > 0:
-            k1 = load_rows(k_base, cols, stride_kn, seqlen_kv, QK0, QK1, D_QK, MASKED)
+            k1 = load_rows(k_base, n, stride_kn, seqlen_kv, BLOCK_N, QK0, QK1, D_QK, MASKED, WIDE)
             s = tl.dot(q1, k1.T, s, input_precision=PRECISION)
         if MASKED:
             visible = cols[None, :] < seqlen_kv
@@ -65,11 +66,11 @@ def _attend(
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc0 = acc0 * rescale[:, None]
-        v0 = load_rows(v_base, cols, stride_vn, seqlen_kv, 0, V0, D_V, MASKED)  # [BLOCK_N, V0]
+        v0 = load_rows(v_base, n, stride_vn, seqlen_kv, BLOCK_N, 0, V0, D_V, MASKED, WIDE)  # [BLOCK_N, V0]
         acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION)
         if V1 > 0:
             acc1 = acc1 * rescale[:, None]
-            v1 = load_rows(v_base, cols, stride_vn, seqlen_kv, V0, V1, D_V, MASKED)
+            v1 = load_rows(v_base, n, stride_vn, seqlen_kv, BLOCK_N, V0, V1, D_V, MASKED, WIDE)
             acc1 = tl.dot(p.to(v1.dtype), v1, acc1, input_precision=PRECISION)
         row_max = new_max
     return acc0, acc1, row_max, row_sum
@@ -121,6 +122,7 @@ def attention_forward_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one head of one sequence. Grid: (query tiles x heads x sequences,).
 
@@ -158,33 +160,33 @@ def attention_forward_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 1], tl.float32)
-    q0 = load_rows(q_base, rows, stride_qm, seqlen_q, 0, QK0, D_QK, True)
+    q0 = load_rows(q_base, start_m, stride_qm, seqlen_q, BLOCK_M, 0, QK0, D_QK, True, WIDE)
     q1 = q0
     if QK1 > 0:
-        q1 = load_rows(q_base, rows, stride_qm, seqlen_q, QK0, QK1, D_QK, True)
+        q1 = load_rows(q_base, start_m, stride_qm, seqlen_q, BLOCK_M, QK0, QK1, D_QK, True, WIDE)
     # fmt: off
     if HAS_LEFT:
         acc0, acc1, row_max, row_sum = _attend(
             acc0, acc1, row_max, row_sum, q0, q1, k_base, v_base, stride_kn, stride_vn, first, full_first,
             seqlen_kv, rows, diagonal, window_left, window_right, scale_log2,
-            D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION,
+            D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE,
         )
     acc0, acc1, row_max, row_sum = _attend(
         acc0, acc1, row_max, row_sum, q0, q1, k_base, v_base, stride_kn, stride_vn, full_first, full_last,
         seqlen_kv, rows, diagonal, window_left, window_right, scale_log2,
-        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, False, HAS_LEFT, HAS_RIGHT, PRECISION,
+        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, False, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE,
     )
     acc0, acc1, row_max, row_sum = _attend(
         acc0, acc1, row_max, row_sum, q0, q1, k_base, v_base, stride_kn, stride_vn, full_last, last,
         seqlen_kv, rows, diagonal, window_left, window_right, scale_log2,
-        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION,
+        D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE,
     )
     # fmt: on
     empty = (row_sum == 0.0) | (rows >= seqlen_q)
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
     num_rows = seqlen_q if PACKED else max_seqlen_q
-    store_rows(out_base, rows, stride_om, num_rows, acc0 * inverse[:, None], 0, V0, D_V)
+    store_rows(out_base, start_m, stride_om, num_rows, acc0 * inverse[:, None], BLOCK_M, 0, V0, D_V, WIDE)
     if V1 > 0:
-        store_rows(out_base, rows, stride_om, num_rows, acc1 * inverse[:, None], V0, V1, D_V)
+        store_rows(out_base, start_m, stride_om, num_rows, acc1 * inverse[:, None], BLOCK_M, V0, V1, D_V, WIDE)
     tl.store(Lse + b64 * stride_lb + h64 * stride_lh + start_q + rows, lse, mask=rows < num_rows)

@@ -17,6 +17,7 @@ from mla_plugin.kernels.forward import attention_forward_kernel
 from mla_plugin.kernels.tile_math import split_head_dim
 
 _DELTA_ROWS = 64
+_WIDE_STRIDE = 2**31 // 128  # 128 is the largest tile
 _INTERPRETED_CLASS = 227  # the interpreter has no shared memory
 
 
@@ -113,6 +114,12 @@ def _options(tile: tiles.Tile) -> dict[str, int | None]:
     return options
 
 
+def _is_wide(packing: Packing, *tensors: torch.Tensor) -> bool:
+    """One tile of some tensor spans more than an int32 offset reaches."""
+    token = 0 if packing.packed else _AXES[packing.qkv_format][2]
+    return any(x.stride(token) >= _WIDE_STRIDE for x in tensors)
+
+
 def _precision(dtype: torch.dtype) -> str:
     """float32 products are computed in float32; TF32 would lose half of the digits."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -164,6 +171,7 @@ def forward(
         packing.window_left >= 0,
         packing.window_right >= 0,
         _precision(q.dtype),
+        _is_wide(packing, q, k, v, out),
         **_options(tile),
     )
     return out, lse
@@ -264,6 +272,7 @@ def _row_statistics(
         *split_head_dim(out.shape[-1]),
         _DELTA_ROWS,
         dlse is not None,
+        _is_wide(packing, out, dout),
         num_warps=4,
     )
     return lse_log2, delta
@@ -322,6 +331,7 @@ def _backward_kv(
         dense and packing.max_seqlen_q % tile.block_m == 0,
         dense and packing.max_seqlen_kv % tile.block_n == 0,
         _heads_together(batch * kv_heads),
+        _is_wide(packing, q, k, v, dout, dk, dv),
         tma,
         **_options(tile),
     )
@@ -374,6 +384,7 @@ def _backward_q(
         packing.window_right >= 0,
         _precision(q.dtype),
         _heads_together(batch * heads),
+        _is_wide(packing, q, k, v, dout, dq),
         tma,
         **_options(tile),
     )

@@ -24,17 +24,40 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
+def tile_rows(R: tl.constexpr, WIDE: tl.constexpr):
+    """0 .. R - 1: int64 when R rows span more than 2**31 elements, else int32.
+
+    Tiles are addressed by one int64 scalar and small offsets: int64 in every element costs a tenth of the forward's
+    speed on an H200 (476 against 515 TFLOP/s, full attention).
+    """
+    rows = tl.arange(0, R)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows
+
+
+@triton.jit
 def load_rows(
-    base, rows, stride, num_rows, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr, MASK_ROWS: tl.constexpr
+    base,
+    start,
+    stride,
+    num_rows,
+    R: tl.constexpr,
+    C0: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """Columns C0 .. C0 + C of some rows: [len(rows), C]; rows at or beyond ``num_rows`` and columns beyond D are 0."""
+    """Rows start .. start + R, columns C0 .. C0 + C: [R, C]; rows from ``num_rows`` on and columns from D on are 0."""
+    rows = tile_rows(R, WIDE)
     columns = C0 + tl.arange(0, C)
-    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if MASK_ROWS:
+        exists = rows[:, None] < num_rows - start
         if C0 + C > D:
-            return tl.load(pointers, mask=(rows[:, None] < num_rows) & (columns[None, :] < D), other=0.0)
-        else:
-            return tl.load(pointers, mask=rows[:, None] < num_rows, other=0.0)
+            exists = exists & (columns[None, :] < D)
+        return tl.load(pointers, mask=exists, other=0.0)
     elif C0 + C > D:
         return tl.load(pointers, mask=columns[None, :] < D, other=0.0)
     else:
@@ -42,11 +65,23 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(base, rows, stride, num_rows, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Store [len(rows), C] into columns C0 .. C0 + C, leaving out rows beyond ``num_rows`` and columns beyond D."""
+def store_rows(
+    base,
+    start,
+    stride,
+    num_rows,
+    x,
+    R: tl.constexpr,
+    C0: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Store x [R, C] into rows from ``start`` on, columns C0 .. C0 + C, leaving out what ``load_rows`` gives as 0."""
+    rows = tile_rows(R, WIDE)
     columns = C0 + tl.arange(0, C)
-    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    mask = rows[:, None] < num_rows
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
+    mask = rows[:, None] < num_rows - start
     if C0 + C > D:
         mask = mask & (columns[None, :] < D)
     tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
@@ -69,14 +104,26 @@ def sequence(b, cu_seqlens, cu_seqlens_padded, seqlen, PACKED: tl.constexpr, HAS
 
 @triton.jit
 def load_tile(
-    source, b, head, base, start, rows, stride, num_rows, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source,
+    b,
+    head,
+    base,
+    start,
+    stride,
+    num_rows,
+    R: tl.constexpr,
+    C0: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """[R, C] of one head, by pointers from ``base`` or by the tensor descriptor ``source`` over [B, H, S, D]."""
     if TMA:
         return source.load([b, head, start, C0]).reshape(R, C)
     else:
-        return load_rows(base, rows, stride, num_rows, C0, C, D, not EVEN)
+        return load_rows(base, start, stride, num_rows, R, C0, C, D, MASK_ROWS, WIDE)
 
 
 @triton.jit
