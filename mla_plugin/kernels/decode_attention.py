@@ -32,7 +32,7 @@ def _fake(
 
 
 torch.library.register_fake("mla_plugin_kernels::decode_attention", _fake, lib=_library)
-_decode_attention = torch.ops.mla_plugin_kernels.decode_attention.default
+_operator = torch.ops.mla_plugin_kernels.decode_attention.default
 
 
 def mla_decode_attention(
@@ -47,7 +47,7 @@ def mla_decode_attention(
     seqlens_kv: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed MLA over the compressed cache: softmax(q_nope_abs c_kv^T + q_rope k_rope^T) c_kv, one cache for all heads.
+    """Absorbed MLA over the compressed cache: softmax(scale (q_nope_abs c_kv^T + q_rope k_rope^T)) c_kv.
 
     c_kv is read once, as keys and as values; no per-head key or value is ever made. Algorithms: weight absorption
     (DeepSeek-V2, 2024), keys split over programs and summed by a second kernel (Flash-Decoding, Dao et al., 2023).
@@ -77,12 +77,19 @@ def mla_decode_attention(
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NotImplementedError: an argument requires grad.
     """
-    if torch.is_grad_enabled() and any([x.requires_grad for x in (q_nope_abs, q_rope, c_kv, k_rope)]):
+    if torch.is_grad_enabled() and (
+        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
+    ):
         raise NotImplementedError(
             "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
             "mla_attention on expanded keys and values"
         )
     if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}; it must be positive: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5")
-    out, lse = _decode_attention(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv)
+        raise ValueError(
+            f"softmax_scale={softmax_scale}; it must be positive: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
+        )
+    # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
+    traced = torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor
+    run = _operator if traced else decode_launch.decode
+    out, lse = run(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv)
     return (out, lse) if return_lse else out

@@ -40,6 +40,8 @@ def check_arguments(
                 "cache without page_table is [B, S_kv, R]; give page_table and seqlens_kv for a paged cache"
             )
     else:
+        if c_kv.shape[1] == 0:
+            raise ValueError(f"c_kv has shape {_shape(c_kv)}, page_size 0; a paged cache is [pages, page_size, R]")
         if seqlens_kv is None:
             raise ValueError("page_table without seqlens_kv; a paged cache needs the lengths: int32 [B]")
         _check_indices("page_table", page_table, (batch, page_table.shape[-1] if page_table.dim() else 0))

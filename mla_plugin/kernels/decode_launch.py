@@ -33,18 +33,19 @@ class _Device(NamedTuple):
     has_descriptors: bool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device(device: torch.device) -> _Device:
     if _INTERPRETED:
         return _Device("Hopper", 8, False)
     if device.type != "cuda":
         raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
     capability = (properties.major, properties.minor)
     kind = decode_tiles.card(capability, properties.shared_memory_per_block_optin)
     return _Device(kind, properties.multi_processor_count, capability >= (9, 0))
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     """Into how many splits the keys go, so that ``programs`` x splits fill ``slots`` concurrent programs.
 
@@ -177,7 +178,7 @@ def _plan(
 ) -> _Plan:
     """The plan of a call; the arguments are checked when their layout is seen for the first time."""
     tensors = [x for x in (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv) if x is not None]
-    aligned = not any([x.data_ptr() % 16 for x in tensors])
+    aligned = not any(x.data_ptr() % 16 for x in tensors)
     layout = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
     key = (aligned, is_causal, page_table is None, *layout)
     plan = _plans.get(key)
@@ -219,9 +220,7 @@ def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple
             found.append(TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width]))
         else:
             block = (1, plan.block_n, width)
-            found.append(
-                _cached_descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block)
-            )
+            found.append(_cached_descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
     return tuple(found)
 
 
@@ -258,9 +257,7 @@ def decode(
         parts_lse = q_nope_abs.new_empty(plan.parts_shape, dtype=torch.float32)
     descriptors = _descriptors(plan, c_kv, k_rope)
     tensors = (q_nope_abs, q_rope, c_kv, k_rope, *descriptors, page_table, seqlens_kv, parts, parts_lse)
-    compiled = _launch(
-        decode_kernel, plan.compiled, plan.grid, (*tensors, softmax_scale, *plan.scalars), plan.options
-    )
+    compiled = _launch(decode_kernel, plan.compiled, plan.grid, (*tensors, softmax_scale, *plan.scalars), plan.options)
     compiled_combine = None
     if parts is not out:
         arguments = (parts, parts_lse, out, lse, *plan.combine_scalars)

@@ -8,6 +8,7 @@ its shared memory, its registers and its spills to stated figures.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from mla_plugin.kernels.tiles import shared_memory_class
@@ -92,6 +93,7 @@ def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
     return f"{shared_memory_class(shared_memory_per_block)} KiB"
 
 
+@functools.cache
 def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
     """The table's tile for ``columns`` padded columns of the cache and ``rows`` rows of one sequence.
 
