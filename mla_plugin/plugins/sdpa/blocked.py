@@ -65,8 +65,10 @@ def _hidden(block: Block, terms: Terms, lens: tuple[int, int], device: torch.dev
     return hidden
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, block: Block, terms: Terms, len_q: int) -> torch.Tensor:
-    """Scaled, biased, masked scores of a block, [b, H, rows, keys], -inf where hidden.
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, block: Block, terms: Terms, len_q: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax weights of a block, [b, H, rows, keys], and its log-sum-exp, [b, H, rows, 1]; 0 and -inf without keys.
 
     q [b, H, rows, D] belongs to the block; k [B, H_kv, S_kv, D] is whole.
     """
@@ -79,7 +81,10 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: Block, terms: Terms, len_q:
     scores *= terms.softmax_scale
     if bias is not None and not terms.bias_before_scale:
         scores += bias
-    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill_(lse == -torch.inf, 0), lse
 
 
 def _per_kv_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -109,46 +114,37 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(dtype), v.to(dtype)
-    len_q, len_kv = q.shape[2], k.shape[2]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
-    for block in blocks(q, len_kv, terms):
-        scores = _scores(q[block.batch, :, block.rows].to(dtype), k, block, terms, len_q)
-        total = scores.logsumexp(-1, keepdim=True)
-        weights = scores.sub_(total.masked_fill(total == -torch.inf, 0)).exp_()
+    for block in blocks(q, k.shape[2], terms):
+        weights, part_lse = _weights(q[block.batch, :, block.rows].to(dtype), k, block, terms, q.shape[2])
         kept = _kept(weights, terms)
         if kept is not None:
             weights *= kept
         part = _per_kv_head(weights, v.shape[1]) @ v[block.batch, :, block.keys]
         out[block.batch, :, block.rows] = part.view(*weights.shape[:3], -1)
-        lse[block.batch, :, block.rows] = total.squeeze(-1)
+        lse[block.batch, :, block.rows] = part_lse.squeeze(-1)
     return out, lse
 
 
 def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    terms: Terms,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a batch; shapes as ``forward``, lse and dlse [B, H, S_q], results in float32 or float64.
+    """Gradients of a batch; shapes as ``forward``, dlse [B, H, S_q], results in float32 or float64.
 
-    ``delta = rowsum(P * dP)`` is taken over the block, which holds whole rows, so ``out`` is not needed.
+    A block holds whole rows, so the softmax and ``delta = rowsum(P * dP)`` are taken anew and neither out nor lse is
+    needed: another backend's roundings in them do not enter.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(dtype), v.to(dtype)
-    len_q, len_kv, num_kv_heads = q.shape[2], k.shape[2], k.shape[1]
+    num_kv_heads = k.shape[1]
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    for block in blocks(q, len_kv, terms):
+    for block in blocks(q, k.shape[2], terms):
         q_block, dout_block = (x[block.batch, :, block.rows].to(dtype) for x in (q, dout))
-        total = lse[block.batch, :, block.rows].unsqueeze(-1)
-        sees_no_key = total == -torch.inf
+        weights, lse = _weights(q_block, k, block, terms, q.shape[2])
+        sees_no_key = lse == -torch.inf
         dout_rows = _per_kv_head(dout_block.masked_fill(sees_no_key, 0), num_kv_heads)
-        weights = _scores(q_block, k, block, terms, len_q).sub_(total.masked_fill(sees_no_key, 0)).exp_()
         dweights = (dout_rows @ v[block.batch, :, block.keys].transpose(-1, -2)).view_as(weights)
         kept = _kept(weights, terms)
         dropped = weights

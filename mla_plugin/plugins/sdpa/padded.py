@@ -40,10 +40,10 @@ class _Padding:
             x = where.unpad(x.transpose(1, 2), shape).transpose(1, 2)
         return from_bhsd(x, self.qkv_format).to(like.dtype).contiguous()
 
-    def pad_lse(self, lse: torch.Tensor, fill: float) -> torch.Tensor:
-        """[B, H, S_q] from the caller's [B, H, S_q] or [H, T]."""
+    def pad_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """[B, H, S_q] from the caller's [B, H, S_q] or [H, T]; 0 beyond a sequence's length."""
         lse = lse.unsqueeze(0) if self.qkv_format == "thd" else lse
-        return lse if self.q is None else self.q.pad(lse.transpose(1, 2), fill).transpose(1, 2)
+        return lse if self.q is None else self.q.pad(lse.transpose(1, 2)).transpose(1, 2)
 
     def unpad_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The inverse of ``pad_lse``."""
@@ -72,9 +72,8 @@ def backward(
         padding.pad(tensors.q, padding.q),
         padding.pad(tensors.k, padding.k),
         padding.pad(tensors.v, padding.k),
-        padding.pad_lse(residuals.lse, -torch.inf),
         padding.pad(dout, padding.q),
-        None if dlse is None else padding.pad_lse(dlse, 0.0),
+        None if dlse is None else padding.pad_lse(dlse),
         terms,
     )
     return Gradients(

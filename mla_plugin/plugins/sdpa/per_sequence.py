@@ -47,13 +47,13 @@ def backward(
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
     for sequence in sequences(request, tensors):
         part = (sequence.query_part(q), sequence.key_part(k), sequence.key_part(v))
-        lse_part, dout_part = sequence.query_part(lse), sequence.query_part(dout)
+        dout_part = sequence.query_part(dout)
         dlse_part = None if dlse is None else sequence.query_part(dlse)
         if use_kernel:
-            out_part = sequence.query_part(out)
+            out_part, lse_part = sequence.query_part(out), sequence.query_part(lse)
             results = flash.backward(*part, out_part, lse_part, dout_part, dlse_part, terms)
         else:
-            results = blocked.backward(*part, lse_part, dout_part, dlse_part, terms.of_sequence(sequence))
+            results = blocked.backward(*part, dout_part, dlse_part, terms.of_sequence(sequence))
         sequence.query_part(dq).copy_(results[0])
         sequence.key_part(dk).copy_(results[1])
         sequence.key_part(dv).copy_(results[2])
