@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.hooks import hookimpl
+from mla_plugin.layout import empty_output, to_bhsd
 from mla_plugin.plugins.sdpa import efficient, padded, per_sequence
 from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.types import (
@@ -107,14 +108,36 @@ def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | 
     return Accepted(notes=(f"blocked mathematics for {causes}" if causes else f"PyTorch's {kernel}",))
 
 
+def _is_empty(tensors: AttentionTensors) -> bool:
+    """No query or no key, so that every row, if any, sees no key."""
+    return not (tensors.q.numel() and tensors.k.numel())
+
+
+def _empty_output(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
+    q = tensors.q
+    rows = to_bhsd(q, request.qkv_format).shape[:-1]
+    shape = rows[1:] if request.qkv_format == "thd" else rows
+    lse = q.new_full(shape, -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    return AttentionOutput(empty_output(q, tensors.v.shape[-1]).zero_(), lse)
+
+
+def _empty_gradients(request: AttentionRequest, tensors: AttentionTensors) -> Gradients:
+    inputs = (tensors.q, tensors.k, tensors.v)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    bias = tensors.bias if request.bias_requires_grad else None
+    return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias))
+
+
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention by the request's route."""
     request = plan.request
+    if _is_empty(tensors):
+        return _empty_output(request, tensors)
     use_kernel = not any(_blocked_because(request))
     if request.device_type == "cpu":
         return per_sequence.forward(request, tensors, use_kernel=use_kernel)
-    if use_kernel and tensors.q.numel() and tensors.k.numel():
+    if use_kernel:
         return efficient.forward(request, tensors)
     return padded.forward(request, tensors)
 
@@ -122,10 +145,12 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients by the request's route."""
-    request, tensors = plan.request, residuals.tensors
+    request = plan.request
+    if _is_empty(residuals.tensors):
+        return _empty_gradients(request, residuals.tensors)
     use_kernel = not any(_blocked_because(request))
     if request.device_type == "cpu":
         return per_sequence.backward(request, residuals, dout, dlse, use_kernel=use_kernel)
-    if use_kernel and tensors.q.numel() and tensors.k.numel():
+    if use_kernel:
         return efficient.backward(request, residuals, dout, dlse)
     return padded.backward(request, residuals, dout, dlse)
