@@ -26,14 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},
     "mla_plugin.ops": {"dispatch", "types", "layout"},
-    "mla_plugin.api": {"resolver", "ops", "environment", "device", "types", "layout"},
+    "mla_plugin.checks": {"types", "layout"},
+    "mla_plugin.api": {"resolver", "ops", "checks", "environment", "device", "types", "layout"},
     "mla_plugin": {"api", "hooks", "resolver", "types"},
     "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
     "mla_plugin.conformance": {"dispatch", "hooks", "hooks.manager", "reference", "device", "types", "layout"},
     "mla_plugin.compat": {API, "types"},
-    # The command line is an application above everything; only its demo needs a host, so only that may import compat.
-    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", "types"},
-    "mla_plugin.cli.demo": {API, "cli", "compat", "resolver", "device", "types"},
+    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", "checks", "types"},
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
 """Layers whose other imports are limited too, beside the standard library."""
@@ -173,7 +172,6 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
         ("mla_plugin.kernels.forward", "import math\nimport triton\nfrom mla_plugin.kernels.tiles import tile"),
         ("mla_plugin.resolver.preference", "from mla_plugin.resolver.te_cascade import decide"),
         ("mla_plugin.compat.transformers", "import mla_plugin\nfrom mla_plugin import attention"),
-        ("mla_plugin.cli.demo", "def run():\n    import mla_plugin.compat.transformers"),
     ],
 )
 def test_what_is_allowed_passes(module: str, source: str) -> None:
