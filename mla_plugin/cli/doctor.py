@@ -146,13 +146,17 @@ SECTIONS = {
 
 def add_parser(commands: Any) -> None:
     """Add the command; it takes no arguments."""
-    parser = commands.add_parser("doctor", help="what is installed, missing or broken", description=__doc__, epilog=EPILOG)
+    parser = commands.add_parser(
+        "doctor", help="what is installed, missing or broken", description=__doc__, epilog=EPILOG
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 when something is broken."""
-    print(f"mla-plugin {mla_plugin.__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}")
+    print(
+        f"mla-plugin {mla_plugin.__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}"
+    )
     broken = 0
     for title, section in SECTIONS.items():
         print(f"\n{title}")

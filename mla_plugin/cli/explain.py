@@ -190,7 +190,9 @@ def as_json(decision: Decision) -> str:
         "plan": plan and {"forward": plan.forward_backend, "backward": plan.backward_backend},
         "error": decision.error,
     }
-    return json.dumps(content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value))
+    return json.dumps(
+        content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value)
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
