@@ -41,20 +41,25 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _numbers(text: str, count: int) -> tuple[int, ...]:
+def _numbers(text: str, example: str) -> tuple[int, ...]:
     parts = text.split(".")
-    if len(parts) != count or not all(part.isdecimal() for part in parts):
-        example = ".".join("980"[:count])
-        raise argparse.ArgumentTypeError(f"{text!r}: write {count} numbers separated by dots, such as {example}")
+    if len(parts) != len(example.split(".")) or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as in {example}")
     return tuple(map(int, parts))
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    return _numbers(text, 2)
+    return _numbers(text, "8.0")
 
 
 def _cudnn_version(text: str) -> tuple[int, ...]:
-    return _numbers(text, 3)
+    return _numbers(text, "9.8.0")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 is needed")
+    return int(text)
 
 
 def add_parser(commands: Any) -> None:
@@ -74,13 +79,19 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_request(group: Any) -> None:
-    group.add_argument("--head-dim-qk", type=int, default=192, help="192 by default, as DeepSeek-V3")
-    group.add_argument("--head-dim-v", type=int, default=128, help="128 by default, as DeepSeek-V3")
-    group.add_argument("--heads", type=int, default=128, help="query heads; 128 by default")
-    group.add_argument("--kv-heads", type=int, help="key-value heads; as many as query heads by default")
-    group.add_argument("--batch-size", type=int, default=2, help="sequences; 2 by default")
-    group.add_argument("--seqlen-q", type=int, default=4096, help="longest query sequence; 4096 by default")
-    group.add_argument("--seqlen-kv", type=int, help="longest key-value sequence; as the queries by default")
+    group.add_argument("--head-dim-qk", metavar="N", type=_count, default=192, help="192 by default, as DeepSeek-V3")
+    group.add_argument("--head-dim-v", metavar="N", type=_count, default=128, help="128 by default, as DeepSeek-V3")
+    group.add_argument("--heads", metavar="N", type=_count, default=128, help="query heads; 128 by default")
+    group.add_argument(
+        "--kv-heads", metavar="N", type=_count, help="key-value heads; as many as query heads by default"
+    )
+    group.add_argument("--batch-size", metavar="N", type=_count, default=2, help="sequences; 2 by default")
+    group.add_argument(
+        "--seqlen-q", metavar="N", type=_count, default=4096, help="longest query sequence; 4096 by default"
+    )
+    group.add_argument(
+        "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; as the queries by default"
+    )
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     group.add_argument("--format", choices=QKV_FORMATS, default="bshd", help="memory layout; bshd by default")
     group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
@@ -117,7 +128,17 @@ def _add_platform(group: Any) -> None:
 
 
 def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequest:
-    """The request that the arguments describe."""
+    """The request that the arguments describe.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
+    checks.check_options(arguments.dropout, arguments.host)
+    num_kv_heads = arguments.kv_heads or arguments.heads
+    if arguments.heads % num_kv_heads:
+        raise ValueError(f"--heads {arguments.heads} is not a multiple of --kv-heads {num_kv_heads}")
+    if arguments.pad_between_seqs and arguments.format != "thd":
+        raise ValueError(f"--pad-between-seqs needs --format thd; the format is {arguments.format}")
     asked = tuple(arguments.window) if arguments.window else None
     mask, window, bottom_right = checks.normalize_mask(arguments.mask, asked, None, arguments.format)
     return AttentionRequest(
@@ -126,7 +147,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         device_type=device_type,
         batch_size=arguments.batch_size,
         num_heads=arguments.heads,
-        num_kv_heads=arguments.kv_heads or arguments.heads,
+        num_kv_heads=num_kv_heads,
         max_seqlen_q=arguments.seqlen_q,
         max_seqlen_kv=arguments.seqlen_kv or arguments.seqlen_q,
         head_dim_qk=arguments.head_dim_qk,
