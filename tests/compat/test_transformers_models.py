@@ -1,0 +1,281 @@
+"""Every MLA family of transformers, tiny and with random weights, gives what it gives with eager attention.
+
+Tolerance: eager attention in float32 has an error of its own, measured against the same model in float64. The plugin may
+have twice that error, plus ``FLOOR`` of the value's norm for values whose eager error happens to be near zero: a gradient
+passes through some tens of float32 roundings of 1.2e-7. A wrong mask shows as 1e-2 or more.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache, StaticCache
+
+import mla_plugin.compat.transformers
+
+FLOOR = 4e-6
+VOCABULARY = 61
+VERSION = Version(transformers.__version__)
+
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_MOE = {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_LOCAL_MOE = {**_MOE, "num_local_experts": 4}
+_LONGCAT = {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2}
+_SPARSE = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "head_dim": 8}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_LINEAR = {"linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 3}
+_GLM5 = {**_HYBRID, **_LINEAR, "qk_rope_head_dim": 0, "index_kpool": 2, "indexer_types": ["full", "full"]}
+_PIXTRAL = {"model_type": "pixtral", "num_attention_heads": 2, "num_hidden_layers": 1}
+_GLM_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "projection_intermediate_size": 16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: what its tiny configuration adds to ``_BASE``, and what it can do."""
+
+    name: str
+    config: dict[str, Any]
+    since: str = "5.15"
+    is_sparse: bool = False
+    is_hybrid: bool = False
+    vision: dict[str, Any] | None = None
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("DeepseekV2", {**_MOE, "first_k_dense_replace": 1}, since="4.57"),
+        Family("DeepseekV3", {**_MOE, "first_k_dense_replace": 1}, since="4.57"),
+        Family("LongcatFlash", {**_MOE, **_LONGCAT, "head_dim": 8}, since="4.57"),
+        Family("AXK1", _MOE),
+        Family("Glm4MoeLite", _MOE),
+        Family("MiniCPM3", {}),
+        Family("Mistral4", {**_MOE, "first_k_dense_replace": 1}),
+        Family("Youtu", {}),
+        Family("BailingHybrid", {**_LOCAL_MOE, **_HYBRID, "num_mtp_layers": 0, "head_dim": 8}, is_hybrid=True),
+        Family("KimiLinear", {**_LOCAL_MOE, **_HYBRID, **_LINEAR}, is_hybrid=True),
+        Family("AXK2", {**_MOE, **_SPARSE, "gated_norm_rank": 4}, is_sparse=True),
+        Family("DeepseekV32", {**_MOE, **_SPARSE, "first_k_dense_replace": 1}, is_sparse=True),
+        Family("Dots3Note", {**_MOE, **_SPARSE}, is_sparse=True),
+        Family("GlmMoeDsa", {**_MOE, **_SPARSE, "first_k_dense_replace": 1}, is_sparse=True),
+        Family("HYV4", {**_MOE, **_SPARSE, "head_dim": 24}, is_sparse=True),
+        Family("MistralLarge4", {**_MOE, **_SPARSE}, is_sparse=True, vision=_PIXTRAL),
+        Family("Glm5Next", {**_MOE, **_SPARSE, **_GLM5}, is_sparse=True, is_hybrid=True, vision=_GLM_VISION),
+        Family("Llama", {"num_key_value_heads": 2}, since="4.57"),
+        Family("Mistral", {"num_key_value_heads": 2, "sliding_window": 5, "head_dim": 8}, since="4.57"),
+        Family("GptOss", {"num_key_value_heads": 2, "sliding_window": 5, "head_dim": 8, **_LOCAL_MOE}, since="4.57"),
+    )
+    if Version(family.since) <= VERSION
+}
+PLAIN = [name for name, family in FAMILIES.items() if not family.is_sparse and not family.is_hybrid]
+every_family = pytest.mark.parametrize("name", list(FAMILIES))
+
+
+@dataclass(frozen=True)
+class Trio:
+    """The same weights three times: the plugin and eager attention in float32, and the whole model in float64."""
+
+    plugin: torch.nn.Module
+    eager: torch.nn.Module
+    exact: torch.nn.Module
+
+    def __iter__(self):
+        return iter((self.plugin, self.eager, self.exact))
+
+
+def _config(family: Family) -> transformers.PretrainedConfig:
+    values = {**_BASE, **family.config}
+    if family.vision is None:
+        text_config = getattr(transformers, f"{family.name}TextConfig", None)
+        return (text_config or getattr(transformers, f"{family.name}Config"))(**values)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14, **family.vision}
+    return getattr(transformers, f"{family.name}Config")(text_config=values, vision_config=vision)
+
+
+@functools.cache
+def trio(name: str) -> Trio:
+    family = FAMILIES[name]
+    task = "ForCausalLM" if family.vision is None else "ForConditionalGeneration"
+    torch.manual_seed(list(FAMILIES).index(name))
+    eager = getattr(transformers, f"{name}{task}")(_config(family)).eval()
+    for parameter in eager.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    eager.set_attn_implementation("eager")
+    if VERSION >= Version("5"):
+        eager.set_experts_implementation("eager")  # the grouped product has no float64
+    plugin = copy.deepcopy(eager)
+    plugin.set_attn_implementation("mla_plugin")
+    exact = copy.deepcopy(eager).double()
+    if exact._supports_sdpa:
+        exact.set_attn_implementation("sdpa")  # eager's softmax is float32 and gives NaN where float64's mask overflows it
+    return Trio(plugin, eager, exact)
+
+
+def assert_as_good_as_eager(plugin: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+    error, budget = (plugin - exact).norm(), 2 * (eager - exact).norm() + FLOOR * exact.norm()
+    assert error <= budget, f"{what}: error {error:.2e}, allowed {budget:.2e}, norm {exact.norm():.2e}"
+
+
+def tokens_of(padding: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids [3, 9] and their mask; the rows have different lengths."""
+    mask = torch.ones(3, 9, dtype=torch.long)
+    if padding == "left":
+        mask[0, :4], mask[1, :1] = 0, 0
+    elif padding == "right":
+        mask[0, 5:], mask[1, 8:] = 0, 0
+    elif padding == "holes":
+        mask[0, 3:5], mask[1, 0], mask[1, 4] = 0, 0, 0
+    ids = torch.randint(3, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(7))
+    return ids, mask
+
+
+def labels_of(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """No loss at padding, nor at the prediction that padding makes of the next token."""
+    previous = torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return ids.masked_fill((mask & previous) == 0, -100)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradients(models: Trio, what: str) -> None:
+    plugin, eager, exact = (gradients(model) for model in models)
+    assert plugin.keys() == eager.keys()
+    assert len(eager) > 5
+    for name in eager:
+        assert_as_good_as_eager(plugin[name], eager[name], exact[name], f"{what} {name}")
+
+
+@every_family
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+def test_logits_loss_and_gradients(name, padding):
+    ids, mask = tokens_of(padding)
+    if padding == "holes" and FAMILIES[name].is_hybrid:
+        mask[:] = 1  # linear attention has no masked token in the middle of a sequence
+    models = trio(name)
+    outputs = []
+    for model in models:
+        outputs.append(model(input_ids=ids, attention_mask=mask, labels=labels_of(ids, mask)))
+        outputs[-1].loss.backward()
+    assert outputs[0].logits.isfinite().all()
+    assert_as_good_as_eager(*(o.logits[mask.bool()] for o in outputs), what="logits")
+    assert_as_good_as_eager(*(o.loss for o in outputs), what="loss")
+    assert_same_gradients(models, "gradient of")
+
+
+@every_family
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_from_a_left_padded_batch(name, cache):
+    ids, mask = tokens_of("left")
+    results = [
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=5,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            cache_implementation=None if cache == "dynamic" else cache,
+        )
+        for model in trio(name)
+    ]
+    assert results[0].sequences.shape == (3, 14)
+    assert torch.equal(results[0].sequences, results[1].sequences)
+    assert_as_good_as_eager(*(torch.stack(r.logits) for r in results), what="logits of each step")
+
+
+@every_family
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prefill_in_chunks(name, padding, cache):
+    ids, mask = tokens_of(padding)
+    outputs = []
+    for model in trio(name):
+        config = model.config.get_text_config()
+        past = DynamicCache(config=config) if cache == "dynamic" else StaticCache(config=config, max_cache_len=12)
+        logits, start = [], 0
+        for end in (4, 7, 8, 9):
+            chunk = {"input_ids": ids[:, start:end], "past_key_values": past, "use_cache": True}
+            if padding == "left" or FAMILIES[name].is_sparse:
+                chunk["attention_mask"] = mask[:, :end]
+            positions = torch.arange(start, end)
+            with torch.no_grad():
+                logits.append(model(**chunk, cache_position=positions, position_ids=positions[None]).logits)
+            start = end
+        outputs.append(torch.cat(logits, dim=1)[mask.bool()])
+    assert_as_good_as_eager(*outputs, what="logits")
+
+
+LENGTHS = (5, 1, 7)
+
+
+def packed(**extra: Any) -> dict[str, Any]:
+    ids = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(8))
+    position_ids = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {"input_ids": ids, "position_ids": position_ids, "use_cache": False, **extra}
+
+
+def flash_attention_kwargs() -> dict[str, Any]:
+    cu_seq_lens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    return {
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+    }
+
+
+def one_by_one(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("form", ["cu_seq_lens", "cu_seq_lens and mask", "position_ids"])
+def test_packed_sequences_equal_each_sequence_alone(name, form):
+    inputs = packed(**({} if form == "position_ids" else flash_attention_kwargs()))
+    if form == "cu_seq_lens and mask":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    models = trio(name)
+    weights = torch.randn(1, sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(9))
+    logits = [models.plugin(**inputs).logits] + [one_by_one(m, inputs["input_ids"]) for m in (models.eager, models.exact)]
+    assert_as_good_as_eager(*logits, what="logits")
+    for one in logits:
+        (one * weights).sum().backward()
+    assert_same_gradients(models, "gradient of")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].is_sparse])
+def test_sparse_models_refuse_packed_lengths(name):
+    if name == "Glm5Next":
+        return
+    with pytest.raises(ValueError, match="position_ids, without cu_seq_lens_q"):
+        trio(name).plugin(**packed(**flash_attention_kwargs()))
