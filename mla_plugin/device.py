@@ -52,7 +52,7 @@ def build_tools() -> frozenset[str]:
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    version = torch.backends.cudnn.version()
     if version is None:
         return None
     if version >= 90000:

@@ -1,1 +1,1 @@
-
+"""The conformance suite: what any backend must pass."""
