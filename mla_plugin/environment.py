@@ -36,6 +36,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _verbatim(text: str) -> str:
+    return text
+
+
 def _text(text: str) -> str | None:
     return text.strip() or None
 
@@ -94,7 +98,7 @@ VARIABLES: tuple[Variable, ...] = (
     _te("NVTE_UNFUSED_ATTN", _integer, _INT, 1, "The unfused fallback (backend `sdpa`).", "selection"),
     _te(
         "NVTE_FUSED_ATTN_BACKEND",
-        _text,
+        _verbatim,
         _ANY,
         None,
         "Documented by TransformerEngine, read by none of its code; without effect here too.",
@@ -139,7 +143,7 @@ VARIABLES: tuple[Variable, ...] = (
     _te("NVTE_UnfusedDPA_Emulate_FP8", _is_one, _ONE, False, "FP8 only; FP8 is refused here.", "selection"),
     Variable(
         "NVTE_MLA_TRITON",
-        _text,
+        _verbatim,
         'exactly "1" is on and "0" is off everywhere; anything else is as unset',
         None,
         '"1" puts our Triton kernels before TransformerEngine\'s own choice where they are known to be right; '

@@ -179,10 +179,17 @@ def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     return tuple(gradients)
 
 
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
+    raise NotImplementedError(
+        "attention has no second derivative here; for create_graph=True use an attention made of plain PyTorch operations"
+    )
+
+
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("mla_plugin::attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd("mla_plugin::attention_forward", _autograd, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("mla_plugin::attention_backward", _no_second_derivative, lib=_library)
 
 attention_forward = torch.ops.mla_plugin.attention_forward.default
