@@ -4,8 +4,8 @@
 
 Our fallback, backend ``sdpa``, beside the way of TransformerEngine's unfused attention: the whole mask, the whole score
 matrix, softmax in float32, and packed sequences unpacked to a padded batch (its ``UnfusedDotProductAttention``, before
-its PR #3063). DeepSeek-V3's head dims, bfloat16, two heads. Each point is a fresh process; its number is the resident set's
-high-water mark (VmHWM) above what was resident when the inputs stood. Nothing is measured that is not first found
+its PR #3063). DeepSeek-V3's head dims, bfloat16, two heads. Each point is a fresh process; its number is the resident
+set's high-water mark (VmHWM) above what was resident when the inputs stood. Nothing is measured that is not first found
 correct against the float64 oracle at a small size. Linux only; about three minutes and 12 GiB.
 """
 
@@ -157,7 +157,7 @@ def measure(way: str, call: str, length: int) -> None:
 def point(way: str, call: str, length: int) -> float | None:
     """Mebibytes of one point, or None when it does not fit; what cannot fit is not tried, to spare the machine."""
     batch_size = len(FRACTIONS) if call.startswith("thd") else 1
-    if way == "unfused" and batch_size * HEADS * length**2 * BYTES_PER_SCORE > LIMIT:
+    if way == "unfused" and batch_size * HEADS * length**2 * BYTES_PER_SCORE >= LIMIT:
         return None
     command = [sys.executable, __file__, "--point", way, call, str(length)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
