@@ -24,7 +24,7 @@ COMPUTES = {
     "bias_type": ("no_bias",),
     "softmax_type": ("vanilla",),
     "dropout_p": (0.0,),
-    "has_sliding_window": (False,),
+    "window_size": ((-1, -1), (-1, 0)),
     "has_kv_cache": (False,),
     "has_score_mod": (False,),
     "return_max_logit": (False,),

@@ -12,8 +12,8 @@ class TestBlockwise(BackendConformance):
         "causal_bottom_right": "attn_mask_type",
         "padding_masks": "attn_mask_type",
         "arbitrary": "attn_mask_type",
-        "window": "has_sliding_window",
-        "window_without_causal_mask": "window",
+        "window": "window_size",
+        "window_without_causal_mask": "window_size",
         "bias": "bias_type",
         "gqa": "num_kv_heads",
     }
