@@ -133,7 +133,7 @@ def attention_mask_for(
 def _tokens(
     attention_mask: torch.Tensor | None, *, batch_size: int, kv_length: int, kv_offset: int = 0, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Which of the keys up to the last query are tokens, bool [B, n]; None where those are not keys of their own."""
+    """Which of the keys up to the last query are tokens, bool [B, n]; None unless the queries are the last of them."""
     if "q_length" in kwargs:
         q_length, q_offset, device = kwargs["q_length"], int(kwargs.get("q_offset", 0)), kwargs.get("device", "cpu")
     else:

@@ -1,10 +1,10 @@
 """Every MLA family of transformers, tiny and with random weights, gives what it gives with eager attention.
 
 Tolerance: eager attention in float32 has an error of its own, measured against the same model in float64 with PyTorch's
-attention, or with the plugin's own where that does not run; eager must be near it in any case. The plugin may have twice
-that error, plus a floor for values whose eager error happens to be near zero: 1e-6 of the norm of logits (eight
-roundings of 1.2e-7) and 5e-5 of the norm of a gradient, because some are sums that nearly cancel. A wrong mask shows as 1e-2 or
-more.
+attention, or with the plugin's own where that does not run; eager must be near it in any case. The plugin may have
+twice that error, plus a floor for values whose eager error happens to be near zero: 1e-6 of the norm of logits (eight
+roundings of 1.2e-7) and 5e-5 of the norm of a gradient, because some are sums that nearly cancel. A wrong mask shows as
+1e-2 or more.
 """
 
 from __future__ import annotations
@@ -335,6 +335,19 @@ def test_a_4d_mask_of_the_caller_is_the_whole_pattern(name, kind):
             mask = torch.zeros(attend.shape, dtype=model.dtype).masked_fill(~attend, lowest)
         outputs.append(model(input_ids=ids, attention_mask=mask).logits)
     assert_as_good_as_eager(*outputs, what="logits")
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "Llama"])
+def test_autocast(name):
+    ids, mask = tokens_of("left")
+    models = trio(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plugin, eager = (model(input_ids=ids, attention_mask=mask).logits for model in (models.plugin, models.eager))
+    exact = models.exact(input_ids=ids, attention_mask=mask).logits
+    plugin, eager, exact = (logits[mask.bool()] for logits in (plugin, eager, exact))
+    assert plugin.dtype == eager.dtype == torch.bfloat16
+    assert (plugin - exact).norm() <= 2 * (eager - exact).norm()
+    assert (eager - exact).norm() <= 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Llama"])
