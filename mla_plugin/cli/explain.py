@@ -62,6 +62,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 up to, but not including, 1 is needed")
+    return value
+
+
 def add_parser(commands: Any) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
@@ -96,7 +106,7 @@ def _add_request(group: Any) -> None:
     group.add_argument("--format", choices=QKV_FORMATS, default="bshd", help="memory layout; bshd by default")
     group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
-    group.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
     group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
     group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
@@ -133,7 +143,6 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
     Raises:
         ValueError: the arguments contradict each other.
     """
-    checks.check_options(arguments.dropout, arguments.host)
     num_kv_heads = arguments.kv_heads or arguments.heads
     if arguments.heads % num_kv_heads:
         raise ValueError(f"--heads {arguments.heads} is not a multiple of --kv-heads {num_kv_heads}")
