@@ -14,6 +14,7 @@ cache slots
 causal, packed sequences    bool [B, 1, S_q, S_kv] with   packed (thd); so do ``cu_seq_lens_q`` without a mask
                             an attribute ``packing``
 any other pattern           bool [B, 1, S_q, S_kv]        arbitrary mask; so does a 4-D mask of the caller
+sparse (DSA) model          additive, of the same shape   arbitrary mask, narrowed by the keys that the layer chose
 ==========================  ============================  =====================================================
 
 A query that sees no key gives 0. Eager attention averages over all values there; such queries are padding in both.
@@ -26,7 +27,8 @@ What differs between the supported versions of transformers:
 queries               ``cache_position``, a tensor         ``q_length`` and ``q_offset``, a tensor for a static cache
 packed sequences      found in every batch without mask    found where ``position_ids`` start again
 cache of an MLA       expanded K and V                     latents; the model expands them before it calls attention
-sparse (DSA) models   none                                 pass ``indices``, the keys that they selected
+sparse (DSA) models   none                                 pass ``indices``; before they do, they add the mask to other
+                                                           scores, or, in newer versions, also take a bool
 ====================  ===================================  ============================================================
 
 The contract is that of transformers' ``AttentionInterface`` and ``AttentionMaskInterface``.
@@ -47,7 +49,7 @@ import mla_plugin
 try:
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 except ImportError as error:
     raise ImportError(
         'mla_plugin.compat.transformers needs transformers >= 4.57: pip install "mla-plugin[transformers]"'
@@ -85,89 +87,81 @@ def register() -> None:
 
 def attention_mask_for(
     *,
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """Build the mask that ``attention_forward`` gets; called once per forward of a model, may wait for the device.
 
     Args:
-        batch_size: B.
-        kv_length: number of keys that attention will see; a static cache counts its unused slots.
-        kv_offset: absolute position of the first key.
         mask_function: transformers' pattern, ``(batch, head, query, key) -> bool``.
         attention_mask: bool [B, at most kv_offset + kv_length], True = a token, False = padding.
-        local_size: width of the sliding window, or of the chunks, within which ``mask_function`` allows attention.
-        allow_is_causal_skip: False where the model itself reads the mask, or ``mask_function`` is more than the above.
-        **kwargs: the rest of the contract, see the table of versions above.
+        allow_is_causal_skip: False where the model itself reads the mask, or where ``mask_function`` is more than
+            causal and, given a ``local_size``, local.
+        **kwargs: the rest of transformers' contract for mask functions: ``batch_size``, ``kv_length`` (a static cache
+            counts its unused slots), ``kv_offset`` (absolute position of the first key) and so on.
 
     Returns:
-        None: plain causal. bool [B, n], n <= kv_length: plain causal over the first n keys, the queries being the last
-        of them; True = a token. bool [B, 1, S_q, kv_length]: True = attend; an attribute ``packing`` says that it is
-        plain causal within packed sequences. It stays dense because some models read it before attention does.
+        One of the forms in the table above. bool [B, n], n <= kv_length: True = a token; the queries are the last of
+        these n keys. [B, 1, S_q, kv_length]: bool, True = attend, or additive.
     """
-    packing = None
-    is_plain = mask_function is causal_mask_function or (local_size is not None and kv_offset + kv_length <= local_size)
-    if not torch.compiler.is_compiling():  # a traced graph must not read values of tensors
-        if is_plain and allow_is_causal_skip:
-            q_length, q_offset, device = _queries(kwargs)
-            num_keys = q_offset + q_length - kv_offset
-            if q_length <= num_keys <= kv_length:
-                if attention_mask is None:
-                    attention_mask = torch.ones(batch_size, kv_offset + num_keys, dtype=torch.bool, device=device)
-                tokens = attention_mask[:, kv_offset : kv_offset + num_keys]
-                tokens = torch.nn.functional.pad(tokens, (0, num_keys - tokens.shape[1]))
-                return None if num_keys == kv_length and bool(tokens.all()) else tokens
-        sequence_ids = _packed_sequence_ids(mask_function)
-        if sequence_ids is not None:
-            packing = _packing_of_runs(sequence_ids)
-            if len(packing["cu_seqlens_q"]) == batch_size + 1:
-                return None
-    mask: torch.Tensor = sdpa_mask(
-        batch_size=batch_size,
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
+    pattern = {
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": False,
         **kwargs,
-    )
+    }
+    if getattr(kwargs.get("config"), "index_topk", None) is not None:
+        return cast(torch.Tensor, eager_mask(**pattern))
+    if torch.compiler.is_compiling():  # a traced graph must not read values of tensors, as the compact forms do
+        return cast(torch.Tensor, sdpa_mask(**pattern))
+    local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
+    is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
+    tokens = _tokens(attention_mask, **kwargs) if is_plain and allow_is_causal_skip else None
+    if tokens is not None:
+        return None if tokens.shape[1] == kwargs["kv_length"] and bool(tokens.all()) else tokens
+    packing = _recognize_packing(mask_function)
+    if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
+        return None
+    mask = cast(torch.Tensor, sdpa_mask(**pattern))
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
     return mask
 
 
-def _queries(arguments: dict[str, Any]) -> tuple[int, int, torch.device | str]:
-    """Number of queries, absolute position of the first, device."""
-    if "q_length" in arguments:
-        return arguments["q_length"], int(arguments.get("q_offset", 0)), arguments.get("device", "cpu")
-    position = arguments["cache_position"]
-    return position.shape[0], int(position[0]), position.device
+def _tokens(
+    attention_mask: torch.Tensor | None, *, batch_size: int, kv_length: int, kv_offset: int = 0, **kwargs: Any
+) -> torch.Tensor | None:
+    """Which of the keys up to the last query are tokens, bool [B, n]; None unless the queries are the last of them."""
+    if "q_length" in kwargs:
+        q_length, q_offset, device = kwargs["q_length"], int(kwargs.get("q_offset", 0)), kwargs.get("device", "cpu")
+    else:
+        position = kwargs["cache_position"]
+        q_length, q_offset, device = position.shape[0], int(position[0]), position.device
+    num_keys = q_offset + q_length - kv_offset
+    if not q_length <= num_keys <= kv_length:
+        return None
+    if attention_mask is None:
+        return torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
+    tokens = attention_mask[:, kv_offset : kv_offset + num_keys]
+    return torch.nn.functional.pad(tokens, (0, num_keys - tokens.shape[1]))
 
 
-def _packed_sequence_ids(mask_function: MaskFunction) -> torch.Tensor | None:
-    """Sequence of each token, int [B, S], where the pattern is causal attention within packed sequences; else None.
+def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:
+    """The packed sequences, where the pattern is causal attention within each of them and nothing else; else None.
 
     transformers composes a pattern from closures, whose free variables are the only description of it.
     """
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
     found = {part.__qualname__.partition(".")[0]: inspect.getclosurevars(part).nonlocals for part in parts}
-    packing = found.pop("packed_sequence_mask_function", {})
-    # 5.x also counts positions anew in each sequence, which leaves the causal order as it is.
-    renumbering = found.pop("remap_positions_for_packed_sequence", {})
-    is_causal = renumbering.get("mask_function") is causal_mask_function or causal_mask_function in parts
-    return packing.get("packed_sequence_mask") if is_causal and found.keys() <= {"causal_mask_function"} else None
-
-
-def _packing_of_runs(ids: torch.Tensor) -> dict[str, Any]:
-    """Packed sequences where equal neighbours of a row [B, S] are one sequence, rows one after another."""
-    starts = torch.ones_like(ids, dtype=torch.bool)
+    ids = found.pop("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    # The newer versions also count positions anew in each sequence, which leaves the causal order as it is.
+    renumbered = found.pop("remap_positions_for_packed_sequence", {}).get("mask_function")
+    is_causal = renumbered is causal_mask_function or causal_mask_function in parts
+    if ids is None or not is_causal or found.keys() - {"causal_mask_function"}:
+        return None
+    starts = torch.ones_like(ids, dtype=torch.bool)  # [B, S]
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=ids.numel())
     longest = int(cu_seqlens.diff().max())
@@ -382,10 +376,10 @@ def _dense_mask(
     if mask.dtype == torch.bool:
         hidden = ~mask
     else:
-        # transformers writes the lowest number for "masked"; kept as a bias, it would let empty rows average over keys.
-        bias = mask.to(q.dtype)
-        hidden = bias <= torch.finfo(bias.dtype).min
-        arguments.update(core_attention_bias_type="post_scale_bias", core_attention_bias=bias.masked_fill(hidden, 0.0))
+        # transformers writes the lowest number for "masked"; as a bias it would let empty rows average over all keys.
+        hidden = mask <= max(torch.finfo(mask.dtype).min, torch.finfo(q.dtype).min)
+        arguments["core_attention_bias_type"] = "post_scale_bias"
+        arguments["core_attention_bias"] = mask.masked_fill(hidden, 0.0).to(q.dtype)
     if indices is not None:
         unselected = torch.ones(batch_size, s_q, s_kv, dtype=torch.bool, device=q.device)
         hidden = hidden | unselected.scatter_(-1, indices.long(), False).unsqueeze(1)
