@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, At
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EPILOG = """\
 Without --device and --capability the platform is this machine. The packages are those installed here, changed by
---package; the environment variables are those set here, changed by --env.
+--package; the environment variables are those set here, changed by --env. A CUDA device described where PyTorch has no
+CUDA comes with the CUDA and cuDNN versions that a note names.
 Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used."""
 
 SHARED_MEMORY_PER_BLOCK = {
@@ -32,6 +34,9 @@ SHARED_MEMORY_PER_BLOCK = {
     (12, 1): 101376,
 }
 """Largest opt-in shared memory of a thread block in bytes (CUDA C++ Programming Guide, compute capabilities)."""
+
+ASSUMED: dict[str, Any] = {"cuda_version": "13.0", "cudnn_version": (9, 20, 0)}
+"""What a described CUDA device comes with where this PyTorch has none to go by."""
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -195,11 +200,12 @@ def platform_of(arguments: argparse.Namespace) -> Platform:
         shared_memory = SHARED_MEMORY_PER_BLOCK.get(arguments.capability)
         changes |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
         changes |= {"multi_processor_count": None}
-    if arguments.cudnn_version:
-        changes |= {"cudnn_version": arguments.cudnn_version}
-    if arguments.cuda_version:
-        changes |= {"cuda_version": arguments.cuda_version}
-    return dataclasses.replace(platform, **changes)
+    given = {name: getattr(arguments, name) for name in ASSUMED if getattr(arguments, name)}
+    assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
+    if assumed:
+        words = ", ".join(f"{name}={value}" for name, value in assumed.items())
+        print(f"note: this PyTorch has no CUDA; assumed {words}", file=sys.stderr)
+    return dataclasses.replace(platform, **changes, **assumed, **given)
 
 
 def _differences(value: Any) -> dict[str, Any]:

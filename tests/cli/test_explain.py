@@ -9,12 +9,12 @@ import torch
 
 from mla_plugin import device
 from mla_plugin.cli import main
-from mla_plugin.cli.explain import SHARED_MEMORY_PER_BLOCK
+from mla_plugin.cli.explain import ASSUMED, SHARED_MEMORY_PER_BLOCK
 from mla_plugin.resolver import survey
 from mla_plugin.types import Platform
 from tests.requests import mla_request
 
-A100 = ("--capability", "8.0", "--cudnn-version", "9.13.0")
+A100 = ("--capability", "8.0", "--cudnn-version", "9.13.0", "--cuda-version", "13.0")
 
 
 def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -53,7 +53,8 @@ def test_text_and_json_tell_what_the_library_decides(capsys: pytest.CaptureFixtu
     }
     assert (asked["dtype"], asked["window_size"]) == ("torch.bfloat16", [-1, 0])
 
-    direct = survey(request, platform=Platform("cuda", (8, 0), platform.packages, (9, 13, 0)))
+    a100 = Platform("cuda", (8, 0), packages=platform.packages, cudnn_version=(9, 13, 0), cuda_version="13.0")
+    direct = survey(request, platform=a100)
     assert found["plan"] == {"forward": direct.plan.forward_backend, "backward": direct.plan.backward_backend}
     assert [entry["backend"] for entry in found["trace"]] == [entry.backend for entry in direct.trace]
     assert found["transformer_engine"]["selected"] == direct.cascade.selected
@@ -134,7 +135,7 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
 def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     status, out, err = explain(capsys, *arguments.split())
     assert (status, out) == (2, "")
-    assert err.startswith("mla-plugin: ")
+    assert err.splitlines()[-1].startswith("mla-plugin: ")
     assert message in err
 
 
@@ -168,6 +169,20 @@ def test_without_a_cuda_device_one_must_be_described(
     assert status == 2
     assert "--capability 8.0" in err
     assert explain(capsys, "--device", "cuda", "--capability", "8.0")[0] == 0
+
+
+def test_a_described_device_brings_versions_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, out, err = explain(capsys, "--capability", "9.0", "--json")
+    platform = json.loads(out)["platform"]
+    assert (platform["cuda_version"], tuple(platform["cudnn_version"])) == tuple(ASSUMED.values())
+    assert err == "note: this PyTorch has no CUDA; assumed cuda_version=13.0, cudnn_version=(9, 20, 0)\n"
+    _, out, err = explain(capsys, "--capability", "9.0", "--cudnn-version", "9.8.0", "--json")
+    assert json.loads(out)["platform"]["cudnn_version"] == [9, 8, 0]
+    assert err == "note: this PyTorch has no CUDA; assumed cuda_version=13.0\n"
+    assert explain(capsys, *A100)[2] == ""
 
 
 def test_an_unknown_capability_has_no_known_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
