@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.project import ROOT
+
 FOLDERS = ("mla_plugin", "hooks", "compat", "examples")
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 400, 60, 150, 4
 
