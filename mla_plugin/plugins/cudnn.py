@@ -171,7 +171,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     request, tensors = plan.request, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
     dout, q, k, v, out = (_kernel_input(x, request.qkv_format) for x in inputs)
-    no_seed = torch.zeros((), dtype=torch.int64)
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv = _backward(
         dout,
         q,
