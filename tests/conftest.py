@@ -5,6 +5,10 @@ import torch
 
 from mla_plugin import environment
 
+if not torch.cuda.is_available():
+    # Triton reads this once, when it is imported: without a GPU its interpreter runs the kernels
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are deselected, not skipped, where there is no GPU: a run without one has no skips."""

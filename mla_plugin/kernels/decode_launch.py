@@ -137,7 +137,7 @@ def _make_plan(
         and _descriptors_can_read(c_kv)
         and (rope == 0 or _descriptors_can_read(k_rope))
     )
-    stages = tile.num_stages + (tile.lookup_stages if page_size else 0)
+    stages = tile.paged_stages if page_size else tile.num_stages
     options = {"num_warps": tile.num_warps, "num_stages": stages}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
