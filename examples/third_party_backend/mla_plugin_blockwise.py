@@ -65,12 +65,13 @@ def forward(plan: mla.Plan, tensors: mla.AttentionTensors) -> mla.AttentionOutpu
 @mla.hookimpl
 def backward(plan: mla.Plan, residuals: mla.Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> mla.Gradients:
     t, lse = residuals.tensors, residuals.lse
-    q, k, v, out, dout = (x.to(lse.dtype) for x in (t.q, t.k, t.v, residuals.out, dout))
+    q, k, v, dout = (x.to(lse.dtype) for x in (t.q, t.k, t.v, dout))
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    delta = (out * dout).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
+    dlse = lse.new_zeros(lse.shape) if dlse is None else dlse
     for rows, scores in score_blocks(plan, t):
         p = torch.exp(scores - lse[:, :, rows, None])
-        ds = p * (torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v) - delta[:, :, rows, None]) * t.softmax_scale
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[:, :, rows, None]) * t.softmax_scale
         dq[:, rows] = torch.einsum("bhqk,bkhd->bqhd", ds, k)
         dk += torch.einsum("bhqk,bqhd->bkhd", ds, q[:, rows])
         dv += torch.einsum("bhqk,bqhd->bkhd", p, dout[:, rows])
