@@ -178,7 +178,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         k,
         v,
         out,
-        residuals.lse.contiguous(),
+        residuals.lse.contiguous().unsqueeze(-1),
         no_seed,
         no_seed,
         None,
