@@ -1,4 +1,4 @@
-"""The plugin manager: built-in backends by dotted name, other packages' by entry point, blocked names, callers per backend."""
+"""The plugin manager: built-in backends by dotted name, other packages' by entry point, one caller per backend."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ logger = logging.getLogger("mla_plugin")
 class BackendManager:
     """Holds the registered backends and hands out hook callers that reach one backend and every hook wrapper.
 
-    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend. Any other plugin, such as a timer
-    made of hook wrappers, takes part in every call.
+    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend. Any other plugin, such as a
+    timer made of hook wrappers, takes part in every call.
 
     Args:
         builtins: backend name to module, in order; an empty mapping gives a manager to fill by ``register``.

@@ -34,7 +34,7 @@ def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | 
 
 @hookspec(firstresult=True)
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:  # type: ignore[empty-body]
-    """Compute attention. Called only on the backend that ``plan.forward_backend`` names, with arguments already checked.
+    """Compute attention. Called only on the backend that ``plan.forward_backend`` names; the arguments are checked.
 
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any

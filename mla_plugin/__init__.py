@@ -1,1 +1,68 @@
-"""One MLA attention backend for every attention registry."""
+"""One MLA attention backend for every attention registry.
+
+``attention`` runs Multi-head Latent Attention (or any attention with head_dim_qk != head_dim_v) on the best installed
+backend, ``explain`` says which and why, ``register`` plugs into a host framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+from mla_plugin.api import attention
+from mla_plugin.environment import EnvironmentVariableError
+from mla_plugin.hooks import hookimpl
+from mla_plugin.resolver import explain, resolve
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    NoBackendError,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+try:
+    __version__ = importlib.metadata.version("mla-plugin")
+except importlib.metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
+    __version__ = "0+unknown"
+
+_HOSTS = ("transformers",)
+
+__all__ = [
+    "Accepted",
+    "AttentionOutput",
+    "AttentionRequest",
+    "AttentionTensors",
+    "EnvironmentVariableError",
+    "Gradients",
+    "NoBackendError",
+    "Plan",
+    "Platform",
+    "Refused",
+    "Residuals",
+    "attention",
+    "explain",
+    "hookimpl",
+    "register",
+    "resolve",
+]
+
+
+def register(host: str) -> None:
+    """Plug into a host framework's attention registry.
+
+    Args:
+        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``.
+
+    Raises:
+        ValueError: there is no adapter for the host.
+        ImportError: the host is not installed.
+    """
+    if host not in _HOSTS:
+        raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(_HOSTS)}")
+    importlib.import_module(f"mla_plugin.compat.{host}").register()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -45,6 +47,24 @@ def installed_packages() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def version(distribution: str) -> str | None:
+    """Version of any installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nvidia_driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver that is loaded, whether or not PyTorch can use it; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found.group() if found else None
+
+
 @functools.cache
 def build_tools() -> frozenset[str]:
     """Build tools found on the PATH."""
@@ -52,7 +72,7 @@ def build_tools() -> frozenset[str]:
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    version = torch.backends.cudnn.version()
     if version is None:
         return None
     if version >= 90000:

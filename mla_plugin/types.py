@@ -1,12 +1,12 @@
 """The values that travel between hosts, the resolver and the backends.
 
-Everything here is frozen. A request describes a call without its tensors, so it is hashable and a decision about it can be cached.
-Names and mask spellings are TransformerEngine's; see docs/vocabulary.md for the whole vocabulary.
+Everything here is frozen. A request describes a call without its tensors, so it is hashable and a decision about it can
+be cached. Names and mask spellings are TransformerEngine's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
-Host = Literal["direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron"]
+HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AttentionRequest:
         head_dim_qk, head_dim_v: what a kernel sees (DeepSeek-V3: 192 and 128).
         attn_mask_type: one of ``ATTN_MASK_TYPES``. ``causal`` is aligned top-left.
         window_size: (left, right) tokens around the diagonal that a query sees; -1 means unlimited.
-        bottom_right_diagonal: True when the diagonal of a causal mask or a window ends at the last query and the last key.
+        bottom_right_diagonal: True when the diagonal of a causal mask or a window ends at the last query and last key.
         pad_between_seqs: ``thd`` only: padded offsets differ from the true lengths.
         bias_type, bias_shape, bias_requires_grad: additive bias; the shape broadcasts to [B, H, S_q, S_kv].
         dropout_p: dropout probability applied in this call (0.0 in evaluation).
@@ -92,6 +92,14 @@ class AttentionRequest:
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
     cp_size: int = 1
+
+    def __hash__(self) -> int:
+        """The hash of the attributes, computed once: a request is looked up at every call."""
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            value = hash(tuple(self.__dict__.values()))
+            object.__setattr__(self, "_hash", value)
+        return value
 
     @property
     def is_causal(self) -> bool:
@@ -236,7 +244,7 @@ class AttentionOutput:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What a backward gets: the forward's inputs and outputs. Any backend's backward accepts any backend's residuals."""
+    """What a backward gets: the forward's inputs and outputs, whichever backend computed them."""
 
     tensors: AttentionTensors
     out: torch.Tensor
@@ -259,6 +267,3 @@ class NoBackendError(RuntimeError):
     def __init__(self, message: str, trace: tuple[TraceEntry, ...] = ()) -> None:
         super().__init__(message)
         self.trace = trace
-
-
-REQUEST_FIELDS = tuple(f.name for f in fields(AttentionRequest))

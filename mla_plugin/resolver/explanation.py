@@ -1,0 +1,123 @@
+"""A decision in words: for ``explain``, for the log, and for the error when nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_plugin import environment
+from mla_plugin.resolver.te_cascade import CascadeDecision
+from mla_plugin.types import AttentionRequest, Plan, Platform, TraceEntry
+
+logger = logging.getLogger("mla_plugin")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A survey's result.
+
+    Attributes:
+        request, platform: what was decided on.
+        trace: every backend with its verdict, in the order tried, those left out last.
+        plan: the plan; None when no backend is left.
+        cascade: what TransformerEngine itself would decide; None where its cascade does not apply.
+    """
+
+    request: AttentionRequest
+    platform: Platform
+    trace: tuple[TraceEntry, ...]
+    plan: Plan | None = None
+    cascade: CascadeDecision | None = None
+
+    @property
+    def error(self) -> str | None:
+        """The message of the NoBackendError, or None when a backend was found."""
+        return None if self.plan else no_backend_message(self)
+
+
+def _describe_request(request: AttentionRequest) -> str:
+    """The request in one line, with its defaults left out."""
+    heads = f"{request.num_heads} heads"
+    if request.num_kv_heads != request.num_heads:
+        heads += f" over {request.num_kv_heads} key-value heads"
+    parts = [
+        f"{request.qkv_format} {str(request.dtype).removeprefix('torch.')}",
+        f"batch {request.batch_size}",
+        f"lengths {request.max_seqlen_q} x {request.max_seqlen_kv}",
+        heads,
+        f"head dims {request.head_dim_qk}/{request.head_dim_v}",
+        request.attn_mask_type,
+    ]
+    if request.has_sliding_window:
+        parts.append(f"window {request.window_size}")
+    if request.bias_type != "no_bias":
+        parts.append(request.bias_type)
+    if request.dropout_p:
+        parts.append(f"dropout {request.dropout_p}")
+    flags = ("pad_between_seqs", "deterministic", "has_kv_cache", "context_parallel", "fp8", "return_lse")
+    parts.extend(flag for flag in flags if getattr(request, flag))
+    parts.append("training" if request.is_training else "inference")
+    return ", ".join(parts)
+
+
+def _describe_platform(platform: Platform) -> str:
+    if platform.compute_capability is None:
+        return platform.device_type
+    major, minor = platform.compute_capability
+    return f"{platform.device_type} sm{major}{minor}"
+
+
+def _lines(trace: tuple[TraceEntry, ...]) -> list[str]:
+    width = max((len(entry.backend) for entry in trace), default=0)
+    lines = []
+    for entry in trace:
+        verdict = "can run" if entry.accepted else {"backend": "refuses", "cascade": "left out"}.get(entry.layer, "off")
+        reasons = "; ".join(entry.reasons)
+        lines.append(f"  {entry.backend:<{width}}  {verdict:<8}  {reasons}".rstrip())
+    return lines
+
+
+def no_backend_message(decision: Decision) -> str:
+    """Every backend with every reason, and what to do."""
+    return "\n".join(
+        [
+            f"no attention backend takes this request on {_describe_platform(decision.platform)}:",
+            f"  {_describe_request(decision.request)}",
+            *_lines(decision.trace),
+            "Change what a reason names, or install a backend that `mla-plugin doctor` lists as missing.",
+        ]
+    )
+
+
+def describe(decision: Decision) -> str:
+    """The whole decision: the request, each backend in the order tried with its reasons, and what runs."""
+    lines = [f"{_describe_request(decision.request)}  on {_describe_platform(decision.platform)}"]
+    if decision.cascade is not None:
+        lines.append(f"TransformerEngine's own selection: {decision.cascade.selected}")
+    lines += _lines(decision.trace)
+    if decision.plan is None:
+        lines.append("=> no backend")
+    else:
+        plan = decision.plan
+        backward = f", backward: {plan.backward_backend}" if decision.request.is_training else ""
+        lines.append(f"=> forward: {plan.forward_backend}{backward}")
+    return "\n".join(lines)
+
+
+def log_decision(decision: Decision, environ: Mapping[str, str]) -> None:
+    """Log a new decision as NVTE_DEBUG and NVTE_DEBUG_LEVEL ask: 1 says what runs, 2 says why nothing else does."""
+    if not environment.parse("NVTE_DEBUG", environ):
+        return
+    level = environment.parse("NVTE_DEBUG_LEVEL", environ)
+    if not isinstance(level, int) or level < 1:
+        return
+    logger.setLevel(logging.DEBUG if level >= 2 else logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(levelname)-8s | %(name)s]: %(message)s"))
+        logger.addHandler(handler)
+    text = describe(decision)
+    logger.info("%s", text.splitlines()[-1].removeprefix("=> "))
+    logger.debug("%s", text)

@@ -1,0 +1,77 @@
+"""The order in which backends are tried, once TransformerEngine's cascade has spoken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mla_plugin import environment
+from mla_plugin.types import AttentionRequest, Platform
+
+CASCADE_NAMES: Mapping[str, str] = {
+    "flash2": "fa2",
+    "flash3": "fa3",
+    "flash4": "fa4",
+    "fused": "cudnn",
+    "unfused": "sdpa",
+}
+"""TransformerEngine's backends and ours that stand for them."""
+
+FALLBACK = "sdpa"
+
+
+def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> list[str]:
+    """Why ``NVTE_MLA_TRITON=1`` does not put the Triton kernels first for this request; empty when it does.
+
+    The conditions are those of NVIDIA/TransformerEngine pull request 2950.
+    """
+    capability = platform.compute_capability
+    conditions = (
+        (request.fp8, "FP8"),
+        (request.dropout_p != 0.0, f"dropout_p={request.dropout_p} != 0"),
+        (request.context_parallel, "context parallelism"),
+        (request.bias_type != "no_bias" or request.bias_shape is not None, f"bias_type={request.bias_type}"),
+        (request.has_padding or request.attn_mask_type == "arbitrary", f"attn_mask_type={request.attn_mask_type}"),
+        (request.has_sliding_window, f"window_size={request.window_size}"),
+        (request.has_kv_cache, "KV cache"),
+        (request.qkv_format not in ("bshd", "sbhd"), f"qkv_format={request.qkv_format}, not bshd or sbhd"),
+        (request.head_dim_qk == request.head_dim_v, f"head_dim_qk == head_dim_v == {request.head_dim_v}"),
+        (capability is None or capability < (8, 0), f"compute capability {capability} < (8, 0)"),
+    )
+    return [reason for holds, reason in conditions if holds]
+
+
+def order(
+    request: AttentionRequest,
+    platform: Platform,
+    environ: Mapping[str, str],
+    survivors: Sequence[str] | None,
+    priorities: Mapping[str, int],
+    builtin: Sequence[str],
+) -> list[str]:
+    """Backends in the order in which they are tried; those that are left out are not in the list.
+
+    Args:
+        survivors: our names of what TransformerEngine's cascade left, best first; None where the cascade does not
+            apply (not a CUDA device), which leaves every built-in backend in table order.
+        priorities: the priority that each backend of another package asked for.
+        builtin: names of the built-in backends.
+    """
+    strict = request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
+    opt_in = environment.parse("NVTE_MLA_TRITON", environ)
+    triton_first = opt_in == "1" and not triton_opt_in_obstacles(request, platform)
+    triton_fills = opt_in != "0" and not strict
+    fallback = FALLBACK in survivors if survivors is not None and strict else True
+    if not environment.parse("NVTE_UNFUSED_ATTN", environ):
+        fallback = False
+    fused = [name for name in (builtin if survivors is None else survivors) if name not in (FALLBACK, "triton")]
+    others = sorted(priorities, key=lambda name: -priorities[name])
+    tried = [
+        *(name for name in others if priorities[name] > 0),
+        *(["triton"] if triton_first else []),
+        *fused,
+        *(name for name in others if priorities[name] == 0),
+        *(["triton"] if triton_fills and not triton_first else []),
+        *([FALLBACK] if fallback else []),
+        *(name for name in others if priorities[name] < 0),
+    ]
+    return [name for name in tried if name in builtin or name in priorities]

@@ -1,0 +1,186 @@
+"""From a request to a plan: ask every backend, apply TransformerEngine's cascade, take the first that both allow.
+
+``survey`` makes the decision and keeps everything that led to it; ``resolve`` caches it; ``explain`` puts it in words.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_plugin import device, environment
+from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.resolver import preference, te_cascade
+from mla_plugin.resolver.explanation import Decision, log_decision, no_backend_message
+from mla_plugin.resolver.te_request import te_params, te_platform
+from mla_plugin.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
+
+logger = logging.getLogger("mla_plugin")
+
+_CACHE_SIZE = 4096
+"""Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
+
+
+def _ask(name: str, request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+    """One backend's answer. A backend of another package that raises is reported and left out."""
+    try:
+        answers = get_manager().caller("select_backend", name)(request=request, platform=platform)
+    except Exception as error:
+        if name in BUILTIN_BACKENDS:
+            raise
+        logger.warning("the backend %r is left out: its select_backend raised %r", name, error)
+        return Refused((f"its select_backend raised {type(error).__name__}: {error}",))
+    answer = answers[-1] if answers else None
+    if isinstance(answer, (Accepted, Refused)):
+        return answer
+    return Refused((f"its select_backend returned {answer!r}; it must return Accepted or Refused",))
+
+
+def _cascade_reasons(cascade: te_cascade.CascadeDecision, name: str) -> tuple[str, ...]:
+    return tuple(
+        f"TransformerEngine rule {removal.rule}: {removal.reason}"
+        for removal in cascade.removals
+        if preference.CASCADE_NAMES[removal.backend] == name
+    )
+
+
+def _backward_backend(name: str, accepted: Accepted, answers: Mapping[str, Accepted | Refused]) -> str | None:
+    """The backend of the backward, or None when the one that was named does not take the request."""
+    if accepted.backward_by is None:
+        return name
+    return accepted.backward_by if isinstance(answers.get(accepted.backward_by), Accepted) else None
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What is known of one request before a backend is chosen."""
+
+    request: AttentionRequest
+    platform: Platform
+    environ: Mapping[str, str]
+    backend: str | None
+    blocked: frozenset[str]
+    answers: Mapping[str, Accepted | Refused]
+    cascade: te_cascade.CascadeDecision | None
+
+    def tried(self) -> list[str]:
+        """Names in the order in which they are tried."""
+        if self.backend is not None:
+            return [self.backend]
+        survivors = [preference.CASCADE_NAMES[name] for name in self.cascade.survivors] if self.cascade else None
+        priorities = {
+            name: answer.priority if isinstance(answer, Accepted) else 0
+            for name, answer in self.answers.items()
+            if name not in BUILTIN_BACKENDS
+        }
+        builtin = [name for name in BUILTIN_BACKENDS if name in self.answers]
+        return preference.order(self.request, self.platform, self.environ, survivors, priorities, builtin)
+
+    def verdict(self, name: str, tried: bool) -> tuple[TraceEntry, str | None]:
+        """One backend's line of the trace, and the backend of its backward when it can run."""
+        if name in self.blocked:
+            return TraceEntry(name, False, "environment", ("MLA_PLUGIN_BLOCK names it",)), None
+        answer = self.answers[name]
+        if isinstance(answer, Refused):
+            return TraceEntry(name, False, "backend", answer.reasons), None
+        if not tried:
+            return self._left_out(name), None
+        backward = _backward_backend(name, answer, self.answers)
+        if backward is None and self.request.is_training:
+            reason = f"its backward runs on {answer.backward_by!r}, which refuses the request"
+            return TraceEntry(name, False, "backend", (reason,)), None
+        return TraceEntry(name, True, "backend", answer.notes), backward or name
+
+    def _left_out(self, name: str) -> TraceEntry:
+        """Why a backend that could run is not even tried."""
+        if self.backend is not None:
+            return TraceEntry(name, False, "host", (f"backend {self.backend!r} was asked for by name",))
+        if name == "triton" and environment.parse("NVTE_MLA_TRITON", self.environ) == "0":
+            return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
+        if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
+            return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
+        if name == "triton":
+            reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
+            return TraceEntry(name, False, "host", (reason,))
+        reasons = _cascade_reasons(self.cascade, name) if self.cascade else ()
+        return TraceEntry(name, False, "cascade", reasons)
+
+
+def survey(
+    request: AttentionRequest,
+    *,
+    backend: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Decision:
+    """Decide, uncached, and keep everything that led to the decision.
+
+    Args:
+        request: the call.
+        backend: use this backend and no other.
+        platform: a hypothetical platform; None probes the request's device.
+        environ: a hypothetical environment; None reads the process's.
+
+    Raises:
+        EnvironmentVariableError: a variable has a value that is not accepted.
+        ValueError: ``backend`` is not registered.
+    """
+    environ = dict(environment.gates()) if environ is None else environ
+    platform = platform or device.platform(request.device_type, request.device_index)
+    names = get_manager().backends()
+    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
+    if backend is not None and backend not in names:
+        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
+    blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
+    answers = {name: _ask(name, request, platform) for name in names if name not in blocked}
+    cascade = None
+    if platform.device_type == "cuda":
+        cascade = te_cascade.decide(te_params(request), environ, te_platform(platform))
+
+    known = _Survey(request, platform, environ, backend, blocked, answers, cascade)
+    tried = known.tried()
+    trace, plan_backends = [], None
+    for name in (*tried, *(name for name in names if name not in tried)):
+        entry, backward = known.verdict(name, name in tried)
+        trace.append(entry)
+        if backward is not None and plan_backends is None:
+            plan_backends = (name, backward)
+    plan = Plan(request, platform, *plan_backends, trace=tuple(trace)) if plan_backends else None
+    return Decision(request, platform, tuple(trace), plan, cascade)
+
+
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _plan(request: AttentionRequest, gates: environment.Gates, backend: str | None, generation: int) -> Plan:
+    """The cached decision. ``gates`` and ``generation`` (of the set of plugins) make stale entries unreachable."""
+    decision = survey(request, backend=backend, environ=dict(gates))
+    log_decision(decision, dict(gates))
+    if decision.plan is None:
+        raise NoBackendError(no_backend_message(decision), decision.trace)
+    return decision.plan
+
+
+def resolve(
+    request: AttentionRequest,
+    *,
+    backend: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan for a request; arguments as ``survey``.
+
+    The decision is cached on the request and on the environment variables that a selection reads, so a variable that
+    changes takes effect at the next call. Hypothetical platforms and environments are not cached.
+
+    Raises:
+        NoBackendError: no backend takes the request; the message lists every backend with every reason.
+        EnvironmentVariableError: a variable has a value that is not accepted.
+        ValueError: ``backend`` is not registered.
+    """
+    if platform is None and environ is None:
+        return _plan(request, environment.gates(), backend, get_manager().generation)
+    decision = survey(request, backend=backend, platform=platform, environ=environ)
+    if decision.plan is None:
+        raise NoBackendError(no_backend_message(decision), decision.trace)
+    return decision.plan

@@ -1,0 +1,25 @@
+import os
+
+import pytest
+import torch
+
+from mla_plugin import environment
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests are deselected, not skipped, where there is no GPU: a run without one has no skips."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see none of the variables that the caller's shell may hold, and one thread."""
+    for variable in environment.VARIABLES:
+        if variable.name in os.environ:
+            monkeypatch.delenv(variable.name)
+    torch.set_num_threads(1)

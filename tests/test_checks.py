@@ -1,0 +1,158 @@
+import pytest
+import torch
+
+from mla_plugin import attention, checks
+
+Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
+CU = torch.tensor([0, 2, 3], dtype=torch.int32)
+
+
+def error(*args: object, **kwargs: object) -> str:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        attention(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((Q[0], K, V), ["q has shape (3, 4, 24)", "[B, S, H, D]"]),
+        ((Q, K.bfloat16(), V), ["float32", "bfloat16"]),
+        ((Q.int(), K.int(), V.int()), ["int32", "torch.float16"]),
+        ((Q, K, V[:, :4]), ["k has shape (2, 5, 2, 24)", "(2, 4, 2, 16)"]),
+        ((Q, K[..., :16], V), ["q has 24", "k has 16"]),
+        ((Q[:, :, :3], K, V), ["3 query heads over 2"]),
+        ((Q[:1], K, V), ["q has 1", "k has 2"]),
+        ((Q[..., :0], K[..., :0], V), ["head_dim_qk=0"]),
+        ((Q, K, V.to("meta")), ["cpu", "meta", "one device"]),
+        (("q", K, V), ["q is str"]),
+    ],
+)
+def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
+    if isinstance(args[0], str):
+        with pytest.raises(TypeError, match="q is str"):
+            checks.check_tensors(*args, "bshd")
+        return
+    message = error(*args)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"qkv_format": "bsh"}, ["'bsh'", "bshd, sbhd, bhsd, thd"]),
+        ({"attn_mask_type": "lower"}, ["'lower'", "padding_causal"]),
+        ({"window_size": (-2, 0)}, ["(-2, 0)", "-1"]),
+        ({"attn_mask_type": "causal", "bottom_right_diagonal": True}, ["contradicts"]),
+        ({"attn_mask_type": "padding"}, ["needs cu_seqlens_q"]),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": CU.long()}, ["int64", "int32"]),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": CU[:2]}, ["(2,)", "(3,)"]),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": CU[:0]}, ["(0,)"]),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": CU.to("meta")}, ["meta", "cpu"]),
+        ({"attn_mask_type": "causal", "cu_seqlens_q": CU}, ["cu_seqlens_q", "padding mask"]),
+        (
+            {
+                "attn_mask_type": "padding",
+                "cu_seqlens_q": CU,
+                "cu_seqlens_q_padded": CU,
+                "cu_seqlens_kv_padded": CU,
+            },
+            ["qkv_format='thd'"],
+        ),
+        ({"attn_mask_type": "arbitrary"}, ["needs attention_mask"]),
+        ({"attention_mask": torch.ones(3, 5, dtype=torch.bool)}, ["arbitrary"]),
+        ({"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(3, 5)}, ["float32", "core_attention_bias"]),
+        (
+            {"attn_mask_type": "arbitrary", "attention_mask": torch.ones(3, 4, dtype=torch.bool)},
+            ["(3, 4)", "(2, 4, 3, 5)"],
+        ),
+        ({"core_attention_bias_type": "relative"}, ["'relative'", "post_scale_bias"]),
+        ({"core_attention_bias_type": "post_scale_bias"}, ["no core_attention_bias"]),
+        ({"core_attention_bias": torch.zeros(3, 5)}, ["no_bias"]),
+        (
+            {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(3, 5).double()},
+            ["float64", "float32"],
+        ),
+        ({"softmax_scale": 0.0}, ["softmax_scale=0.0", "positive"]),
+        ({"softmax_scale": float("nan")}, ["softmax_scale=nan"]),
+        ({"dropout_p": 1.0}, ["dropout_p=1.0"]),
+        ({"dropout_p": -0.1}, ["dropout_p=-0.1"]),
+        ({"host": "jax"}, ["'jax'", "transformer_engine"]),
+        ({"pad_between_seqs": True}, ["needs cu_seqlens_q_padded"]),
+        ({"backend": "fa9"}, ["'fa9'", "sdpa"]),
+    ],
+)
+def test_options(options: dict[str, object], words: list[str]) -> None:
+    message = error(Q, K, V, **options)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("cu", "words"),
+    [
+        ([0, 3, 2], ["[0, 3, 2]", "never fall"]),
+        ([1, 2, 3], ["start at 0"]),
+        ([0, 4, 5], ["[4, 1]", "3 tokens"]),
+    ],
+)
+def test_length_values_of_dense_layouts(cu: list[int], words: list[str]) -> None:
+    lengths = torch.tensor(cu, dtype=torch.int32)
+    message = error(Q, K, V, attn_mask_type="padding", cu_seqlens_q=lengths, cu_seqlens_kv=CU)
+    for word in words:
+        assert word in message
+
+
+def test_length_values_of_thd() -> None:
+    q = torch.randn(6, 2, 8)
+    cu, padded = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert "6 tokens" in error(q, q, q, qkv_format="thd", cu_seqlens_q=padded)
+    squeezed = torch.tensor([0, 1, 6], dtype=torch.int32)
+    message = error(
+        q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_q_padded=squeezed, cu_seqlens_kv_padded=squeezed
+    )
+    assert "[2, 3]" in message
+    assert "[1, 5]" in message
+    message = error(
+        q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu.clone(), cu_seqlens_q_padded=cu.clone()
+    )
+    assert "cu_seqlens_kv_padded is missing" in message
+    bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1)}
+    assert "dense layout" in error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, **bias)
+    mask = {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(1, dtype=torch.bool)}
+    assert "dense layout" in error(q, q, q, qkv_format="thd", **mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "diagonal", "layout", "expected"),
+    [
+        ("causal", None, None, "bshd", ("causal", (-1, 0), False)),
+        ("causal", (4, 7), None, "bshd", ("causal", (4, 0), False)),
+        ("causal_bottom_right", None, None, "bshd", ("causal_bottom_right", (-1, 0), True)),
+        ("causal,padding", None, None, "bshd", ("padding_causal", (-1, 0), False)),
+        ("causal_padding", None, False, "bshd", ("padding_causal", (-1, 0), False)),
+        ("no_mask", None, None, "bshd", ("no_mask", (-1, -1), True)),
+        ("no_mask", (3, 2), False, "bshd", ("no_mask", (3, 2), False)),
+        ("no_mask", (-1, 5), None, "bshd", ("no_mask", (-1, 5), True)),
+        ("no_mask", (-1, 0), None, "bshd", ("causal_bottom_right", (-1, 0), True)),
+        ("no_mask", (-1, 0), False, "bshd", ("causal", (-1, 0), False)),
+        ("padding", (-1, 0), None, "bshd", ("padding_causal_bottom_right", (-1, 0), True)),
+        ("causal", None, None, "thd", ("padding_causal", (-1, 0), False)),
+        ("no_mask", None, None, "thd", ("padding", (-1, -1), True)),
+        ("causal_bottom_right", None, None, "thd", ("padding_causal_bottom_right", (-1, 0), True)),
+        ("arbitrary", (-1, 0), None, "bshd", ("arbitrary", (-1, 0), True)),
+    ],
+)
+def test_masks_are_normalized(mask: str, window: object, diagonal: object, layout: str, expected: object) -> None:
+    assert checks.normalize_mask(mask, window, diagonal, layout) == expected
+
+
+def test_a_window_of_minus_one_zero_does_not_see_the_future() -> None:
+    q = torch.randn(1, 6, 2, 24)
+    v = torch.randn(1, 6, 2, 16)
+    before = attention(q, q, v, attn_mask_type="no_mask", window_size=(-1, 0))
+    v[:, -1] += 100.0
+    after = attention(q, q, v, attn_mask_type="no_mask", window_size=(-1, 0))
+    torch.testing.assert_close(before[:, :-1], after[:, :-1], rtol=0, atol=0)
+    assert not torch.equal(before[:, -1], after[:, -1])

@@ -1,0 +1,97 @@
+import os
+
+import pytest
+
+from mla_plugin import environment
+from mla_plugin.environment import EnvironmentVariableError
+
+INTEGERS = [v.name for v in environment.VARIABLES if v.accepted.startswith("an integer")]
+ONES = [v.name for v in environment.VARIABLES if v.accepted.startswith('exactly "1"; anything')]
+READ_BY_SELECTION = {
+    "NVTE_FLASH_ATTN",
+    "NVTE_FLASH_ATTN_V2",
+    "NVTE_FLASH_ATTN_V3",
+    "NVTE_FLASH_ATTN_V4",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_MLA_TRITON",
+    "MLA_PLUGIN_BACKEND",
+    "MLA_PLUGIN_BLOCK",
+    "MLA_PLUGIN_STRICT_TE",
+}
+
+
+def test_the_table_holds_every_variable_that_transformer_engine_reads() -> None:
+    names = {v.name for v in environment.VARIABLES}
+    assert names >= READ_BY_SELECTION | {
+        "NVTE_FUSED_ATTN_BACKEND",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "NVTE_DEBUG",
+        "NVTE_DEBUG_LEVEL",
+        "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+        "NVTE_APPLY_QK_LAYER_SCALING",
+        "NVTE_BATCH_MHA_P2P_COMM",
+        "NVTE_UnfusedDPA_Emulate_FP8",
+    }
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("text", ["true", "on", "False", "", "1.0"])
+def test_texts_that_int_rejects_are_errors_naming_variable_value_and_remedy(name: str, text: str) -> None:
+    with pytest.raises(EnvironmentVariableError) as caught:
+        environment.parse(name, {name: text})
+    assert name in str(caught.value)
+    assert repr(text) in str(caught.value)
+    assert "integer" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize(("text", "on"), [(" 1 ", True), ("00", False), ("-1", True), ("2", True), ("0", False)])
+def test_texts_that_int_accepts(name: str, text: str, on: bool) -> None:
+    assert bool(environment.parse(name, {name: text})) is on
+
+
+@pytest.mark.parametrize("name", ONES)
+@pytest.mark.parametrize("text", ["true", "", "2", " 1", "01", "yes"])
+def test_equality_with_one_never_raises(name: str, text: str) -> None:
+    assert environment.parse(name, {name: text}) is False
+    assert environment.parse(name, {name: "1"}) is True
+
+
+@pytest.mark.parametrize(("text", "names"), [("", ()), ("fa2", ("fa2",)), (" fa2, cudnn ,", ("fa2", "cudnn"))])
+def test_blocked_names(text: str, names: tuple[str, ...]) -> None:
+    assert environment.parse("MLA_PLUGIN_BLOCK", {"MLA_PLUGIN_BLOCK": text}) == names
+
+
+def test_defaults_when_unset() -> None:
+    for variable in environment.VARIABLES:
+        assert environment.parse(variable.name, {}) == variable.default
+
+
+def test_an_unknown_variable_is_a_programming_error() -> None:
+    with pytest.raises(KeyError):
+        environment.parse("NVTE_NO_SUCH_THING", {})
+
+
+@pytest.mark.parametrize("name", sorted(READ_BY_SELECTION))
+def test_gates_see_a_variable_come_change_and_go(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = environment.gates()
+    assert name not in dict(before)
+    monkeypatch.setenv(name, "0")
+    assert dict(environment.gates())[name] == "0"
+    monkeypatch.setenv(name, "1")
+    assert dict(environment.gates())[name] == "1"
+    monkeypatch.delenv(name)
+    assert environment.gates() == before
+
+
+def test_gates_without_the_dictionary_behind_os_environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"NVTE_FLASH_ATTN": "0", "PATH": "x"})
+    assert environment.gates() == (("NVTE_FLASH_ATTN", "0"),)
+
+
+def test_the_markdown_table_has_a_row_for_each_variable() -> None:
+    lines = environment.markdown_table().splitlines()
+    assert len(lines) == 2 + len(environment.VARIABLES)
+    assert all(line.count("|") == 6 for line in lines)
