@@ -7,11 +7,11 @@ import math
 from dataclasses import replace
 
 import torch
-from sample_backends import FlashBackend, ReferenceBackend
 
 from mla_plugin.layout import to_bhsd
 from mla_plugin.reference import attention, attention_with_gradients
 from mla_plugin.types import Accepted, AttentionOutput, Gradients, Refused
+from tests.conformance.sample_backends import FlashBackend, ReferenceBackend
 
 
 class WrongScale(ReferenceBackend):

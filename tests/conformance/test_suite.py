@@ -7,14 +7,21 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import broken_backends
 import pytest
 import torch
-from sample_backends import FLASH_REFUSES, FlashBackend, ReferenceBackend, case_named, manager_of, suite_of
 
 from mla_plugin.conformance import BackendConformance, Case, ConformanceError, cases, checks
 from mla_plugin.hooks import hookimpl
 from mla_plugin.types import Accepted
+from tests.conformance import broken_backends
+from tests.conformance.sample_backends import (
+    FLASH_REFUSES,
+    FlashBackend,
+    ReferenceBackend,
+    case_named,
+    manager_of,
+    suite_of,
+)
 
 pytest_plugins = ("pytester",)
 
@@ -236,8 +243,8 @@ class TestErrorBudget:
 
 TEST_FILE = """
     from mla_plugin.conformance import BackendConformance, cases
-    from broken_backends import {backend}
-    from sample_backends import manager_of
+    from tests.conformance.broken_backends import {backend}
+    from tests.conformance.sample_backends import manager_of
 
     class TestMine(BackendConformance):
         backend = "sample"
