@@ -35,7 +35,7 @@ def fail(message: str) -> NoReturn:
     raise ConformanceError(message)
 
 
-class PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PoisonedMemory(TorchDispatchMode):
     """Fills every floating-point tensor that is allocated uninitialised with NaN, so that what is never written shows.
 
     ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
