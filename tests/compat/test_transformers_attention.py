@@ -228,9 +228,10 @@ def test_sinks_of_packed_sequences():
 
 def test_q_k_and_v_reach_the_backend_without_a_copy(monkeypatch):
     q, k, v = qkv(5, 5)
-    seen = []
-    monkeypatch.setattr(mla_plugin, "attention", lambda *x, **_: seen.extend(x) or x[0])
+    seen, hosts = [], []
+    monkeypatch.setattr(mla_plugin, "attention", lambda *x, host, **_: seen.extend(x) or hosts.append(host) or x[0])
     adapter.attention_forward(CAUSAL, q, k, v, None)
+    assert hosts == ["transformers"]
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
     assert [tuple(x.shape) for x in seen] == [(B, 5, H, D_QK), (B, 5, H, D_QK), (B, 5, H, D_V)]
 

@@ -117,6 +117,12 @@ def test_a_model_that_reads_its_mask_gets_a_dense_one():
     assert torch.equal(adapter.attention_mask_for(**given), dense(given))
 
 
+def test_a_traced_model_gets_a_dense_one_and_no_value_is_read(monkeypatch):
+    given = arguments(5, 5, 0, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(adapter.attention_mask_for(**given), dense(given))
+
+
 def test_a_sparse_model_gets_an_additive_one():
     given = arguments(5, 5, 0, attention_mask=None, config=SimpleNamespace(index_topk=4))
     expected = torch.zeros(2, 1, 5, 5).masked_fill(~dense(given), torch.finfo(torch.float32).min)
