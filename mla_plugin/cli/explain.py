@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, At
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EPILOG = """\
 Without --device and --capability the platform is this machine. The packages are those installed here, changed by
---package; the environment variables are those set here, changed by --env.
+--package; the environment variables are those set here, changed by --env. A CUDA device described where PyTorch has no
+CUDA comes with the CUDA and cuDNN versions that a note names.
 Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used."""
 
 SHARED_MEMORY_PER_BLOCK = {
@@ -32,6 +34,9 @@ SHARED_MEMORY_PER_BLOCK = {
     (12, 1): 101376,
 }
 """Largest opt-in shared memory of a thread block in bytes (CUDA C++ Programming Guide, compute capabilities)."""
+
+ASSUMED: dict[str, Any] = {"cuda_version": "13.0", "cudnn_version": (9, 20, 0)}
+"""What a described CUDA device comes with where this PyTorch has none to go by."""
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -60,6 +65,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: at least 1 is needed")
     return int(text)
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 up to, but not including, 1 is needed")
+    return value
 
 
 def add_parser(commands: Any) -> None:
@@ -96,7 +111,7 @@ def _add_request(group: Any) -> None:
     group.add_argument("--format", choices=QKV_FORMATS, default="bshd", help="memory layout; bshd by default")
     group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
-    group.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
     group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
     group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
@@ -133,7 +148,6 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
     Raises:
         ValueError: the arguments contradict each other.
     """
-    checks.check_options(arguments.dropout, arguments.host)
     num_kv_heads = arguments.kv_heads or arguments.heads
     if arguments.heads % num_kv_heads:
         raise ValueError(f"--heads {arguments.heads} is not a multiple of --kv-heads {num_kv_heads}")
@@ -186,11 +200,12 @@ def platform_of(arguments: argparse.Namespace) -> Platform:
         shared_memory = SHARED_MEMORY_PER_BLOCK.get(arguments.capability)
         changes |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
         changes |= {"multi_processor_count": None}
-    if arguments.cudnn_version:
-        changes |= {"cudnn_version": arguments.cudnn_version}
-    if arguments.cuda_version:
-        changes |= {"cuda_version": arguments.cuda_version}
-    return dataclasses.replace(platform, **changes)
+    given = {name: getattr(arguments, name) for name in ASSUMED if getattr(arguments, name)}
+    assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
+    if assumed:
+        words = ", ".join(f"{name}={value}" for name, value in assumed.items())
+        print(f"note: this PyTorch has no CUDA; assumed {words}", file=sys.stderr)
+    return dataclasses.replace(platform, **changes, **assumed, **given)
 
 
 def _differences(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_plugin.conformance.case import Case
 from mla_plugin.device import DISTRIBUTIONS
 from mla_plugin.layout import from_bhsd
-from mla_plugin.types import REQUEST_FIELDS, AttentionOutput, Gradients, Platform
+from mla_plugin.types import AttentionOutput, AttentionRequest, Gradients, Platform
 
 ACCUMULATOR_ROUNDINGS = 16
 """Roundings of the accumulator, on numbers of the data's size, that the budget allows beyond plain PyTorch's error."""
@@ -23,7 +23,7 @@ _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
-_FACTS = (*REQUEST_FIELDS, *(field.name for field in fields(Platform)), *DISTRIBUTIONS)
+_FACTS = (*(f.name for kind in (AttentionRequest, Platform) for f in fields(kind)), *DISTRIBUTIONS)
 
 
 class ConformanceError(AssertionError):

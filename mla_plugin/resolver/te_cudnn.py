@@ -15,7 +15,7 @@ from mla_plugin.resolver.te_query import HALF_TYPES, Query
 from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, SOFTMAX_TYPES
 
 MASKS = tuple(mask for mask in ATTN_MASK_TYPES if mask != "arbitrary")
-DENSE = ("bshd", "sbhd", "bhsd")
+DENSE = ("bshd", "sbhd")
 _SEPARATE = ("bshd_bshd_bshd", "sbhd_sbhd_sbhd", "thd_thd_thd", "bhsd_bhsd_bhsd")
 _CACHED = ("sbhd_bshd_bshd", "bshd_sbhd_sbhd", "thd_sbhd_sbhd", "thd_bshd_bshd")
 _PACKED = tuple(
@@ -117,35 +117,28 @@ def _bias(q: Query) -> bool:
 
 
 def _mask(q: Query) -> bool:
-    dense = q.layout_format in DENSE[:2]
+    dense = q.layout_format in DENSE
     if q.mask == "no_mask":
         return q.cudnn >= (9, 7, 0) or (q.cudnn >= (8, 9, 6) and dense)
     if q.mask == "causal":
         return q.cudnn < (8, 9, 6) or q.cudnn >= (9, 7, 0) or dense
     if q.mask in ("padding", "padding_causal"):
-        return (
-            (q.cudnn >= (8, 9, 6) and dense)
-            or (q.cudnn >= (9, 1, 0) and q.layout_format == "thd")
-            or (q.cudnn >= (9, 7, 0) and _plain(q))
-            or (q.cudnn >= (9, 5, 0) and q.is_paged_layout and _plain(q))
-        )
+        uniform = (q.cudnn >= (8, 9, 6) and dense) or q.layout_format == "thd"
+        return uniform or (q.cudnn >= (9, 7, 0) and _plain(q))
     return _bottom_right_mask(q, dense)
 
 
 def _bottom_right_mask(q: Query, dense: bool) -> bool:
     within_keys = q.sq <= q.skv
-    if q.mask == "padding_causal_bottom_right":
-        since = (9, 5, 0) if q.is_paged_layout else (9, 6, 0)
-        loose = within_keys or _plain(q)
-        strict = q.cudnn >= since and within_keys and _multiples_of_64(q) and _plain(q)
-    else:
-        loose = within_keys
-        strict = q.cudnn >= (9, 3, 0) and dense and within_keys and _multiples_of_64(q) and _plain(q)
-    return strict or (q.cudnn >= (9, 7, 0) and loose)
+    padded = q.mask == "padding_causal_bottom_right"
+    if q.cudnn >= (9, 7, 0):
+        return within_keys or (padded and _plain(q))
+    known = q.cudnn >= (9, 6, 0) if padded else q.cudnn >= (9, 3, 0) and dense
+    return known and within_keys and _multiples_of_64(q) and _plain(q)
 
 
 def _format(q: Query) -> bool:
-    if q.layout_format in DENSE:
+    if q.layout_format in (*DENSE, "bhsd"):
         return True
     if q.layout_format == "thd":
         equal_heads = q.num_heads == q.num_kv_heads
@@ -168,12 +161,11 @@ def _window_since_9_2(q: Query) -> bool:
     if (left, right) == (-1, -1) and q.mask == "no_mask":
         return True
     aligned = q.mask in ("no_mask", "causal") or (q.mask == "causal_bottom_right" and q.sq == q.skv)
-    dense = q.layout_format in DENSE[:2]
-    return left >= -1 and right == 0 and aligned and q.sq <= q.skv and _plain(q) and dense
+    return right == 0 and aligned and q.sq <= q.skv and _plain(q) and q.layout_format in DENSE
 
 
 def _window_since_9_6(q: Query) -> bool:
-    if q.cudnn < (9, 6, 0) or min(q.full_window) < -1 or q.mask == "causal":
+    if q.cudnn < (9, 6, 0) or q.mask == "causal":
         return False
     bottom_right_bug = "bottom_right" in q.mask and q.cc >= (10, 0) and q.cudnn <= (9, 7, 0) and q.sq != q.skv
     return not bottom_right_bug and q.sq <= q.skv and _plain(q)
@@ -186,7 +178,7 @@ def _release(q: Query) -> bool:
     long_window = q.skv > 1024 and q.full_window[0] != -1 and q.mask not in ("causal", "causal_bottom_right")
     if q.cudnn == (9, 14, 0) and long_window:
         return False
-    captured_backward = q.is_training and q.cuda_graph and q.layout_format in DENSE[:2]
+    captured_backward = q.is_training and q.cuda_graph and q.layout_format in DENSE
     unaligned = q.skv % 128 != 0 and "padding" not in q.mask
     return not (q.cudnn <= (9, 15, 0) and captured_backward and unaligned)
 
@@ -223,7 +215,7 @@ class Requirement:
 
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(lambda q: q.dtype in HALF_TYPES, lambda q: f"dtype {q.dtype}"),
-    Requirement(_architecture, lambda q: "the architecture"),
+    Requirement(_architecture, lambda q: "this architecture"),
     Requirement(_sequence_lengths, lambda q: f"max_seqlen_q={q.sq}, max_seqlen_kv={q.skv}"),
     Requirement(_heads, lambda q: f"{q.num_heads} heads in {q.num_kv_heads} groups"),
     Requirement(
@@ -233,9 +225,9 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(_mask, lambda q: f"mask {q.mask} with layout {q.layout}"),
     Requirement(_format, lambda q: f"layout {q.layout}"),
     Requirement(_window, lambda q: f"window {q.full_window} with mask {q.mask}"),
-    Requirement(_release, lambda q: "a fault of this cuDNN release"),
+    Requirement(_release, lambda q: "what is faulty in this release"),
     Requirement(_softmax, lambda q: f"softmax {q.softmax_type}"),
     Requirement(_max_logit, lambda q: "return_max_logit"),
     Requirement(_determinism, lambda q: f"deterministic={q.deterministic} in training"),
-    Requirement(_sm120, lambda q: "compute capability 12.0"),
+    Requirement(_sm120, lambda q: "12.0 before cuDNN 9.18.1, or with determinism in training, t3hd or th3d there"),
 )

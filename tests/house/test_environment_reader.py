@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.project import ROOT
+
 READER = ROOT / "mla_plugin" / "environment.py"
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

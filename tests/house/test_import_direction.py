@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.project import ROOT
 
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 ALLOWED: dict[str, set[str]] = {

@@ -6,23 +6,13 @@ import os
 import re
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.house.project import ROOT, pyproject
 
-ROOT = Path(__file__).resolve().parents[2]
 LINKS = {"hooks": "../hooks", "compat": "../compat"}
-
-
-@pytest.fixture(scope="module")
-def pyproject() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def package_folders(root: Path) -> set[str]:
@@ -33,8 +23,8 @@ def package_folders(root: Path) -> set[str]:
     return {".".join(folder.relative_to(root).parts) for folder in inits}
 
 
-def test_package_list_equals_the_folders(pyproject: dict) -> None:
-    packages = pyproject["tool"]["setuptools"]["packages"]
+def test_package_list_equals_the_folders() -> None:
+    packages = pyproject()["tool"]["setuptools"]["packages"]
     assert packages == sorted(packages)
     assert set(packages) == package_folders(ROOT)
 
@@ -58,12 +48,12 @@ def test_every_module_is_in_a_package() -> None:
 
 
 @pytest.mark.parametrize(("name", "target"), LINKS.items())
-def test_links_are_relative_and_point_to_the_folders(name: str, target: str, pyproject: dict) -> None:
+def test_links_are_relative_and_point_to_the_folders(name: str, target: str) -> None:
     link = ROOT / "mla_plugin" / name
     assert link.is_symlink()
     assert str(link.readlink()) == target
     assert link.resolve() == ROOT / name
-    assert pyproject["tool"]["setuptools"]["package-dir"][f"mla_plugin.{name}"] == name
+    assert pyproject()["tool"]["setuptools"]["package-dir"][f"mla_plugin.{name}"] == name
 
 
 def test_links_are_committed_as_links() -> None:
@@ -73,9 +63,9 @@ def test_links_are_committed_as_links() -> None:
     assert {path: stat.S_ISLNK(int(mode, 8)) for path, mode in modes.items()} == dict.fromkeys(LINKS, True)
 
 
-def test_constraints_pin_every_dependency(pyproject: dict) -> None:
+def test_constraints_pin_every_dependency() -> None:
     """What the project is tested with is written down for each dependency that the tests' extra brings."""
-    project = pyproject["project"]
+    project = pyproject()["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["demo"], *extras["test"], *extras["dev"]]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} - {project["name"]}

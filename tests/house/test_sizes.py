@@ -1,7 +1,7 @@
 """Files to 400 lines, functions to 60, kernels to 150, nesting to 4: what a reader can hold in mind.
 
-A function is counted without its signature and docstring: one annotated argument per line and a full description of each
-are the contract, not the code.
+A function is counted without its signature and docstring: one annotated argument per line and a full description of
+each are the contract, not the code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.project import ROOT
+
 FOLDERS = ("mla_plugin", "hooks", "compat", "examples")
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 400, 60, 150, 4
 

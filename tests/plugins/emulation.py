@@ -119,6 +119,7 @@ def backward(
     for x in (query, key, value, out):
         _check(x)
     assert grad_out.shape == out.shape
+    assert out.is_contiguous(), "the kernel computes out's row stride from its shape"
     assert grad_out.shape[-1] == value.shape[-1]
     assert logsumexp.dtype == torch.float32
     assert logsumexp.shape[-1] % 32 == 0

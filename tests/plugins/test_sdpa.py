@@ -56,7 +56,7 @@ def _as_cuda(plan: Plan) -> Plan:
     return Plan(plan.request.replace(device_type="cuda"), plan.platform, plan.forward_backend, plan.backward_backend)
 
 
-class _CudaRoad:
+class CudaRoad:
     """The plugin as it would run on a CUDA device, over the tensors of the CPU."""
 
     @hookimpl
@@ -75,7 +75,7 @@ class _CudaRoad:
 class TestCudaRoad(BackendConformance):
     backend = "cuda_road"
     manager = BackendManager(builtins={}, load_entry_points=False)
-    manager.register(_CudaRoad(), "cuda_road")
+    manager.register(CudaRoad(), "cuda_road")
 
     @pytest.fixture(autouse=True)
     def _emulated_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:

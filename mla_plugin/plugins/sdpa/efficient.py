@@ -5,8 +5,9 @@ are left out of the packing: the kernel then never meets a row without keys. The
 uninitialised, behind the last sequence, are replaced when the result is unpacked.
 
 The kernel wants equal head counts, and head dims and strides that are multiples of 8 elements; keys and values are
-repeated, zero columns appended and odd strides copied away to that end, all linear in S. Two things that it gets wrong
-are never asked of it: in the backward its window forgets the bottom-right shift, and rows without keys come out as NaN.
+repeated, zero columns appended and odd strides copied away to that end, all linear in S. Its backward reads ``out`` as
+contiguous, whatever its strides say. Two things that it gets wrong are never asked of it: in the backward its window
+forgets the bottom-right shift, and rows without keys come out as NaN.
 
 The gradient of the log-sum-exp uses one more column, V = 1, out = 0, dout = dlse; why that is right stands in
 ``flash``.
@@ -91,14 +92,18 @@ class _Call:
             return None, None
         return self.q.offsets, self.k.offsets
 
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """View of the caller's layout as [N, S, H, D]."""
+        return to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Queries (or out, dout) of the caller's layout as the kernel's [N, rows, H, D]."""
-        x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        x = self.tokens(x)
         return x[:, self.skip :] if self.q is None else self.q.pack(x).unsqueeze(0)
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values as the kernel's [N, columns, H, D], every query head with its own."""
-        x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        x = self.tokens(x)
         x = x if self.k is None else self.k.pack(x).unsqueeze(0)
         group = self.request.num_heads // self.request.num_kv_heads
         return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)  # a view for one head or one group
@@ -108,7 +113,7 @@ class _Call:
         if self.q is None:
             x = F.pad(x, (0, 0, 0, 0, self.skip, 0)) if self.skip else x
         else:
-            x = self.q.unpack(x[0], to_bhsd(like, self.request.qkv_format).transpose(1, 2).shape)
+            x = self.q.unpack(x[0], self.tokens(like).shape)
         return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
 
     def from_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -117,16 +122,15 @@ class _Call:
         if x.shape[2] != num_kv_heads:
             x = x.view(*x.shape[:2], num_kv_heads, -1, x.shape[-1]).sum(3, dtype=torch.float32).to(like.dtype)
         if self.k is not None:
-            x = self.k.unpack(x[0], to_bhsd(like, self.request.qkv_format).transpose(1, 2).shape)
+            x = self.k.unpack(x[0], self.tokens(like).shape)
         return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
 
     def from_kernel_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The kernel's [B, H, aligned rows] as the caller's [B, H, S_q] or [H, T]."""
         if self.q is None:
-            lse = lse[..., : to_bhsd(q, self.request.qkv_format).shape[2] - self.skip]
+            lse = lse[..., : self.tokens(q).shape[1] - self.skip]
             return F.pad(lse, (self.skip, 0), value=-torch.inf).contiguous()
-        shape = to_bhsd(q, self.request.qkv_format).transpose(1, 2).shape
-        lse = self.q.unpad(lse.transpose(1, 2), shape, -torch.inf).transpose(1, 2)
+        lse = self.q.unpad(lse.transpose(1, 2), self.tokens(q).shape, -torch.inf).transpose(1, 2)
         return (lse.squeeze(0) if self.request.qkv_format == "thd" else lse).contiguous()
 
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
@@ -186,7 +190,7 @@ def backward(
         k,
         v,
         None,
-        out,
+        out.contiguous(),
         *call.offsets(),
         *_longest(call, q, k),
         call.kernel_lse(residuals.lse),

@@ -6,6 +6,7 @@ away and scattered back through indices that the device computes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -97,11 +98,12 @@ class Ragged:
         """The sequences without their first ``skip`` tokens, ``lengths`` of the rest; both int64 [B]."""
         return Ragged(self.starts + skip, lengths, self.num_rows, self.max_length, is_packed=False)
 
-    @property
+    @functools.cached_property
     def offsets(self) -> torch.Tensor:
         """int32 [B + 1], cumulative lengths: what a kernel for packed sequences takes."""
         return torch.cat((self.lengths.new_zeros(1), self.lengths.cumsum(0))).to(torch.int32)
 
+    @functools.cached_property
     def positions(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For every row its sequence and position, int64 and in bounds, and whether it is a true token."""
         rows = torch.arange(self.num_rows, device=self.starts.device)
@@ -121,7 +123,7 @@ class Ragged:
 
     def unpack(self, packed: torch.Tensor, shape: torch.Size, fill: float = 0.0) -> torch.Tensor:
         """[num_rows, ...] as ``pack`` gives it back to [N, S, ...]; ``fill`` where no true token is."""
-        sequence, position, valid = self.positions()
+        sequence, position, valid = self.positions
         if not self.is_packed:
             packed = packed[(self.offsets[sequence] + position).clamp_(max=self.num_rows - 1)]
         return _where(valid, packed, fill).view(*shape[:2], *packed.shape[1:])
@@ -134,7 +136,7 @@ class Ragged:
 
     def unpad(self, padded: torch.Tensor, shape: torch.Size, fill: float = 0.0) -> torch.Tensor:
         """[B, max_length, ...] as ``pad`` gives it back to [N, S, ...]; ``fill`` where no true token is."""
-        sequence, position, valid = self.positions()
+        sequence, position, valid = self.positions
         return _where(valid, padded[sequence, position], fill).view(*shape[:2], *padded.shape[2:])
 
     def _take(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
