@@ -147,6 +147,13 @@ def test_an_additive_mask_is_added():
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_the_lowest_number_of_either_dtype_means_masked():
+    """A wider mask filled with the lowest number of the model's dtype."""
+    q, k, v = (x.detach().float() for x in qkv(5, 7))
+    mask = torch.full((B, 1, 5, 7), torch.finfo(torch.float32).min, dtype=torch.float64)
+    assert (adapter.attention_forward(CAUSAL, q, k, v, mask)[0] == 0).all()
+
+
 def test_selected_keys_narrow_the_mask():
     indices = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(10)])
     indices = indices.view(B, 5, 3).int()

@@ -151,9 +151,22 @@ def test_one_sequence_in_each_row_is_plain_causal():
     assert adapter.attention_mask_for(mask_function=function, **given) is None
 
 
-def test_packed_sequences_with_another_pattern_stay_dense():
-    position_ids = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 1, 2, 0]])
-    function = and_masks(packed_pattern(position_ids), lambda batch, head, query, key: key != 1)
+def not_the_first_key(batch, head, query, key):
+    return key != 1
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda ids: and_masks(packed_sequence_mask_function(ids)),
+        lambda ids: and_masks(packed_sequence_mask_function(ids), causal_mask_function, not_the_first_key),
+        lambda ids: and_masks(and_masks(packed_sequence_mask_function(ids), causal_mask_function), not_the_first_key),
+        lambda ids: and_masks(packed_sequence_mask_function(ids), sliding_window_causal_mask_function(2)),
+    ],
+    ids=["bidirectional", "one more condition", "one more condition outside", "sliding window"],
+)
+def test_packed_sequences_with_another_pattern_stay_dense(compose):
+    function = compose(torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]))
     given = arguments(5, 5, 0, attention_mask=None, allow_is_causal_skip=False)
     mask = adapter.attention_mask_for(mask_function=function, **given)
     assert torch.equal(mask, dense({**given, "mask_function": function}))
