@@ -64,12 +64,12 @@ def forward(plan: mla.Plan, tensors: mla.AttentionTensors) -> mla.AttentionOutpu
 
 @mla.hookimpl
 def backward(plan: mla.Plan, residuals: mla.Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> mla.Gradients:
-    t, lse = residuals.tensors, residuals.lse
-    q, k, v, dout = (x.to(lse.dtype) for x in (t.q, t.k, t.v, dout))
+    t, exact = residuals.tensors, residuals.lse.dtype
+    q, k, v, dout = (x.to(exact) for x in (t.q, t.k, t.v, dout))
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dlse = lse.new_zeros(lse.shape) if dlse is None else dlse
+    dlse = torch.zeros_like(residuals.lse) if dlse is None else dlse
     for rows, scores in score_blocks(plan, t):
-        p = torch.exp(scores - lse[:, :, rows, None])
+        p = scores.softmax(-1)
         dp = torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[:, :, rows, None]) * t.softmax_scale
         dq[:, rows] = torch.einsum("bhqk,bkhd->bqhd", ds, k)
