@@ -163,6 +163,10 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Gradients of q, k and v.
 
+    PyTorch caches cuDNN's backward plans by the strides of q, k and v alone and assumes that out and dout lie in memory
+    as q does; otherwise the gradients are silently wrong (seen with PyTorch 2.11). So all five are made contiguous in
+    the request's layout, which copies only what is not.
+
     Raises:
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
@@ -170,7 +174,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         raise ValueError("cudnn's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
     request, tensors = plan.request, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (_kernel_input(x, request.qkv_format) for x in inputs)
+    dout, q, k, v, out = (to_bhsd(aligned(x.contiguous()), request.qkv_format) for x in inputs)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv = _backward(
         dout,
