@@ -159,7 +159,8 @@ def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: 
     tl.store(base + rows[:, None] * D + columns[None, :], x.to(base.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# extents that change from step to step, and must not compile anew
+@triton.jit(do_not_specialize=["capacity", "num_splits", "stride_pt"])
 def decode_kernel(
     Q_nope_abs,
     Q_rope,
@@ -283,7 +284,7 @@ def decode_kernel(
         tl.store(Lse + out_rows, lse_log2, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     Parts,
     PartsLse,

@@ -89,7 +89,8 @@ def test_two_column_blocks_over_splits(splits: int) -> None:
 
 @pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 1, 40, 64, 16, 200), (1, 4, 15, 96, 0, 150)])
+# 130 keys: under a causal mask the first of four queries does not see all of the second tile
+@pytest.mark.parametrize("shape", [(2, 1, 40, 64, 16, 200), (1, 4, 15, 96, 0, 130)])
 @pytest.mark.parametrize("page_size", [0, 128, 16])
 def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: bool) -> None:
     """Full tiles by descriptor, the last by pointers; pages smaller than a tile by pointers alone."""
