@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pluggy
@@ -29,16 +29,18 @@ class BackendManager:
     timer made of hook wrappers, takes part in every call.
 
     Args:
+        builtins: backend name to module, in order; an empty mapping gives a manager to fill by ``register``.
         load_entry_points: register the backends of other installed packages too.
     """
 
-    def __init__(self, *, load_entry_points: bool = True) -> None:
+    def __init__(self, *, builtins: Mapping[str, str] = BUILTIN_BACKENDS, load_entry_points: bool = True) -> None:
         self._pm = pluggy.PluginManager(PROJECT_NAME)
         self._pm.add_hookspecs(spec)
+        self._builtins = dict(builtins)
         self._callers: dict[tuple[str, str], Callable[..., Any]] = {}
         self.generation = 0
         self.broken: dict[str, str] = {}
-        for name, module in BUILTIN_BACKENDS.items():
+        for name, module in self._builtins.items():
             self.register(importlib.import_module(module), name)
         if load_entry_points:
             self._load_entry_points()
@@ -46,7 +48,7 @@ class BackendManager:
     def _load_entry_points(self) -> None:
         for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
             if self._pm.has_plugin(entry_point.name):
-                if entry_point.name in BUILTIN_BACKENDS:
+                if entry_point.name in self._builtins:
                     self._report(entry_point.name, "its name is that of a built-in backend; choose another name")
                 continue
             try:
@@ -87,8 +89,8 @@ class BackendManager:
         """Names of the backends: built-ins in table order, then the others in order of registration."""
         implementations = self._pm.hook.select_backend.get_hookimpls()
         names = [impl.plugin_name for impl in implementations if not (impl.wrapper or impl.hookwrapper)]
-        builtin = [name for name in BUILTIN_BACKENDS if name in names]
-        return (*builtin, *(name for name in names if name not in BUILTIN_BACKENDS))
+        builtin = [name for name in self._builtins if name in names]
+        return (*builtin, *(name for name in names if name not in self._builtins))
 
     def caller(self, hook: str, backend: str) -> Callable[..., Any]:
         """The hook's caller that reaches ``backend`` and every wrapper, cached until a plugin comes or goes.

@@ -44,7 +44,7 @@ def attention(
             float32 or float64. Any strides; backends prefer a contiguous last dimension.
         k: same layout with H_kv heads and S_kv (T_kv) tokens; H is a multiple of H_kv.
         v: same layout as k with head_dim_v.
-        softmax_scale: default head_dim_qk ** -0.5.
+        softmax_scale: positive; default head_dim_qk ** -0.5.
         attn_mask_type: ``no_mask``, ``causal`` (aligned top-left), ``causal_bottom_right``, ``padding``,
             ``padding_causal``, ``padding_causal_bottom_right`` or ``arbitrary``, as in TransformerEngine. With
             ``thd`` the names without ``padding`` mean their padding forms.
@@ -90,7 +90,8 @@ def attention(
     lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     checks.check_lengths(q, k, qkv_format, mask, lengths)
     checks.check_mask_and_bias(q, k, qkv_format, mask, attention_mask, core_attention_bias_type, core_attention_bias)
-    checks.check_options(dropout_p, host)
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    checks.check_options(softmax_scale, dropout_p, host)
     if pad_between_seqs is None:
         pad_between_seqs = _is_padded(cu_seqlens_q_padded, cu_seqlens_q) or _is_padded(
             cu_seqlens_kv_padded, cu_seqlens_kv
@@ -108,7 +109,7 @@ def attention(
         attention_mask,
         core_attention_bias,
         torch.randint(0, 2**62, (1,), dtype=torch.int64) if dropout_p else None,
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale,
         qkv_format,
         mask,
         *window,

@@ -164,8 +164,10 @@ def check_mask_and_bias(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must broadcast to [B, H, S_q, S_kv] = {full}")
 
 
-def check_options(dropout_p: float, host: str) -> None:
+def check_options(softmax_scale: float, dropout_p: float, host: str) -> None:
     """Plain values are in range."""
+    if not 0.0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale={softmax_scale}; a positive number is needed")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p={dropout_p}; 0 <= dropout_p < 1 is needed")
     if host not in HOSTS:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -43,6 +45,24 @@ def installed_packages() -> tuple[tuple[str, str], ...]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return tuple(found)
+
+
+def version(distribution: str) -> str | None:
+    """Version of any installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nvidia_driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver that is loaded, whether or not PyTorch can use it; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found.group() if found else None
 
 
 @functools.cache

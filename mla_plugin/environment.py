@@ -231,6 +231,11 @@ def read(name: str) -> Value:
     return parse(name, os.environ)
 
 
+def assignments() -> dict[str, str]:
+    """Raw texts of the process's variables whose names begin as ours and TransformerEngine's do, misspelt ones too."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(("MLA_PLUGIN_", "NVTE_"))}
+
+
 def is_deterministic_requested() -> bool:
     """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
     return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")

@@ -1,4 +1,4 @@
-"""Views between the four memory layouts. Nothing here copies.
+"""Views between the four memory layouts. Nothing here copies but ``aligned``.
 
 ``bshd`` [B, S, H, D], ``sbhd`` [S, B, H, D], ``bhsd`` [B, H, S, D], ``thd`` [T, H, D] (packed sequences).
 """
@@ -28,3 +28,15 @@ def from_bhsd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
 def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """An uninitialised output: q's leading dimensions, head_dim_v, contiguous in q's layout, q's dtype and device."""
     return q.new_empty((*q.shape[:-1], head_dim_v))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself when it suits kernels that read 16 bytes at a time, otherwise a contiguous copy.
+
+    Suitable: the last dimension is contiguous, every other stride is a multiple of 8 elements, and x starts on a
+    16-byte boundary of its storage. A copy is suitable when the last dimension is a multiple of 8.
+    """
+    starts_aligned = x.storage_offset() * x.element_size() % 16 == 0
+    if starts_aligned and x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -74,6 +74,8 @@ def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
             {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(3, 5).double()},
             ["float64", "float32"],
         ),
+        ({"softmax_scale": 0.0}, ["softmax_scale=0.0", "positive"]),
+        ({"softmax_scale": float("nan")}, ["softmax_scale=nan"]),
         ({"dropout_p": 1.0}, ["dropout_p=1.0"]),
         ({"dropout_p": -0.1}, ["dropout_p=-0.1"]),
         ({"host": "jax"}, ["'jax'", "transformer_engine"]),

@@ -1,1 +1,8 @@
-"""The conformance suite: what any backend must pass."""
+"""The suite that any attention backend must pass: ``class TestMine(BackendConformance): backend = "mine"``."""
+
+from mla_plugin.conformance.case import Case
+from mla_plugin.conformance.cases import cases
+from mla_plugin.conformance.checks import ConformanceError
+from mla_plugin.conformance.suite import BackendConformance
+
+__all__ = ["BackendConformance", "Case", "ConformanceError", "cases"]

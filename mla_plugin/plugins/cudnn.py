@@ -1,12 +1,197 @@
-"""cuDNN attention through PyTorch: refusals only, first version."""
+"""cuDNN's fused attention through PyTorch: head_dim_qk != head_dim_v natively, on CUDA devices only.
+
+What it takes is the intersection of two rule books, so that the kernel is never asked for what it gets wrong:
+PyTorch's own checks before it calls cuDNN (``can_use_cudnn_attention`` in aten's ``sdp_utils.cpp``), and those of
+TransformerEngine (``nvte_get_fused_attn_backend`` in ``fused_attn.cpp``). Each refusal names its source.
+
+The kernel has no input for the gradient of the log-sum-exp and, at 192/128, no spare column to carry it, so a request
+that trains on lse gets its backward from ``sdpa``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+
 from mla_plugin.hooks import hookimpl
-from mla_plugin.types import Accepted, AttentionRequest, Platform, Refused
+from mla_plugin.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
+BROKEN_CUDNN = ((9, 10, 0), (9, 10, 1))
+MAX_GRID = 65_535
+
+
+def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    capability, cudnn = platform.compute_capability, platform.cudnn_version
+    if request.device_type != "cuda" or platform.device_type != "cuda":
+        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+        return
+    if platform.cuda_version is None:
+        yield "cuda_version=None: this PyTorch is not a CUDA build"
+    if capability is None or not (8, 0) <= capability <= (12, 1):
+        yield f"compute_capability={capability}, accepted is (8, 0) to (12, 1) [PyTorch]"
+        return
+    if cudnn is None or cudnn < (9, 0, 0):
+        yield f"cudnn_version={cudnn} < (9, 0, 0) [PyTorch]"
+        return
+    if cudnn in BROKEN_CUDNN:
+        yield f"cudnn_version={cudnn}, accepted is any but 9.10.0 and 9.10.1 [TransformerEngine]"
+    if capability >= (10, 0) and cudnn < (9, 7, 0):
+        yield f"cudnn_version={cudnn} < (9, 7, 0) on compute_capability={capability} [TransformerEngine]"
+    if capability[0] == 12 and cudnn < (9, 18, 1):
+        yield f"cudnn_version={cudnn} < (9, 18, 1) on compute_capability={capability} [TransformerEngine]"
+
+
+def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    dims, capability, cudnn = (
+        (request.head_dim_qk, request.head_dim_v),
+        platform.compute_capability,
+        platform.cudnn_version,
+    )
+    found = f"head_dim_qk={dims[0]}, head_dim_v={dims[1]}"
+    if dims[0] % 8 or dims[1] % 8:
+        yield f"{found}, accepted are multiples of 8 [PyTorch, TransformerEngine]"
+    if max(dims) <= 128:
+        return
+    if dims != (192, 128):
+        yield f"{found}, accepted are at most 128 each, or exactly 192 and 128 [PyTorch]"
+    elif capability is not None and capability != (9, 0) and capability[0] != 10:
+        yield f"{found} on compute_capability={capability}, accepted is (9, 0) or (10, x) [PyTorch]"
+    elif cudnn is not None and cudnn < (9, 11, 0):
+        yield f"{found} with cudnn_version={cudnn} < (9, 11, 0) [PyTorch, TransformerEngine]"
+
+
+def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
+    len_q, len_kv = request.max_seqlen_q, request.max_seqlen_kv
+    if request.qkv_format not in ("bshd", "sbhd", "bhsd"):
+        yield f"qkv_format={request.qkv_format!r}, accepted is bshd, sbhd or bhsd: PyTorch packs nested tensors only"
+    if request.attn_mask_type not in ("no_mask", "causal", "causal_bottom_right"):
+        yield f"attn_mask_type={request.attn_mask_type!r}, accepted is no_mask, causal or causal_bottom_right"
+    if request.has_sliding_window:
+        yield f"window_size={request.window_size}, accepted is (-1, -1) or (-1, 0): PyTorch passes no window"
+    if request.is_causal and len_q != len_kv:
+        yield f"a causal mask with max_seqlen_q={len_q} != max_seqlen_kv={len_kv}: alignments differ"
+    if not len_q or not request.batch_size:
+        yield f"batch_size={request.batch_size}, max_seqlen_q={len_q}, accepted is at least 1 [PyTorch]"
+    if len_kv < 2:
+        yield f"max_seqlen_kv={len_kv} < 2 [PyTorch]"
+    if max(request.batch_size, request.num_heads) > MAX_GRID:
+        yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, accepted is up to {MAX_GRID} [PyTorch]"
+    if request.num_heads % request.num_kv_heads:
+        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
+
+
+def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        yield f"dtype={request.dtype}, accepted is bfloat16 or float16 [PyTorch, TransformerEngine]"
+    if request.deterministic and request.is_training:
+        yield "deterministic=True in training: the backward is not repeatable [PyTorch]"
+    if request.dropout_p:
+        yield f"dropout_p={request.dropout_p}, accepted is 0: cuDNN's generator does not follow dropout_seed"
+    if request.bias_type != "no_bias":
+        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+    if request.softmax_type != "vanilla":
+        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+    if request.has_score_mod or request.has_score_mod_bprop:
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+    if request.fp8:
+        yield "fp8=True, accepted is False"
+    if request.return_max_logit:
+        yield "return_max_logit=True, accepted is False"
+    if request.num_splits != 1:
+        yield f"num_splits={request.num_splits}, accepted is 1"
+    if request.has_kv_cache:
+        yield "has_kv_cache=True, accepted is False"
+    if request.context_parallel:
+        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"
+
+
+def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    yield from _platform_refusals(request, platform)
+    yield from _feature_refusals(request)
+    yield from _shape_refusals(request)
+    yield from _head_dim_refusals(request, platform)
 
 
 @hookimpl
 def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
-    """Refuse."""
-    return Refused((f"device {request.device_type!r}: nothing runs here yet",))
+    """Take fp16 and bf16 on dense layouts, square causal masks, head dims up to 128 or exactly 192/128."""
+    reasons = tuple(refusals(request, platform))
+    if reasons:
+        return Refused(reasons)
+    if request.is_training and request.return_lse:
+        return Accepted(backward_by="sdpa", notes=("the kernel takes no gradient of lse, so sdpa runs the backward",))
+    return Accepted()
+
+
+def _kernel_input(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    """x as [B, H, S, D], copied where it is not aligned or a dimension is broadcast: cuDNN wants real strides."""
+    x = to_bhsd(x, qkv_format)
+    is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if is_broadcast else aligned(x)
+
+
+def _kernel_output(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+    return from_bhsd(x, qkv_format).contiguous()
+
+
+@hookimpl
+def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+    """Attention; cuDNN's softmax statistics are the natural-log log-sum-exp, [B, H, S_q] in float32."""
+    request = plan.request
+    q, k, v = (_kernel_input(x, request.qkv_format) for x in (tensors.q, tensors.k, tensors.v))
+    out, lse, *_ = _forward(q, k, v, None, True, 0.0, request.is_causal, False, scale=tensors.softmax_scale)
+    return AttentionOutput(_kernel_output(out, request.qkv_format), lse.view(q.shape[:-1]))
+
+
+@hookimpl
+def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    """Gradients of q, k and v.
+
+    PyTorch caches cuDNN's backward plans by the strides of q, k and v alone and assumes that out and dout lie in memory
+    as q does; otherwise the gradients are silently wrong (seen with PyTorch 2.11). So all five are made contiguous in
+    the request's layout, which copies only what is not.
+
+    Raises:
+        ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
+    """
+    if dlse is not None:
+        raise ValueError("cudnn's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
+    request, tensors = plan.request, residuals.tensors
+    inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
+    dout, q, k, v, out = (to_bhsd(aligned(x.contiguous()), request.qkv_format) for x in inputs)
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv = _backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        residuals.lse.contiguous().unsqueeze(-1),
+        no_seed,
+        no_seed,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        request.is_causal,
+        scale=tensors.softmax_scale,
+    )
+    return Gradients(*(_kernel_output(x, request.qkv_format) for x in (dq, dk, dv)))

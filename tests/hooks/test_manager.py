@@ -66,7 +66,9 @@ def test_entry_points_are_registered_under_their_names(monkeypatch: pytest.Monke
 def test_a_broken_entry_point_is_reported_by_name_and_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use_entry_points(monkeypatch, fake_entry_point("bad", ImportError("no libfoo")), fake_entry_point("good", Constant(1)))
+    use_entry_points(
+        monkeypatch, fake_entry_point("bad", ImportError("no libfoo")), fake_entry_point("good", Constant(1))
+    )
     with caplog.at_level(logging.WARNING, "mla_plugin"):
         manager = BackendManager()
     assert "good" in manager.backends()

@@ -177,9 +177,7 @@ def test_transformer_engine_removes_what_its_rules_remove() -> None:
 
 
 def test_the_fallback_fills_where_the_cascade_leaves_nothing_unless_strict() -> None:
-    request = mla_request(
-        qkv_format="thd", attn_mask_type="padding_causal", pad_between_seqs=True, is_training=True
-    )
+    request = mla_request(qkv_format="thd", attn_mask_type="padding_causal", pad_between_seqs=True, is_training=True)
     assert survey(request, platform=A100, environ={}).plan.forward_backend == "sdpa"
     strict = survey(request, platform=A100, environ={"MLA_PLUGIN_STRICT_TE": "1"})
     assert strict.plan is None

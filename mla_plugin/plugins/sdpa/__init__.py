@@ -1,4 +1,16 @@
-"""The unfused fallback, first version: plain PyTorch on dense layouts, whole score matrix."""
+"""The fallback that runs everywhere, CPU and CUDA, forward and backward.
+
+It takes TransformerEngine's place of "unfused attention" without its memory: nowhere does a [S_q, S_kv] matrix exist.
+
+Three routes, by request:
+
+- ``flash``: PyTorch's CPU flash kernel, sequence by sequence;
+- ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
+- ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
+
+The scores are multiplied by the call's softmax_scale and nothing else; NVTE_APPLY_QK_LAYER_SCALING, which divides by
+the layer number and multiplies it back, has no effect on the result and none here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +19,12 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.hooks import hookimpl
-from mla_plugin.layout import from_bhsd, to_bhsd
+from mla_plugin.layout import empty_output, to_bhsd
+from mla_plugin.plugins.sdpa import efficient, padded, per_sequence
+from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.types import (
+    ATTN_MASK_TYPES,
+    QKV_FORMATS,
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -20,87 +36,121 @@ from mla_plugin.types import (
     Residuals,
 )
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MAX_EFFICIENT_BATCH = 65_535
+"""The kernel's grid has the sequences in z (PyTorch, _scaled_dot_product_efficient_attention_backward_cuda)."""
 
-def _refusals(request: AttentionRequest) -> Iterator[str]:
+
+def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    if request.device_type not in ("cpu", "cuda"):
+        yield f"device_type={request.device_type!r}, accepted is 'cpu' or 'cuda'"
+    if request.device_type != platform.device_type:
+        yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
+    if request.dtype not in DTYPES:
+        yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
+    if request.fp8:
+        yield "fp8=True, accepted is False"
+    if request.qkv_format not in QKV_FORMATS:
+        yield f"qkv_format={request.qkv_format!r}, accepted is {', '.join(QKV_FORMATS)}"
+    if request.attn_mask_type not in ATTN_MASK_TYPES:
+        yield f"attn_mask_type={request.attn_mask_type!r}, accepted is {', '.join(ATTN_MASK_TYPES)}"
+    if request.num_heads % request.num_kv_heads:
+        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
+    if request.bias_type not in ("no_bias", "pre_scale_bias", "post_scale_bias"):
+        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias', 'pre_scale_bias' or 'post_scale_bias'"
+    if not 0 <= request.dropout_p < 1:
+        yield f"dropout_p={request.dropout_p}, accepted is 0 <= dropout_p < 1"
+    if request.dropout_p and request.cuda_graph:
+        yield f"dropout_p={request.dropout_p} with cuda_graph=True: every replay would drop the same weights"
+    if request.softmax_type != "vanilla":
+        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+    if request.has_score_mod or request.has_score_mod_bprop:
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+    if request.return_max_logit:
+        yield "return_max_logit=True, accepted is False"
+    if request.num_splits != 1:
+        yield f"num_splits={request.num_splits}, accepted is 1"
+    if request.has_kv_cache:
+        yield "has_kv_cache=True, accepted is False"
+    if request.context_parallel:
+        yield f"context parallelism over cp_size={request.cp_size}, accepted is none"
+
+
+def _blocked_because(request: AttentionRequest) -> Iterator[str]:
+    """Every reason why no kernel of PyTorch computes the request; none means that the device's kernel does."""
+    if request.bias_type != "no_bias":
+        yield f"bias_type={request.bias_type!r}"
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p} > 0"
+        yield f"dropout_p={request.dropout_p}"
+    if request.attn_mask_type == "arbitrary":
+        yield "attn_mask_type='arbitrary'"
+    if request.device_type == "cpu":
+        if not Band.of(request).is_open_or_causal:
+            yield f"window_size={request.window_size}"
+        return
+    if not efficient.takes_band(request):
+        yield f"window_size={request.window_size} with {request.attn_mask_type!r}"
+    if request.dtype == torch.float64:
+        yield "dtype=torch.float64"
+    if request.batch_size > MAX_EFFICIENT_BATCH:
+        yield f"batch_size={request.batch_size} > {MAX_EFFICIENT_BATCH}"
 
 
 @hookimpl
 def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
-    """Accept everything that plain PyTorch computes."""
-    reasons = tuple(_refusals(request))
-    return Refused(reasons) if reasons else Accepted()
+    """Take everything but what ``refusals`` names."""
+    reasons = tuple(refusals(request, platform))
+    if reasons:
+        return Refused(reasons)
+    causes = ", ".join(_blocked_because(request))
+    kernel = "CPU flash kernel" if request.device_type == "cpu" else "memory-efficient CUDA kernel"
+    return Accepted(notes=(f"blocked mathematics for {causes}" if causes else f"PyTorch's {kernel}",))
 
 
-def _attend(request: AttentionRequest, t: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    if request.qkv_format == "thd":
-        return _attend_packed(request, t)
-    q, k, v = (to_bhsd(x, request.qkv_format) for x in (t.q, t.k, t.v))
-    k, v = (x.repeat_interleave(request.num_heads // request.num_kv_heads, 1) for x in (k, v))
-    s = q.float() @ k.float().transpose(-1, -2) if q.dtype != torch.float64 else q @ k.transpose(-1, -2)
-    s = s * t.softmax_scale
-    if t.bias is not None:
-        s = s + t.bias
-    B, S_q, S_kv = q.shape[0], q.shape[2], k.shape[2]
-    n_q, n_kv = torch.full((B,), S_q), torch.full((B,), S_kv)
-    if request.has_padding:
-        n_q = t.cu_seqlens_q.diff()
-        n_kv = t.cu_seqlens_kv.diff()
-    i, j = torch.arange(S_q).view(1, -1, 1), torch.arange(S_kv).view(1, 1, -1)
-    d = j - i - ((n_kv - n_q).view(-1, 1, 1) if request.bottom_right_diagonal else 0)
-    seen = (i < n_q.view(-1, 1, 1)) & (j < n_kv.view(-1, 1, 1))
-    left, right = request.window_size
-    if right >= 0:
-        seen = seen & (d <= right)
-    if left >= 0:
-        seen = seen & (d >= -left)
-    seen = seen.unsqueeze(1)
-    if t.attention_mask is not None:
-        seen = seen & ~t.attention_mask
-    s = s.masked_fill(~seen, -torch.inf)
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-    return from_bhsd((p.to(v.dtype) @ v), request.qkv_format), lse
+def _is_empty(tensors: AttentionTensors) -> bool:
+    """No query or no key, so that every row, if any, sees no key."""
+    return not (tensors.q.numel() and tensors.k.numel())
 
 
-def _attend_packed(request: AttentionRequest, t: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    out = t.q.new_zeros((*t.q.shape[:-1], request.head_dim_v))
-    lse = torch.full((t.q.shape[1], t.q.shape[0]), -torch.inf)
-    outs, lses = out, lse
-    starts_q = (t.cu_seqlens_q if t.cu_seqlens_q_padded is None else t.cu_seqlens_q_padded).tolist()
-    starts_kv = (t.cu_seqlens_kv if t.cu_seqlens_kv_padded is None else t.cu_seqlens_kv_padded).tolist()
-    for a, b, n, m in zip(starts_q, starts_kv, t.cu_seqlens_q.diff().tolist(), t.cu_seqlens_kv.diff().tolist()):
-        if not n or not m:
-            continue
-        one = AttentionTensors(t.q[None, a : a + n], t.k[None, b : b + m], t.v[None, b : b + m], t.softmax_scale)
-        mask = request.attn_mask_type.replace("padding_", "").replace("padding", "no_mask")
-        o, e = _attend(request.replace(qkv_format="bshd", attn_mask_type=mask), one)
-        outs = outs.slice_scatter(o[0], 0, a, a + n)
-        lses = lses.slice_scatter(e[0].to(lses.dtype), 1, a, a + n)
-    return outs, lses
+def _empty_output(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
+    q = tensors.q
+    rows = to_bhsd(q, request.qkv_format).shape[:-1]
+    shape = rows[1:] if request.qkv_format == "thd" else rows
+    lse = q.new_full(shape, -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    return AttentionOutput(empty_output(q, tensors.v.shape[-1]).zero_(), lse)
+
+
+def _empty_gradients(request: AttentionRequest, tensors: AttentionTensors) -> Gradients:
+    inputs = (tensors.q, tensors.k, tensors.v)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    bias = tensors.bias if request.bias_requires_grad else None
+    return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias))
 
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-    """Plain PyTorch."""
-    return AttentionOutput(*_attend(plan.request, tensors))
+    """Attention by the request's route."""
+    request = plan.request
+    if _is_empty(tensors):
+        return _empty_output(request, tensors)
+    use_kernel = not any(_blocked_because(request))
+    if request.device_type == "cpu":
+        return per_sequence.forward(request, tensors, use_kernel=use_kernel)
+    if use_kernel:
+        return efficient.forward(request, tensors)
+    return padded.forward(request, tensors)
 
 
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Autograd of the forward."""
-    t = residuals.tensors
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
-        bias = None if t.bias is None else t.bias.detach().requires_grad_()
-        from dataclasses import replace
-
-        out, lse = _attend(plan.request, replace(t, q=leaves[0], k=leaves[1], v=leaves[2], bias=bias))
-        outputs, grads = [out], [dout]
-        if dlse is not None:
-            outputs.append(lse)
-            grads.append(dlse)
-        wanted = leaves if bias is None else [*leaves, bias]
-        g = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
-    return Gradients(*(torch.zeros_like(x) if y is None else y for x, y in zip(wanted, g)))
+    """Gradients by the request's route."""
+    request = plan.request
+    if _is_empty(residuals.tensors):
+        return _empty_gradients(request, residuals.tensors)
+    use_kernel = not any(_blocked_because(request))
+    if request.device_type == "cpu":
+        return per_sequence.backward(request, residuals, dout, dlse, use_kernel=use_kernel)
+    if use_kernel:
+        return efficient.backward(request, residuals, dout, dlse)
+    return padded.backward(request, residuals, dout, dlse)

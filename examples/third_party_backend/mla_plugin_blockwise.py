@@ -1,0 +1,89 @@
+"""Attention by blocks of queries in plain PyTorch: a whole backend for mla-plugin, from a package of its own."""
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_plugin import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+    hookimpl,
+)
+
+BLOCK = 128
+COMPUTES = {
+    "qkv_format": ("bshd",),
+    "attn_mask_type": ("no_mask", "causal"),
+    "bias_type": ("no_bias",),
+    "softmax_type": ("vanilla",),
+    "dropout_p": (0.0,),
+    "window_size": ((-1, -1), (-1, 0)),
+    "has_kv_cache": (False,),
+    "has_score_mod": (False,),
+    "return_max_logit": (False,),
+    "context_parallel": (False,),
+    "fp8": (False,),
+}
+
+
+def refusals(request: AttentionRequest) -> Iterator[str]:
+    for name, accepted in COMPUTES.items():
+        if (value := getattr(request, name)) not in accepted:
+            yield f"{name}={value!r} is not one of {accepted}"
+    if request.num_heads != request.num_kv_heads:
+        yield f"num_heads={request.num_heads} != num_kv_heads={request.num_kv_heads}"
+    if request.attn_mask_type == "no_mask" and request.is_causal:
+        yield f"window_size={request.window_size} without a causal mask"
+
+
+@hookimpl
+def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+    reasons = tuple(refusals(request))
+    return Refused(reasons) if reasons else Accepted(priority=1)
+
+
+def score_blocks(plan: Plan, t: AttentionTensors) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the rows of each block and its masked scores, [B, H, BLOCK, S_kv] in float32 or better."""
+    exact = torch.promote_types(t.q.dtype, torch.float32)
+    queries, keys = (torch.arange(x.shape[1], device=x.device) for x in (t.q, t.k))
+    for start in range(0, t.q.shape[1], BLOCK):
+        rows = slice(start, start + BLOCK)
+        scores = torch.einsum("bqhd,bkhd->bhqk", t.q[:, rows].to(exact), t.k.to(exact)) * t.softmax_scale
+        if plan.request.is_causal:
+            scores.masked_fill_(keys > queries[rows, None], -torch.inf)
+        yield rows, scores
+
+
+@hookimpl
+def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+    q, v = tensors.q, tensors.v
+    exact = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact)
+    for rows, scores in score_blocks(plan, tensors):
+        out[:, rows] = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.to(exact)).to(out.dtype)
+        lse[:, :, rows] = scores.logsumexp(-1)
+    return AttentionOutput(out, lse)
+
+
+@hookimpl
+def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    t, lse = residuals.tensors, residuals.lse
+    q, k, v, out, dout = (x.to(lse.dtype) for x in (t.q, t.k, t.v, residuals.out, dout))
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    delta = (out * dout).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
+    for rows, scores in score_blocks(plan, t):
+        p = torch.exp(scores - lse[:, :, rows, None])
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v)
+        ds = p * (dp - delta[:, :, rows, None]) * t.softmax_scale
+        dq[:, rows] = torch.einsum("bhqk,bkhd->bqhd", ds, k)
+        dk += torch.einsum("bhqk,bqhd->bkhd", ds, q[:, rows])
+        dv += torch.einsum("bhqk,bqhd->bkhd", p, dout[:, rows])
+    return Gradients(dq.to(t.q.dtype), dk.to(t.k.dtype), dv.to(t.v.dtype))

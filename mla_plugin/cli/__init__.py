@@ -1,0 +1,40 @@
+"""The command line: ``mla-plugin demo | explain | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import mla_plugin
+from mla_plugin.cli import demo, doctor, explain
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mla-plugin", description="Multi-head Latent Attention on the best installed backend."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {mla_plugin.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, explain, doctor):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: the arguments after the program's name; None for those of the process.
+
+    Returns:
+        0 on success, 1 when the command's own answer is no (each command says when), 2 for arguments that cannot be
+        used or a package that a command needs and does not find.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except (ValueError, ImportError) as error:
+        print(f"mla-plugin: {error}", file=sys.stderr)
+        return 2
+    return status

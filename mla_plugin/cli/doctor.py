@@ -1,0 +1,169 @@
+"""``mla-plugin doctor``: what is installed, what is missing or broken, and the one command that mends each thing."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from packaging.version import Version
+
+import mla_plugin
+from mla_plugin import device, environment
+from mla_plugin.hooks.manager import ENTRY_POINT_GROUP, get_manager
+
+EPILOG = "Exit status: 1 when something is broken; a missing optional package is not."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; a broken or missing thing has a remedy, a command to run."""
+
+    state: Literal["ok", "missing", "broken", "note"]
+    text: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """A distribution that something needs, and from which version on."""
+
+    name: str
+    minimum: str
+    purpose: str
+    command: str
+    optional: bool = True
+
+
+NEEDS = (
+    Need("torch", "2.8", "everything", 'pip install "torch>=2.8"', optional=False),
+    Need("pluggy", "1.5", "everything", 'pip install "pluggy>=1.5"', optional=False),
+    Need("packaging", "22", "everything", 'pip install "packaging>=22"', optional=False),
+    Need("transformers", "4.57", "Hugging Face models", 'pip install "mla-plugin[transformers]"'),
+    Need("transformers", "5.15", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
+    Need("rich", "13", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
+)
+
+
+def packages() -> Iterator[Finding]:
+    """Every need, with the version found."""
+    for need in NEEDS:
+        version = device.version(need.name)
+        if version is not None and Version(version) >= Version(need.minimum):
+            yield Finding("ok", f"{need.name} {version}, for {need.purpose}")
+            continue
+        found = f"{version} is older than {need.minimum}" if version else "is not installed"
+        state: Literal["missing", "broken"] = "missing" if need.optional else "broken"
+        yield Finding(state, f"{need.name} {found}; needed for {need.purpose}", need.command)
+
+
+def hardware() -> Iterator[Finding]:
+    """The devices that PyTorch sees, and a driver that it cannot use."""
+    driver = device.nvidia_driver_version()
+    for index in range(torch.cuda.device_count()):
+        found = device.platform("cuda", index)
+        major, minor = found.compute_capability or (0, 0)
+        cudnn = ".".join(map(str, found.cudnn_version)) if found.cudnn_version else "none"
+        name = torch.cuda.get_device_name(index)
+        yield Finding("ok", f"{name}: sm{major}{minor}, CUDA {found.cuda_version}, cuDNN {cudnn}")
+    if torch.cuda.is_available():
+        return
+    if driver is None:
+        yield Finding("ok", "no NVIDIA driver: everything runs on the CPU")
+    elif torch.version.cuda is None:
+        text = f"NVIDIA driver {driver} is loaded, but this PyTorch ({torch.__version__}) is built without CUDA"
+        yield Finding("broken", text, "pip install --force-reinstall --index-url https://pypi.org/simple torch")
+    else:
+        text = f"PyTorch is built for CUDA {torch.version.cuda}, but NVIDIA driver {driver} offers it no device"
+        yield Finding("broken", text, "nvidia-smi")
+
+
+def variables() -> Iterator[Finding]:
+    """The environment variables that are set, as they are parsed; misspelt names; names of unknown backends."""
+    assigned = environment.assignments()
+    known = {variable.name: variable for variable in environment.VARIABLES}
+    for name, text in assigned.items():
+        if name not in known:
+            yield from _unknown_variable(name, text, list(known))
+            continue
+        try:
+            value = environment.parse(name, assigned)
+        except environment.EnvironmentVariableError as error:
+            yield Finding("broken", str(error), f"unset {name}")
+            continue
+        yield Finding("ok", f"{name}={text!r} is read as {value!r}: {known[name].meaning}")
+        if name in ("MLA_PLUGIN_BACKEND", "MLA_PLUGIN_BLOCK"):
+            yield from _unknown_backends(name, value)
+    if not assigned:
+        yield Finding("ok", "none of the variables is set")
+
+
+def _unknown_variable(name: str, text: str, known: list[str]) -> Iterator[Finding]:
+    """A variable that nothing here reads: surely a slip under our own prefix, perhaps one under TransformerEngine's."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    if close or name.startswith("MLA_PLUGIN_"):
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield Finding("broken", f"{name}={text!r} is read by nothing{hint}", f"unset {name}")
+
+
+def _unknown_backends(name: str, value: environment.Value) -> Iterator[Finding]:
+    names = {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
+    registered = get_manager().backends()
+    for unknown in sorted(names - set(registered)):
+        text = f"{name} names {unknown!r}, which is not registered; registered: {', '.join(registered)}"
+        yield Finding("broken", text, f"unset {name}")
+
+
+def backends() -> Iterator[Finding]:
+    """The registered backends and those of other packages that could not be registered."""
+    manager = get_manager()
+    origins = {
+        entry_point.name: entry_point.dist.name
+        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        if entry_point.dist is not None
+    }
+    for name in manager.backends():
+        yield Finding("ok", f"{name}, from {origins.get(name, 'mla-plugin')}")
+    for name, reason in manager.broken.items():
+        package = origins.get(name)
+        text = f"{name}, from {package or 'an unknown package'}: {reason}"
+        yield Finding("broken", text, f"pip install --upgrade {package}" if package else None)
+
+
+SECTIONS = {
+    "Packages": packages,
+    "Hardware": hardware,
+    "Environment variables": variables,
+    "Backends": backends,
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command; it takes no arguments."""
+    parser = commands.add_parser(
+        "doctor", help="what is installed, missing or broken", description=__doc__, epilog=EPILOG
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; 1 when something is broken."""
+    print(
+        f"mla-plugin {mla_plugin.__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}"
+    )
+    broken = 0
+    for title, section in SECTIONS.items():
+        print(f"\n{title}")
+        for finding in section():
+            broken += finding.state == "broken"
+            print(f"  {finding.state:<8} {finding.text}")
+            if finding.remedy:
+                print(f"  {'':<8} -> {finding.remedy}")
+    print(f"\n{broken} broken" if broken else "\nnothing is broken")
+    return 1 if broken else 0

@@ -1,0 +1,241 @@
+"""``mla-plugin explain``: which backend takes a request and why, on this machine or on one that you describe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import torch
+
+from mla_plugin import checks, device, environment
+from mla_plugin.resolver import Decision, survey
+from mla_plugin.resolver.explanation import describe
+from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, Platform
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+EPILOG = """\
+Without --device and --capability the platform is this machine. The packages are those installed here, changed by
+--package; the environment variables are those set here, changed by --env. A CUDA device described where PyTorch has no
+CUDA comes with the CUDA and cuDNN versions that a note names.
+Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used."""
+
+SHARED_MEMORY_PER_BLOCK = {
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (10, 3): 232448,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
+"""Largest opt-in shared memory of a thread block in bytes (CUDA C++ Programming Guide, compute capabilities)."""
+
+ASSUMED: dict[str, Any] = {"cuda_version": "13.0", "cudnn_version": (9, 20, 0)}
+"""What a described CUDA device comes with where this PyTorch has none to go by."""
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE")
+    return name, value
+
+
+def _numbers(text: str, example: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    if len(parts) != len(example.split(".")) or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as in {example}")
+    return tuple(map(int, parts))
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return _numbers(text, "8.0")
+
+
+def _cudnn_version(text: str) -> tuple[int, ...]:
+    return _numbers(text, "9.8.0")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 is needed")
+    return int(text)
+
+
+def _probability(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 up to, but not including, 1 is needed")
+    return value
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "explain",
+        help="which backend takes a request, and why the others do not",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    _add_request(parser.add_argument_group("request"))
+    _add_platform(parser.add_argument_group("platform"))
+    parser.add_argument("--backend", metavar="NAME", help="ask for this backend and no other")
+    parser.add_argument("--json", action="store_true", help="print the decision as JSON")
+
+
+def _add_request(group: Any) -> None:
+    group.add_argument("--head-dim-qk", metavar="N", type=_count, default=192, help="192 by default, as DeepSeek-V3")
+    group.add_argument("--head-dim-v", metavar="N", type=_count, default=128, help="128 by default, as DeepSeek-V3")
+    group.add_argument("--heads", metavar="N", type=_count, default=128, help="query heads; 128 by default")
+    group.add_argument(
+        "--kv-heads", metavar="N", type=_count, help="key-value heads; as many as query heads by default"
+    )
+    group.add_argument("--batch-size", metavar="N", type=_count, default=2, help="sequences; 2 by default")
+    group.add_argument(
+        "--seqlen-q", metavar="N", type=_count, default=4096, help="longest query sequence; 4096 by default"
+    )
+    group.add_argument(
+        "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; as the queries by default"
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    group.add_argument("--format", choices=QKV_FORMATS, default="bshd", help="memory layout; bshd by default")
+    group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
+    group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
+    group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
+    group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
+    group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
+    group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
+    group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias")
+    group.add_argument("--host", choices=HOSTS, default="direct", help="who asks; direct by default")
+
+
+def _add_platform(group: Any) -> None:
+    group.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
+    group.add_argument("--capability", type=_capability, metavar="MAJOR.MINOR", help="a CUDA device, such as 8.0")
+    group.add_argument("--cudnn-version", type=_cudnn_version, metavar="X.Y.Z", help="such as 9.8.0")
+    group.add_argument("--cuda-version", metavar="X.Y", help="that PyTorch was built with, such as 13.0")
+    group.add_argument(
+        "--package",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VERSION",
+        help="an installed package, such as flash-attn=2.8.3; an empty version takes the package away",
+    )
+    group.add_argument(
+        "--env",
+        type=_pair,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable, such as NVTE_FLASH_ATTN=0",
+    )
+
+
+def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequest:
+    """The request that the arguments describe.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
+    num_kv_heads = arguments.kv_heads or arguments.heads
+    if arguments.heads % num_kv_heads:
+        raise ValueError(f"--heads {arguments.heads} is not a multiple of --kv-heads {num_kv_heads}")
+    if arguments.pad_between_seqs and arguments.format != "thd":
+        raise ValueError(f"--pad-between-seqs needs --format thd; the format is {arguments.format}")
+    asked = tuple(arguments.window) if arguments.window else None
+    mask, window, bottom_right = checks.normalize_mask(arguments.mask, asked, None, arguments.format)
+    return AttentionRequest(
+        qkv_format=arguments.format,
+        dtype=getattr(torch, arguments.dtype),
+        device_type=device_type,
+        batch_size=arguments.batch_size,
+        num_heads=arguments.heads,
+        num_kv_heads=num_kv_heads,
+        max_seqlen_q=arguments.seqlen_q,
+        max_seqlen_kv=arguments.seqlen_kv or arguments.seqlen_q,
+        head_dim_qk=arguments.head_dim_qk,
+        head_dim_v=arguments.head_dim_v,
+        attn_mask_type=mask,
+        window_size=window,
+        bottom_right_diagonal=bottom_right,
+        pad_between_seqs=arguments.pad_between_seqs,
+        bias_type=arguments.bias,
+        dropout_p=arguments.dropout,
+        is_training=not arguments.inference,
+        deterministic=arguments.deterministic,
+        host=arguments.host,
+    )
+
+
+def platform_of(arguments: argparse.Namespace) -> Platform:
+    """This machine with what the arguments change; a device that it does not have is described by them alone.
+
+    Raises:
+        ValueError: the arguments contradict each other, or ask for this machine's CUDA device and it has none.
+    """
+    if arguments.capability and arguments.device == "cpu":
+        raise ValueError("--capability describes a CUDA device; leave it out with --device cpu")
+    has_cuda = torch.cuda.is_available()
+    is_cuda = arguments.capability is not None or (arguments.device == "cuda" if arguments.device else has_cuda)
+    if is_cuda and not has_cuda and not arguments.capability:
+        raise ValueError("this machine has no CUDA device; describe one with --capability, such as --capability 8.0")
+    platform = device.platform("cuda" if is_cuda and has_cuda else "cpu")
+    packages = dict(platform.packages) | dict(arguments.package)
+    changes: dict[str, Any] = {
+        "device_type": "cuda" if is_cuda else "cpu",
+        "packages": tuple(sorted((name, version) for name, version in packages.items() if version)),
+    }
+    if arguments.capability not in (None, platform.compute_capability):
+        shared_memory = SHARED_MEMORY_PER_BLOCK.get(arguments.capability)
+        changes |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
+        changes |= {"multi_processor_count": None}
+    given = {name: getattr(arguments, name) for name in ASSUMED if getattr(arguments, name)}
+    assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
+    if assumed:
+        words = ", ".join(f"{name}={value}" for name, value in assumed.items())
+        print(f"note: this PyTorch has no CUDA; assumed {words}", file=sys.stderr)
+    return dataclasses.replace(platform, **changes, **assumed, **given)
+
+
+def _differences(value: Any) -> dict[str, Any]:
+    """The attributes of a dataclass that have no default or differ from it."""
+    fields = dataclasses.fields(value)
+    return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
+
+
+def as_json(decision: Decision) -> str:
+    """The decision as JSON: request, platform, cascade, trace in the order tried, and the plan or the error."""
+    plan = decision.plan
+    cascade = dataclasses.asdict(decision.cascade) if decision.cascade else None
+    content = {
+        "request": _differences(decision.request),
+        "platform": _differences(decision.platform),
+        "transformer_engine": cascade,
+        "trace": [dataclasses.asdict(entry) for entry in decision.trace],
+        "plan": plan and {"forward": plan.forward_backend, "backward": plan.backward_backend},
+        "error": decision.error,
+    }
+    return json.dumps(
+        content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value)
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the decision; 0 when a backend takes the request, 1 when none does."""
+    platform = platform_of(arguments)
+    environ = dict(environment.gates()) | dict(arguments.env)
+    request = request_of(arguments, platform.device_type)
+    decision = survey(request, backend=arguments.backend, platform=platform, environ=environ)
+    print(as_json(decision) if arguments.json else describe(decision))
+    return 0 if decision.plan else 1

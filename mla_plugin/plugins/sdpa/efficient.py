@@ -1,0 +1,209 @@
+"""PyTorch's memory-efficient CUDA kernel: head_dim_qk != head_dim_v as it is, dense or packed, memory linear in S.
+
+Ragged batches are packed by indices that the device computes, so the host waits for nothing. Queries that see no key
+are left out of the packing: the kernel then never meets a row without keys. The rows that the kernel leaves
+uninitialised, behind the last sequence, are replaced when the result is unpacked.
+
+The kernel wants equal head counts, and head dims and strides that are multiples of 8 elements; keys and values are
+repeated, zero columns appended and odd strides copied away to that end, all linear in S. Its backward reads ``out`` as
+contiguous, whatever its strides say. Two things that it gets wrong are never asked of it: in the backward its window
+forgets the bottom-right shift, and rows without keys come out as NaN.
+
+The gradient of the log-sum-exp uses one more column, V = 1, out = 0, dout = dlse; why that is right stands in
+``flash``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mla_plugin.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
+from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
+
+_forward = torch.ops.aten._efficient_attention_forward.default
+_backward = torch.ops.aten._efficient_attention_backward.default
+
+ALIGNMENT = 8
+LSE_ALIGNMENT = 32
+"""Rows of the kernel's log-sum-exp are a multiple of this; its padding holds +inf, which makes their weights 0."""
+NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
+
+
+def takes_band(request: AttentionRequest) -> bool:
+    """The kernel knows causal masks, and causal windows that need no shift and leave every row a key."""
+    band = Band.of(request)
+    if band.is_open_or_causal:
+        return True
+    is_square = request.max_seqlen_q == request.max_seqlen_kv
+    is_below = not band.bottom_right and request.max_seqlen_q <= request.max_seqlen_kv
+    return band.right == 0 and not is_ragged(request) and (is_square or is_below)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How the rows of one call go to the kernel and come back.
+
+    Attributes:
+        request: the call.
+        q, k: index tensors of a ragged batch; None for a dense one.
+        skip: leading queries of a dense batch that see no key.
+        softmax_scale: multiplies the scores.
+    """
+
+    request: AttentionRequest
+    q: Ragged | None
+    k: Ragged | None
+    skip: int
+    softmax_scale: float
+
+    @classmethod
+    def of(cls, request: AttentionRequest, tensors: AttentionTensors) -> _Call:
+        band = Band.of(request)
+        hides_rows = band.bottom_right and band.right == 0
+        if not is_ragged(request):
+            len_q, len_kv = (to_bhsd(x, request.qkv_format).shape[2] for x in (tensors.q, tensors.k))
+            return cls(request, None, None, max(0, len_q - len_kv) if hides_rows else 0, tensors.softmax_scale)
+        q, k = ragged(request, tensors)
+        if not q.is_packed:
+            skip = (q.lengths - k.lengths).clamp(min=0) if hides_rows else torch.zeros_like(q.lengths)
+            q = q.after(skip, torch.where(k.lengths > 0, q.lengths - skip, 0))
+        return cls(request, q, k, 0, tensors.softmax_scale)
+
+    @property
+    def mask(self) -> int:
+        band = Band.of(self.request)
+        if band.right < 0:
+            return NO_MASK
+        return BOTTOM_RIGHT if band.bottom_right else TOP_LEFT
+
+    @property
+    def options(self) -> dict[str, float | int | None]:
+        """Keyword arguments that both kernels take; the kernel's window counts the diagonal too, ours does not."""
+        left = Band.of(self.request).left
+        return {"scale": self.softmax_scale, "window_size": None if left < 0 else left + 1}
+
+    def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.q is None or self.k is None:
+            return None, None
+        return self.q.offsets, self.k.offsets
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """View of the caller's layout as [N, S, H, D]."""
+        return to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries (or out, dout) of the caller's layout as the kernel's [N, rows, H, D]."""
+        x = self.tokens(x)
+        return x[:, self.skip :] if self.q is None else self.q.pack(x).unsqueeze(0)
+
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the kernel's [N, columns, H, D], every query head with its own."""
+        x = self.tokens(x)
+        x = x if self.k is None else self.k.pack(x).unsqueeze(0)
+        group = self.request.num_heads // self.request.num_kv_heads
+        return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)  # a view for one head or one group
+
+    def from_rows(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``rows``: like's layout and leading dimensions, 0 where the kernel had no row."""
+        if self.q is None:
+            x = F.pad(x, (0, 0, 0, 0, self.skip, 0)) if self.skip else x
+        else:
+            x = self.q.unpack(x[0], self.tokens(like).shape)
+        return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
+
+    def from_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Gradients of the repeated keys or values, added up and back in like's layout."""
+        num_kv_heads = self.request.num_kv_heads
+        if x.shape[2] != num_kv_heads:
+            x = x.view(*x.shape[:2], num_kv_heads, -1, x.shape[-1]).sum(3, dtype=torch.float32).to(like.dtype)
+        if self.k is not None:
+            x = self.k.unpack(x[0], self.tokens(like).shape)
+        return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
+
+    def from_kernel_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """The kernel's [B, H, aligned rows] as the caller's [B, H, S_q] or [H, T]."""
+        if self.q is None:
+            lse = lse[..., : self.tokens(q).shape[1] - self.skip]
+            return F.pad(lse, (self.skip, 0), value=-torch.inf).contiguous()
+        lse = self.q.unpad(lse.transpose(1, 2), self.tokens(q).shape, -torch.inf).transpose(1, 2)
+        return (lse.squeeze(0) if self.request.qkv_format == "thd" else lse).contiguous()
+
+    def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The caller's lse as the kernel's backward wants it."""
+        if self.q is None:
+            lse = lse[..., self.skip :]
+        else:
+            lse = lse.unsqueeze(0) if self.request.qkv_format == "thd" else lse
+            lse = self.q.pad(lse.transpose(1, 2), torch.inf).transpose(1, 2)
+        return F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf).contiguous()
+
+
+def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """x with zero columns up to head_dim, on aligned rows."""
+    return F.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else aligned(x)
+
+
+def _rounded(head_dim: int) -> int:
+    return -(-head_dim // ALIGNMENT) * ALIGNMENT
+
+
+def forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
+    """Attention of a batch: float32, bfloat16 or float16 on a CUDA device."""
+    call = _Call.of(request, tensors)
+    head_dim_qk, head_dim_v = _rounded(request.head_dim_qk), _rounded(request.head_dim_v)
+    q = _widened(call.rows(tensors.q), head_dim_qk)
+    k, v = _widened(call.columns(tensors.k), head_dim_qk), _widened(call.columns(tensors.v), head_dim_v)
+    longest_q, longest_kv = _longest(call, q, k)
+    out, lse, *_ = _forward(q, k, v, None, *call.offsets(), longest_q, longest_kv, 0.0, call.mask, True, **call.options)
+    out = call.from_rows(out[..., : request.head_dim_v], tensors.q)
+    return AttentionOutput(out, call.from_kernel_lse(lse, tensors.q))
+
+
+def _longest(call: _Call, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    if call.q is None or call.k is None:
+        return q.shape[1], k.shape[1]
+    return call.q.max_length, call.k.max_length
+
+
+def backward(
+    request: AttentionRequest, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Gradients of a batch; a deterministic request gets one split of the keys, which repeats bit for bit."""
+    tensors, head_dim_v = residuals.tensors, request.head_dim_v
+    call = _Call.of(request, tensors)
+    wide_qk, wide_v = _rounded(request.head_dim_qk), _rounded(head_dim_v + (dlse is not None))
+    q, k = _widened(call.rows(tensors.q), wide_qk), _widened(call.columns(tensors.k), wide_qk)
+    v, out, dout = (_widened(x, wide_v) for x in (call.columns(tensors.v), call.rows(residuals.out), call.rows(dout)))
+    if dlse is not None:  # wide_v > head_dim_v, so v and dout are fresh tensors
+        v[..., head_dim_v] = 1
+        dlse = dlse.unsqueeze(0) if request.qkv_format == "thd" else dlse
+        dout[..., head_dim_v] = call.rows(from_bhsd(dlse.unsqueeze(-1), request.qkv_format)).squeeze(-1)
+    no_seed = torch.zeros((), dtype=torch.int64)
+    dq, dk, dv, _ = _backward(
+        dout,
+        q,
+        k,
+        v,
+        None,
+        out.contiguous(),
+        *call.offsets(),
+        *_longest(call, q, k),
+        call.kernel_lse(residuals.lse),
+        0.0,
+        no_seed,
+        no_seed,
+        call.mask,
+        False,
+        num_splits_key=1 if request.deterministic else None,
+        **call.options,
+    )
+    return Gradients(
+        call.from_rows(dq[..., : request.head_dim_qk], tensors.q),
+        call.from_columns(dk[..., : request.head_dim_qk], tensors.k),
+        call.from_columns(dv[..., :head_dim_v], tensors.v),
+    )

@@ -1,0 +1,141 @@
+"""``mla-plugin doctor``: each finding provoked, and the command that mends it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from mla_plugin import device
+from mla_plugin.cli import doctor, main
+from mla_plugin.hooks.manager import BackendManager
+from tests.house.project import pyproject
+
+
+def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.match(r"mla-plugin \S+, Python 3\.\d+", out)
+    for title in doctor.SECTIONS:
+        assert f"\n{title}\n" in out
+    assert f"torch {torch.__version__}" in out
+    assert "none of the variables is set" in out
+    assert out.endswith("nothing is broken\n")
+
+
+def test_needs_say_what_the_package_declares() -> None:
+    """The versions that doctor asks for are those of pyproject.toml."""
+    project = pyproject()["project"]
+    extras = project["optional-dependencies"]
+    declared = {
+        (requirement.name, next(iter(requirement.specifier)).version)
+        for text in (*project["dependencies"], *extras["transformers"], *extras["demo"])
+        if (requirement := Requirement(text)).name != "triton"
+    }
+    assert {(need.name, need.minimum) for need in doctor.NEEDS} == declared
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "states"),
+    [
+        ("rich", None, {"missing"}),
+        ("transformers", None, {"missing"}),
+        ("transformers", "5.0.0", {"ok", "missing"}),
+        ("transformers", "4.10", {"missing"}),
+        ("torch", "2.4.0", {"broken"}),
+        ("torch", "2.11.0+cu130", {"ok"}),
+        ("pluggy", None, {"broken"}),
+    ],
+)
+def test_packages(name: str, version: str | None, states: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = device.version
+    monkeypatch.setattr(device, "version", lambda asked: version if asked == name else real(asked))
+    findings = [finding for finding in doctor.packages() if name in finding.text]
+    assert {finding.state for finding in findings} == states
+    for finding in findings:
+        assert (finding.remedy is None) == (finding.state == "ok")
+        assert finding.remedy is None or finding.remedy.startswith("pip install ")
+        assert version is None or version in finding.text
+
+
+def test_a_missing_optional_package_is_not_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = device.version
+    monkeypatch.setattr(device, "version", lambda asked: None if asked == "rich" else real(asked))
+    assert main(["doctor"]) == 0
+    assert '-> pip install "mla-plugin[demo]"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda_version", "state", "remedy"),
+    [
+        (None, None, "ok", None),
+        (None, "13.0", "ok", None),
+        ("580.65.06", None, "broken", "pip install --force-reinstall --index-url https://pypi.org/simple torch"),
+        ("470.57.02", "13.0", "broken", "nvidia-smi"),
+    ],
+)
+def test_hardware_without_a_usable_device(
+    driver: str | None, cuda_version: str | None, state: str, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", cuda_version)
+    monkeypatch.setattr(device, "nvidia_driver_version", lambda: driver)
+    (finding,) = doctor.hardware()
+    assert (finding.state, finding.remedy) == (state, remedy)
+    assert driver is None or driver in finding.text
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n", "550.54.14"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("NVRM version: unreadable", None),
+    ],
+)
+def test_driver_version(text: str, version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    assert device.nvidia_driver_version() == version
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "state", "part", "remedy"),
+    [
+        ("NVTE_FLASH_ATTN", "0", "ok", "is read as 0", None),
+        ("NVTE_FLASH_ATTN", "true", "broken", "accepted is an integer", "unset NVTE_FLASH_ATTN"),
+        ("NVTE_FLASH_ATN", "0", "broken", "did you mean NVTE_FLASH_ATTN?", "unset NVTE_FLASH_ATN"),
+        ("MLA_PLUGIN_BLOK", "sdpa", "broken", "did you mean MLA_PLUGIN_BLOCK?", "unset MLA_PLUGIN_BLOK"),
+        ("MLA_PLUGIN_UTTERLY_ELSE", "1", "broken", "is read by nothing", "unset MLA_PLUGIN_UTTERLY_ELSE"),
+        ("MLA_PLUGIN_BACKEND", "fa9", "broken", "names 'fa9', which is not registered", "unset MLA_PLUGIN_BACKEND"),
+        ("MLA_PLUGIN_BLOCK", "cudnn, fa9", "broken", "names 'fa9'", "unset MLA_PLUGIN_BLOCK"),
+        ("MLA_PLUGIN_BLOCK", "cudnn", "ok", "('cudnn',)", None),
+    ],
+)
+def test_variables(
+    name: str, text: str, state: str, part: str, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    findings = [finding for finding in doctor.variables() if finding.state == state]
+    assert any(part in finding.text and finding.remedy == remedy for finding in findings), findings
+    assert main(["doctor"]) == (1 if state == "broken" else 0)
+
+
+def test_other_variables_of_transformer_engine_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_TORCH_COMPILE", "0")
+    assert list(doctor.variables()) == []
+
+
+def test_a_broken_third_party_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BackendManager(load_entry_points=False)
+    manager.broken["shaky"] = "ImportError: no libshaky.so"
+    monkeypatch.setattr(doctor, "get_manager", lambda: manager)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "broken   shaky, from an unknown package: ImportError: no libshaky.so" in out
+    assert out.endswith("1 broken\n")

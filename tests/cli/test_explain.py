@@ -1,0 +1,191 @@
+"""``mla-plugin explain``, in text and in JSON, on this machine and on described ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from mla_plugin import device
+from mla_plugin.cli import main
+from mla_plugin.cli.explain import ASSUMED, SHARED_MEMORY_PER_BLOCK
+from mla_plugin.resolver import survey
+from mla_plugin.types import Platform
+from tests.requests import mla_request
+
+A100 = ("--capability", "8.0", "--cudnn-version", "9.13.0", "--cuda-version", "13.0")
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["explain", *arguments])
+    return status, *capsys.readouterr()
+
+
+def decision(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    return json.loads(explain(capsys, *arguments, "--json")[1])
+
+
+def test_text_names_the_request_the_platform_every_backend_and_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*A100, "--head-dim-qk", "192", "--head-dim-v", "128", "--format", "thd", "--mask", "padding_causal")
+    status, out, _ = explain(capsys, *arguments)
+    lines = out.splitlines()
+    assert status == 0
+    for part in ("thd", "bfloat16", "192/128", "padding_causal", "sm80", "training"):
+        assert part in lines[0]
+    assert lines[-1] == "=> forward: sdpa, backward: sdpa"
+    assert any(line.split()[:2] == ["cudnn", "refuses"] for line in lines)
+
+
+def test_text_and_json_tell_what_the_library_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    request = mla_request(is_training=True, num_heads=128, num_kv_heads=128, max_seqlen_q=4096, max_seqlen_kv=4096)
+    found = decision(capsys, *A100)
+    platform = device.platform("cpu")
+    packages = [list(pair) for pair in platform.packages]
+    assert found["platform"]["compute_capability"] == [8, 0]
+    assert found["platform"]["cudnn_version"] == [9, 13, 0]
+    assert found["platform"]["shared_memory_per_block"] == SHARED_MEMORY_PER_BLOCK[8, 0]
+    assert found["platform"]["packages"] == packages
+
+    asked = found["request"]
+    assert {name: getattr(request, name) for name in asked if name not in ("dtype", "window_size")} == {
+        name: value for name, value in asked.items() if name not in ("dtype", "window_size")
+    }
+    assert (asked["dtype"], asked["window_size"]) == ("torch.bfloat16", [-1, 0])
+
+    a100 = Platform("cuda", (8, 0), packages=platform.packages, cudnn_version=(9, 13, 0), cuda_version="13.0")
+    direct = survey(request, platform=a100)
+    assert found["plan"] == {"forward": direct.plan.forward_backend, "backward": direct.plan.backward_backend}
+    assert [entry["backend"] for entry in found["trace"]] == [entry.backend for entry in direct.trace]
+    assert found["transformer_engine"]["selected"] == direct.cascade.selected
+    assert found["error"] is None
+
+
+def test_every_flag_reaches_the_request(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--head-dim-qk 96 --head-dim-v 64 --heads 12 --kv-heads 4 --batch-size 3 --seqlen-q 7 --seqlen-kv 11 "
+        "--dtype float16 --format sbhd --mask padding --window 5 3 --dropout 0.25 --inference --deterministic "
+        "--bias post_scale_bias --host megatron --device cpu"
+    )
+    asked = decision(capsys, *flags.split())["request"]
+    assert asked == {
+        "qkv_format": "sbhd",
+        "dtype": "torch.float16",
+        "device_type": "cpu",
+        "batch_size": 3,
+        "num_heads": 12,
+        "num_kv_heads": 4,
+        "max_seqlen_q": 7,
+        "max_seqlen_kv": 11,
+        "head_dim_qk": 96,
+        "head_dim_v": 64,
+        "attn_mask_type": "padding",
+        "window_size": [5, 3],
+        "bias_type": "post_scale_bias",
+        "dropout_p": 0.25,
+        "deterministic": True,
+        "host": "megatron",
+    }
+    assert decision(capsys, "--format", "thd", "--pad-between-seqs")["request"]["pad_between_seqs"] is True
+
+
+def test_packages_are_added_changed_and_taken_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "triton" in dict(decision(capsys, "--device", "cpu")["platform"]["packages"])
+    flags = ("--package", "flash-attn=2.8.3", "--package", "torch=2.11.0", "--package", "triton=")
+    packages = dict(decision(capsys, *flags)["platform"]["packages"])
+    assert packages["flash-attn"] == "2.8.3"
+    assert packages["torch"] == "2.11.0"
+    assert "triton" not in packages
+
+
+def test_no_backend_is_status_1_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = ("--device", "cpu", "--env", "NVTE_UNFUSED_ATTN=0")
+    status, out, _ = explain(capsys, *refused)
+    assert status == 1
+    assert out.splitlines()[-1] == "=> no backend"
+    assert "NVTE_UNFUSED_ATTN=0" in out
+    found = decision(capsys, *refused)
+    assert found["plan"] is None
+    assert "NVTE_UNFUSED_ATTN=0" in found["error"]
+
+
+def test_env_is_laid_over_the_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    assert explain(capsys, "--device", "cpu")[0] == 1
+    assert explain(capsys, "--device", "cpu", "--env", "NVTE_UNFUSED_ATTN=1")[0] == 0
+
+
+def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = explain(capsys, "--device", "cpu", "--backend", "cudnn")
+    assert status == 1
+    assert "'cudnn' was asked for by name" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--backend fa9", "no backend named 'fa9' is registered; registered: cudnn, sdpa"),
+        ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
+        ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
+        ("--pad-between-seqs", "--pad-between-seqs needs --format thd; the format is bshd"),
+        ("--device cpu --capability 8.0", "--capability describes a CUDA device"),
+        ("--window -2 0", "window_size=(-2, 0)"),
+    ],
+)
+def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    status, out, err = explain(capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith("mla-plugin: ")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--capability 80", "'80': write it as in 8.0"),
+        ("--capability 9.0a", "'9.0a': write it as in 8.0"),
+        ("--cudnn-version 9.8", "'9.8': write it as in 9.8.0"),
+        ("--package flash-attn", "'flash-attn': write NAME=VALUE"),
+        ("--env =1", "'=1': write NAME=VALUE"),
+        ("--dropout 1.0", "'1.0': a number from 0 up to"),
+        ("--dropout half", "'half': a number from 0 up to"),
+        ("--heads 0", "'0': at least 1 is needed"),
+        ("--seqlen-q -5", "'-5': at least 1 is needed"),
+        ("--mask diagonal", "invalid choice: 'diagonal'"),
+    ],
+)
+def test_unreadable_arguments(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["explain", *arguments.split()])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_cuda_device_one_must_be_described(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _, err = explain(capsys, "--device", "cuda")
+    assert status == 2
+    assert "--capability 8.0" in err
+    assert explain(capsys, "--device", "cuda", "--capability", "8.0")[0] == 0
+
+
+def test_a_described_device_brings_versions_that_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _, out, err = explain(capsys, "--capability", "9.0", "--json")
+    platform = json.loads(out)["platform"]
+    assert (platform["cuda_version"], tuple(platform["cudnn_version"])) == tuple(ASSUMED.values())
+    assert err == "note: this PyTorch has no CUDA; assumed cuda_version=13.0, cudnn_version=(9, 20, 0)\n"
+    _, out, err = explain(capsys, "--capability", "9.0", "--cudnn-version", "9.8.0", "--json")
+    assert json.loads(out)["platform"]["cudnn_version"] == [9, 8, 0]
+    assert err == "note: this PyTorch has no CUDA; assumed cuda_version=13.0\n"
+    assert explain(capsys, *A100)[2] == ""
+
+
+def test_an_unknown_capability_has_no_known_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    platform = decision(capsys, "--capability", "99.0")["platform"]
+    assert platform["compute_capability"] == [99, 0]
+    assert "shared_memory_per_block" not in platform

@@ -1,0 +1,52 @@
+"""``import mla_plugin`` costs next to nothing over ``import torch`` and takes no kernel library with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.house.project import ROOT
+
+HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface", "transformers", "transformer_engine", "vllm"}
+LIMIT_MS = 50
+
+
+def fresh_python(code: str) -> str:
+    """What the code prints in a fresh process that keeps bytecode, as an installed package does."""
+    environ = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    environ |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+
+
+def import_milliseconds(statement: str, attempts: int) -> float:
+    """The least processor time of several runs: a busy machine only ever adds to it."""
+    code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
+    fastest = float("inf")
+    for _ in range(attempts):
+        fastest = min(fastest, 1000 * float(fresh_python(code)))
+        if fastest < LIMIT_MS:
+            break
+    return fastest
+
+
+def test_no_heavy_package_comes_along() -> None:
+    code = (
+        "import sys, json, torch; before = set(sys.modules); import mla_plugin; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    brought = set(json.loads(fresh_python(code)))
+    assert "mla_plugin" in brought
+    assert {name.split(".")[0] for name in brought} & HEAVY == set()
+    assert not {name for name in brought if name.startswith(("mla_plugin.kernels.", "mla_plugin.compat."))}
+
+
+def test_import_is_fast() -> None:
+    assert import_milliseconds("import mla_plugin", attempts=5) < LIMIT_MS
+
+
+def test_a_slow_import_is_noticed() -> None:
+    """The clock is that of the processor, and it runs while a module works."""
+    assert import_milliseconds("sum(range(10_000_000))", attempts=1) > LIMIT_MS

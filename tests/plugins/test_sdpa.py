@@ -1,0 +1,87 @@
+"""The fallback: conformance on the CPU, on the CUDA road with its kernels emulated, and on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_plugin import hookimpl
+from mla_plugin.conformance import BackendConformance, Case
+from mla_plugin.hooks.manager import BackendManager
+from mla_plugin.plugins import sdpa
+from mla_plugin.plugins.sdpa import efficient
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+from tests.plugins import emulation
+
+
+class TestCpu(BackendConformance):
+    backend = "sdpa"
+
+
+class NanPadding(BackendConformance):
+    """Only the cases with padding, which holds NaN."""
+
+    padding_poison = torch.nan
+
+    def cases(self) -> tuple[Case, ...]:
+        return tuple(case for case in super().cases() if case.tags & {"padding_masks", "pad_between_seqs", "tail"})
+
+
+class TestCpuWithNanPadding(NanPadding, TestCpu):
+    pass
+
+
+@pytest.mark.gpu
+class TestCuda(BackendConformance):
+    backend = "sdpa"
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestCudaWithNanPadding(NanPadding, TestCuda):
+    pass
+
+
+def _as_cuda(plan: Plan) -> Plan:
+    return Plan(plan.request.replace(device_type="cuda"), plan.platform, plan.forward_backend, plan.backward_backend)
+
+
+class CudaRoad:
+    """The plugin as it would run on a CUDA device, over the tensors of the CPU."""
+
+    @hookimpl
+    def select_backend(self, request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+        return sdpa.select_backend(request.replace(device_type="cuda"), Platform("cuda", (9, 0)))
+
+    @hookimpl
+    def forward(self, plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+        return sdpa.forward(_as_cuda(plan), tensors)
+
+    @hookimpl
+    def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        return sdpa.backward(_as_cuda(plan), residuals, dout, dlse)
+
+
+class TestCudaRoad(BackendConformance):
+    backend = "cuda_road"
+    manager = BackendManager(builtins={}, load_entry_points=False)
+    manager.register(CudaRoad(), "cuda_road")
+
+    @pytest.fixture(autouse=True)
+    def _emulated_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(efficient, "_forward", emulation.forward)
+        monkeypatch.setattr(efficient, "_backward", emulation.backward)
+
+
+class TestCudaRoadWithNanPadding(NanPadding, TestCudaRoad):
+    pass
