@@ -50,4 +50,5 @@ def backward(  # type: ignore[empty-body]
 
     ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse. The forward may
     have been computed by another backend: only ``out`` and ``lse`` tie the two. Padded rows of the gradients are 0.
+    Write the gradient out: autograd records nothing inside the hooks, not even under ``torch.enable_grad``.
     """

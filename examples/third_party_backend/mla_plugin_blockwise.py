@@ -4,27 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin import (
-    Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
-    Platform,
-    Refused,
-    Residuals,
-    hookimpl,
-)
+import mla_plugin as mla
 
 BLOCK = 128
 COMPUTES = {
     "qkv_format": ("bshd",),
     "attn_mask_type": ("no_mask", "causal"),
+    "window_size": ((-1, -1), (-1, 0)),
     "bias_type": ("no_bias",),
     "softmax_type": ("vanilla",),
     "dropout_p": (0.0,),
-    "window_size": ((-1, -1), (-1, 0)),
     "has_kv_cache": (False,),
     "has_score_mod": (False,),
     "return_max_logit": (False,),
@@ -33,7 +22,7 @@ COMPUTES = {
 }
 
 
-def refusals(request: AttentionRequest) -> Iterator[str]:
+def refusals(request: mla.AttentionRequest) -> Iterator[str]:
     for name, accepted in COMPUTES.items():
         if (value := getattr(request, name)) not in accepted:
             yield f"{name}={value!r} is not one of {accepted}"
@@ -43,13 +32,13 @@ def refusals(request: AttentionRequest) -> Iterator[str]:
         yield f"window_size={request.window_size} without a causal mask"
 
 
-@hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+@mla.hookimpl
+def select_backend(request: mla.AttentionRequest, platform: mla.Platform) -> mla.Accepted | mla.Refused:
     reasons = tuple(refusals(request))
-    return Refused(reasons) if reasons else Accepted(priority=1)
+    return mla.Refused(reasons) if reasons else mla.Accepted(priority=1)
 
 
-def score_blocks(plan: Plan, t: AttentionTensors) -> Iterator[tuple[slice, torch.Tensor]]:
+def score_blocks(plan: mla.Plan, t: mla.AttentionTensors) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield the rows of each block and its masked scores, [B, H, BLOCK, S_kv] in float32 or better."""
     exact = torch.promote_types(t.q.dtype, torch.float32)
     queries, keys = (torch.arange(x.shape[1], device=x.device) for x in (t.q, t.k))
@@ -61,8 +50,8 @@ def score_blocks(plan: Plan, t: AttentionTensors) -> Iterator[tuple[slice, torch
         yield rows, scores
 
 
-@hookimpl
-def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+@mla.hookimpl
+def forward(plan: mla.Plan, tensors: mla.AttentionTensors) -> mla.AttentionOutput:
     q, v = tensors.q, tensors.v
     exact = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -70,20 +59,20 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     for rows, scores in score_blocks(plan, tensors):
         out[:, rows] = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.to(exact)).to(out.dtype)
         lse[:, :, rows] = scores.logsumexp(-1)
-    return AttentionOutput(out, lse)
+    return mla.AttentionOutput(out, lse)
 
 
-@hookimpl
-def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    t, lse = residuals.tensors, residuals.lse
-    q, k, v, out, dout = (x.to(lse.dtype) for x in (t.q, t.k, t.v, residuals.out, dout))
+@mla.hookimpl
+def backward(plan: mla.Plan, residuals: mla.Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> mla.Gradients:
+    t, exact = residuals.tensors, residuals.lse.dtype
+    q, k, v, dout = (x.to(exact) for x in (t.q, t.k, t.v, dout))
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    delta = (out * dout).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
+    dlse = torch.zeros_like(residuals.lse) if dlse is None else dlse
     for rows, scores in score_blocks(plan, t):
-        p = torch.exp(scores - lse[:, :, rows, None])
+        p = scores.softmax(-1)
         dp = torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v)
-        ds = p * (dp - delta[:, :, rows, None]) * t.softmax_scale
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[:, :, rows, None]) * t.softmax_scale
         dq[:, rows] = torch.einsum("bhqk,bkhd->bqhd", ds, k)
         dk += torch.einsum("bhqk,bqhd->bkhd", ds, q[:, rows])
         dv += torch.einsum("bhqk,bqhd->bkhd", p, dout[:, rows])
-    return Gradients(dq.to(t.q.dtype), dk.to(t.k.dtype), dv.to(t.v.dtype))
+    return mla.Gradients(dq.to(t.q.dtype), dk.to(t.k.dtype), dv.to(t.v.dtype))

@@ -38,6 +38,22 @@ _TAKEN_OVER: dict[str, str] = {
 """Fields of ``Query`` by the fields of ``AttentionParams`` that they take over as they are."""
 
 _CONVERTED = ("window_size", "bottom_right_diagonal", "alibi_slopes_shape", "inference_params")
+_TEXTS = (
+    "qkv_dtype",
+    "qkv_layout",
+    "attn_mask_type",
+    "core_attention_bias_type",
+    "cp_comm_type",
+    "softmax_type",
+)
+_SMALLEST = {
+    "num_heads": 1,
+    "num_gqa_groups": 1,
+    "max_seqlen_q": 0,
+    "max_seqlen_kv": 0,
+    "head_dim_qk": 1,
+    "head_dim_v": 1,
+}
 _PLATFORM = ("compute_capability", "cudnn_version", "flash_attn", "fused_supported")
 
 
@@ -53,6 +69,7 @@ def read_query(params: Mapping[str, Any], env: Mapping[str, str], platform: Mapp
     """
     _require(params, (*_TAKEN_OVER.values(), *_CONVERTED), "params")
     _require(platform, _PLATFORM, "platform")
+    _check_types(params)
     window = _window(params["attn_mask_type"], params["window_size"])
     deterministic = _deterministic(params, env)
     cache = params["inference_params"]
@@ -87,6 +104,16 @@ def _require(table: Mapping[str, Any], fields: Iterable[str], name: str) -> None
     missing = [field for field in fields if field not in table]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(missing)}; every one of these fields is needed")
+
+
+def _check_types(params: Mapping[str, Any]) -> None:
+    """Name the field where a rule would stumble with a TypeError or a ZeroDivisionError."""
+    for name in _TEXTS:
+        if not isinstance(params[name], str):
+            raise ValueError(f"{name}={params[name]!r}: accepted is a text")
+    for name, smallest in _SMALLEST.items():
+        if not isinstance(params[name], int) or params[name] < smallest:
+            raise ValueError(f"{name}={params[name]!r}: accepted is an integer >= {smallest}")
 
 
 def _window(mask: str, window: Iterable[int] | None) -> Window | None:

@@ -67,6 +67,7 @@ SOFTMAX: tuple[Rule, ...] = (
 CONTEXT_PARALLEL: tuple[Rule, ...] = (
     Rule("25", ("unfused",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
     Rule("25", ("flash4",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
+    # Silent, without effect on what is left, where no version is installed.
     Rule(
         "26",
         ("flash",),

@@ -48,7 +48,7 @@ def test_every_rule_fires_and_holds_back(monkeypatch: pytest.MonkeyPatch) -> Non
         te_cascade.decide(line["params"], line["env"], line["platform"])
     for case in CASES:
         for changes in (case.fires, *case.spares):
-            te_cascade.decide(*tables(**changes))
+            check_consistent(te_cascade.decide(*tables(**changes)))
     counts = list(zip(recorder.numbers, recorder.fired, recorder.held_back, strict=True))
     assert [count for count in counts if not (count[1] and count[2])] == []
 

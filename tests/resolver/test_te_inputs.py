@@ -1,6 +1,7 @@
 """How the three tables of a selection are read."""
 
 import pytest
+import torch
 
 from mla_plugin.resolver.te_inputs import read_query
 from mla_plugin.resolver.te_query import Query, normalise_window
@@ -148,6 +149,25 @@ def test_a_missing_platform_field_is_named(name: str) -> None:
     del platform[name]
     with pytest.raises(ValueError, match=f"platform lacks {name};"):
         read_query(params, env, platform)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("qkv_dtype", torch.bfloat16, "a text"),
+        ("attn_mask_type", None, "a text"),
+        ("num_gqa_groups", 0, "an integer >= 1"),
+        ("max_seqlen_kv", None, "an integer >= 0"),
+        ("head_dim_v", -8, "an integer >= 1"),
+    ],
+)
+def test_a_param_of_the_wrong_type_is_named(name: str, value: object, accepted: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}: accepted is {accepted}"):
+        query(**{name: value})
+
+
+def test_empty_sequences_are_decided_about() -> None:
+    assert choose(sq=0, skv=0).selected == "fused"
 
 
 def test_a_kv_cache_needs_its_two_fields() -> None:
