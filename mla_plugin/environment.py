@@ -146,7 +146,7 @@ VARIABLES: tuple[Variable, ...] = (
         _is_one,
         _ONE,
         False,
-        "Triton runs kernels in Python on the CPU, to test them where there is no GPU; set it before the program starts.",
+        "Triton runs kernels in Python on the CPU, to test them without a GPU; set it before the program starts.",
         "import",
         "Triton",
     ),

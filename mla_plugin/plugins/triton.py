@@ -24,7 +24,7 @@ from mla_plugin.types import (
 )
 
 if TYPE_CHECKING:
-    from mla_plugin.kernels.prefill import Packing
+    from mla_plugin.kernels.packing import Packing
 
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
@@ -96,7 +96,7 @@ def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | 
 
 
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
-    from mla_plugin.kernels.prefill import Packing
+    from mla_plugin.kernels.packing import Packing
 
     left, right = request.window_size
     return Packing(
@@ -130,11 +130,11 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
-    from mla_plugin.kernels import prefill
+    from mla_plugin.kernels import prefill_backward
 
     tensors = residuals.tensors
     q, k, v, out, dout = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v, residuals.out, dout))
     packing = _packing(plan.request, tensors)
     return Gradients(
-        *prefill.backward(q, k, v, out, residuals.lse, dout, dlse, tensors.softmax_scale, packing)
+        *prefill_backward.backward(q, k, v, out, residuals.lse, dout, dlse, tensors.softmax_scale, packing)
     )

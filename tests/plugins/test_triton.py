@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from mla_plugin.plugins import triton
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import A100, CPU, H100, mla_request
 
-REFUSES = {
+REFUSES: Mapping[str, str] = {
     "fp64": "dtype=torch.float64",
     "arbitrary": "attn_mask_type='arbitrary'",
     "bias": "bias_type=",
@@ -20,14 +22,14 @@ REFUSES = {
 
 class TestInterpreter(BackendConformance):
     backend = "triton"
-    refuses = {**REFUSES, "bf16": "dtype=torch.bfloat16"}
+    refuses: Mapping[str, str] = {**REFUSES, "bf16": "dtype=torch.bfloat16"}
 
 
 class TestInterpreterWithNanPadding(NanPadding, TestInterpreter):
     def cases(self) -> tuple[Case, ...]:
         return tuple(case for case in super().cases() if case.dtype is torch.float32)
 
-    refuses = {}
+    refuses: Mapping[str, str] = {}
 
 
 @pytest.mark.gpu
@@ -39,7 +41,7 @@ class TestCuda(BackendConformance):
 
 @pytest.mark.gpu
 class TestCudaWithNanPadding(NanPadding, TestCuda):
-    refuses = {}
+    refuses: Mapping[str, str] = {}
 
 
 TITAN = Platform("cuda", (7, 5), packages=(("triton", "3.7.1"),))
