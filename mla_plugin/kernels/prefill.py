@@ -9,6 +9,7 @@ import triton
 
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.forward import attention_forward_kernel
+from mla_plugin.kernels.launch import Launch, on_device_of
 from mla_plugin.kernels.packing import (
     WIDE_STRIDE,
     Packing,
@@ -35,12 +36,8 @@ def _forward_launch(
     sight: tuple[int, int, int, int, bool],
     has_lengths: bool,
     softmax_scale: float,
-) -> tuple[tuple[int], tuple[object, ...], dict[str, int | None]]:
-    """Grid, the arguments after the tensors, and options of one kind of forward.
-
-    Cached, because putting them together costs as much CPU time as the launch. ``sight`` is what
-    ``Packing`` says beside its tensors.
-    """
+) -> Launch:
+    """One kind of forward. ``sight`` is what ``Packing`` says beside its tensors."""
     (q_shape, _, v_shape), (batch, heads, kv_heads) = shapes, sizes
     max_seqlen_q, max_seqlen_kv, left, right, bottom_right = sight
     out_strides = contiguous_strides((*q_shape[:-1], v_shape[-1]), layout)
@@ -71,8 +68,8 @@ def _forward_launch(
         dot_precision(dtype),
         max(three[2] for three in (*picked, out_strides)) >= WIDE_STRIDE,
     )
-    grid = (triton.cdiv(max_seqlen_q, tile.block_m) * heads * batch,)
-    return grid, arguments, launch_options(tile)
+    grid = (triton.cdiv(max_seqlen_q, tile.block_m) * heads * batch, 1, 1)
+    return Launch(attention_forward_kernel, grid, arguments, launch_options(tile))
 
 
 def forward(
@@ -87,7 +84,7 @@ def forward(
     lse = lse_like(q, sizes[0], sizes[1], packing)
     if out.numel() == 0:
         return out, lse
-    grid, arguments, options = _forward_launch(
+    launch = _forward_launch(
         q.dtype,
         q.device,
         packing.qkv_format,
@@ -98,5 +95,6 @@ def forward(
         packing.cu_seqlens_q is not None,
         softmax_scale,
     )
-    attention_forward_kernel[grid](q, k, v, out, lse, *packing.offsets(), *arguments, **options)
+    with on_device_of(q):
+        launch(q, k, v, out, lse, *packing.offsets())
     return out, lse

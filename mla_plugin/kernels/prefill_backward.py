@@ -12,6 +12,7 @@ from mla_plugin.kernels import tiles
 from mla_plugin.kernels.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.backward_rows import delta_kernel
+from mla_plugin.kernels.launch import on_device_of
 from mla_plugin.kernels.packing import (
     AXES,
     Packing,
@@ -89,10 +90,10 @@ def backward(
     dv = output_like(v, v.shape[-1], packing)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    lse_log2, delta = _row_statistics(out, lse, dout, dlse, packing)
-    rows = (lse_log2, delta)
-    _backward_kv(q, k, v, dout, rows, dk, dv, softmax_scale, packing)
-    _backward_q(q, k, v, dout, rows, dq, softmax_scale, packing)
+    with on_device_of(q):
+        rows = _row_statistics(out, lse, dout, dlse, packing)
+        _backward_kv(q, k, v, dout, rows, dk, dv, softmax_scale, packing)
+        _backward_q(q, k, v, dout, rows, dq, softmax_scale, packing)
     return dq, dk, dv
 
 
