@@ -1,0 +1,321 @@
+"""The decode kernels: absorbed MLA over the compressed cache, split over the keys, and the sum over the splits.
+
+Mathematics and notation: README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_queries(
+    base, rows, num_rows, num_heads, stride_s, stride_h, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr
+):
+    """Columns C0 .. C0 + C of some (query, head) rows: [len(rows), C]; what does not exist is 0."""
+    columns = C0 + tl.arange(0, C)
+    offsets = (rows // num_heads).to(tl.int64) * stride_s + (rows % num_heads) * stride_h
+    exists = rows[:, None] < num_rows
+    if C0 + C > D:
+        exists = exists & (columns[None, :] < D)
+    return tl.load(base + offsets[:, None] + columns[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
+def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(block, row in the block) of the keys from ``start``: two numbers when one block holds them, else one pair a key.
+
+    A block is a page, or one sequence of a contiguous cache (PAGE_SIZE 0). No entry from ``last`` on is looked up.
+    """
+    if PAGE_SIZE == 0:
+        return b, start
+    elif PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(page_table + start // PAGE_SIZE), start % PAGE_SIZE
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(page_table + keys // PAGE_SIZE, mask=keys < last, other=0), keys % PAGE_SIZE
+
+
+@triton.jit
+def _load_keys(
+    base,
+    descriptor,
+    block,
+    row,
+    keys,
+    last,
+    stride_block,
+    stride_row: tl.constexpr,
+    C0: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Columns C0 .. C0 + C of BLOCK_N keys: [BLOCK_N, C].
+
+    FULL tiles come through the descriptor; others by pointers, and keys from ``last`` on are 0 whatever memory holds.
+    """
+    if FULL:
+        return descriptor.load([block, row, C0]).reshape(BLOCK_N, C)
+    else:
+        columns = C0 + tl.arange(0, C)
+        if PAGE_SIZE % BLOCK_N == 0:
+            # one int64 scalar and small offsets: int64 in every element costs registers
+            rows = tl.arange(0, BLOCK_N)
+            if stride_row * BLOCK_N >= 2**31:
+                rows = rows.to(tl.int64)
+            base += tl.cast(block, tl.int64) * stride_block + tl.cast(row, tl.int64) * stride_row
+            pointers = base + (rows[:, None] * stride_row + columns[None, :])
+        else:
+            offsets = block.to(tl.int64) * stride_block + row.to(tl.int64) * stride_row
+            pointers = base + offsets[:, None] + columns[None, :]
+        exists = keys[:, None] < last
+        if C0 + C > D:
+            exists = exists & (columns[None, :] < D)
+        return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def _fold_keys(
+    acc0,
+    acc1,
+    row_max,
+    row_sum,
+    q0,
+    q1,
+    q_rope,
+    C_kv,
+    K_rope,
+    desc_c0,
+    desc_c1,
+    desc_k,
+    page_table,
+    b,
+    first,
+    last,
+    visible,
+    scale_log2,
+    stride_cb,
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    R: tl.constexpr,
+    R0: tl.constexpr,
+    R1: tl.constexpr,
+    D_ROPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
+
+    FULL tiles are seen whole by every row; in others a row sees the keys below its ``visible``.
+    """
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
+        block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
+        c0 = _load_keys(
+            C_kv, desc_c0, block, row, keys, last, stride_cb, stride_cn, 0, R0, R, PAGE_SIZE, BLOCK_N, FULL
+        )  # [BLOCK_N, R0]
+        s = tl.dot(q0, c0.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if R1 > 0:
+            c1 = _load_keys(
+                C_kv, desc_c1, block, row, keys, last, stride_cb, stride_cn, R0, R1, R, PAGE_SIZE, BLOCK_N, FULL
+            )  # [BLOCK_N, R1]
+            s = tl.dot(q1, c1.T, s, input_precision=PRECISION)
+        if ROPE > 0:
+            k = _load_keys(
+                K_rope, desc_k, block, row, keys, last, stride_kb, stride_kn, 0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, FULL
+            )  # [BLOCK_N, ROPE]
+            s = tl.dot(q_rope, k.T, s, input_precision=PRECISION)
+        if not FULL:
+            s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        # a row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN
+        shift = new_max if FULL else tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(s * scale_log2 - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc0 = tl.dot(p.to(c0.dtype), c0, acc0 * rescale[:, None], input_precision=PRECISION)
+        if R1 > 0:
+            acc1 = tl.dot(p.to(c1.dtype), c1, acc1 * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+    return acc0, acc1, row_max, row_sum
+
+
+@triton.jit
+def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Store x [len(rows), C] into columns C0 .. C0 + C of rows of D contiguous elements."""
+    columns = C0 + tl.arange(0, C)
+    mask = exists[:, None]
+    if C0 + C > D:
+        mask = mask & (columns[None, :] < D)
+    tl.store(base + rows[:, None] * D + columns[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decode_kernel(
+    Q_nope_abs,
+    Q_rope,
+    C_kv,
+    K_rope,
+    desc_c0,
+    desc_c1,
+    desc_k,
+    page_table,
+    seqlens_kv,
+    Out,
+    Lse,
+    softmax_scale,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_splits,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_rb,
+    stride_rs,
+    stride_rh,
+    stride_cb,
+    # row strides as constants are part of the load instructions; as arguments they take 70 registers more
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    stride_pt,
+    R: tl.constexpr,
+    R0: tl.constexpr,
+    R1: tl.constexpr,
+    D_ROPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: BLOCK_M (query, head) rows of one sequence over one split of its keys.
+
+    Grid: (row tiles x splits x sequences,). With one split, Out and Lse are the results. With more, Out is float32
+    [B, num_splits, S_q * H, R] and Lse, in log2, [B, num_splits, S_q * H]; a split without keys writes -inf there and
+    leaves its part of Out as it is.
+    """
+    num_rows = seqlen_q * num_heads
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    tile = tl.program_id(0) % row_tiles
+    split = tl.program_id(0) // row_tiles % num_splits
+    b = tl.program_id(0) // row_tiles // num_splits
+    b64 = b.to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = rows < num_rows
+
+    length = capacity
+    if seqlens_kv is not None:
+        length = tl.minimum(tl.load(seqlens_kv + b), capacity)
+    visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
+    seen_by_all = length
+    last = length
+    if CAUSAL:
+        visible += rows // num_heads + 1 - seqlen_q
+        seen_by_all += tile * BLOCK_M // num_heads + 1 - seqlen_q
+        last += tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // num_heads + 1 - seqlen_q, 0)
+    # the true length is shared out, so a sequence far below the capacity still fills all the splits it can
+    tiles_per_split = tl.cdiv(tl.cdiv(tl.maximum(last, 0), BLOCK_N), num_splits)
+    first = split * tiles_per_split * BLOCK_N
+    last = tl.minimum(last, first + tiles_per_split * BLOCK_N)
+
+    out_rows = (b64 * num_splits + split) * num_rows + rows
+    if not ONE_SPLIT:
+        if first >= last:
+            tl.store(Lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
+            return
+    scale_log2 = softmax_scale * 1.4426950408889634
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
+    q_base = Q_nope_abs + b64 * stride_qb
+    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
+    q1 = q0
+    if R1 > 0:
+        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
+    q_rope = q0
+    if ROPE > 0:
+        q_rope_base = Q_rope + b64 * stride_rb
+        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+    pages = page_table
+    if PAGE_SIZE > 0:
+        pages = page_table + b64 * stride_pt
+    # fmt: off
+    if TMA:
+        full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
+        acc0, acc1, row_max, row_sum = _fold_keys(
+            acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+            first, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, True,
+        )
+        first = full_last
+    acc0, acc1, row_max, row_sum = _fold_keys(
+        acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+        first, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+        R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False,
+    )
+    # fmt: on
+    empty = row_sum == 0.0
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
+    lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
+    _store_columns(Out, out_rows, exists, acc0 * inverse[:, None], 0, R0, R)
+    if R1 > 0:
+        _store_columns(Out, out_rows, exists, acc1 * inverse[:, None], R0, R1, R)
+    if ONE_SPLIT:
+        lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
+        tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
+    else:
+        tl.store(Lse + out_rows, lse_log2, mask=exists)
+
+
+@triton.jit
+def combine_kernel(
+    Parts,
+    PartsLse,
+    Out,
+    Lse,
+    num_heads,
+    seqlen_q,
+    num_splits,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """One program: BLOCK_R columns of one (query, head) row, summed over the splits. Grid: (rows x sequences, columns).
+
+    The part of a split that saw no key (lse -inf) was never written, so it is not read.
+    """
+    num_rows = seqlen_q * num_heads
+    row = tl.program_id(0) % num_rows
+    b64 = (tl.program_id(0) // num_rows).to(tl.int64)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    parts = (b64 * num_splits + splits) * num_rows + row
+    lse_log2 = tl.load(PartsLse + parts, mask=splits < num_splits, other=float("-inf"))
+    written = (lse_log2 != float("-inf"))[:, None] & (columns[None, :] < R)
+    x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=written, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
+    highest = tl.max(lse_log2, 0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(lse_log2 - shift)
+    total = tl.sum(weights, 0)
+    empty = total == 0.0
+    out = tl.sum(x * weights[:, None], 0) / tl.where(empty, 1.0, total)
+    tl.store(Out + (b64 * num_rows + row) * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
+    if tl.program_id(1) == 0:
+        lse = tl.where(empty, float("-inf"), (shift + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
+        tl.store(Lse + (b64 * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)

@@ -1,0 +1,267 @@
+"""The launch of the decode kernels: how many splits, which tile, which arguments; worked out once for each shape."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla_plugin.kernels import decode_tiles
+from mla_plugin.kernels.decode import combine_kernel, decode_kernel
+from mla_plugin.kernels.decode_checks import check_arguments
+from mla_plugin.kernels.tile_math import split_head_dim
+
+_INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
+_MAX_SPLITS = 256
+_MAX_PLANS = 4096
+_COMBINE_ELEMENTS = 4096  # of float32 that one program of the combine kernel holds
+# passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
+_TILES_FOR_DESCRIPTORS = 8
+
+_Grid = tuple[int, int, int]
+
+
+class _Device(NamedTuple):
+    """What the launch must know of a device."""
+
+    kind: str
+    processors: int
+    has_descriptors: bool
+
+
+@functools.cache
+def _device(device: torch.device) -> _Device:
+    if _INTERPRETED:
+        return _Device("Hopper", 8, False)
+    if device.type != "cuda":
+        raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
+    capability = (properties.major, properties.minor)
+    kind = decode_tiles.card(capability, properties.shared_memory_per_block_optin)
+    return _Device(kind, properties.multi_processor_count, capability >= (9, 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
+    """Into how many splits the keys go, so that ``programs`` x splits fill ``slots`` concurrent programs.
+
+    A cost model in units of one tile: a program's start and the write of its sums take about one, the combine kernel
+    about three. Extents go in, never lengths, so that a captured graph can be replayed with other lengths.
+    """
+    best, best_cost = 1, triton.cdiv(programs, slots) * (key_tiles + 1)
+    for waves in range(1, 5):
+        wanted = min(waves * slots // programs, key_tiles, _MAX_SPLITS)
+        if wanted < 2:
+            continue
+        tiles = triton.cdiv(key_tiles, wanted)
+        splits = triton.cdiv(key_tiles, tiles)
+        cost = triton.cdiv(programs * splits, slots) * (tiles + 1) + 3
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+@dataclass
+class _Plan:
+    """Everything about a call that shapes, strides, dtypes, alignment and the device fix.
+
+    Attributes:
+        out_shape, lse_shape: of the results.
+        parts_shape: [B, splits, rows] of the sums that the combine kernel reads.
+        grid, scalars, options: of the decode kernel; ``scalars`` are its arguments after softmax_scale.
+        combine_grid, combine_scalars: of the combine kernel.
+        descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
+        block_n: keys of a tile.
+        reusable: every pointer is a multiple of 16 bytes, so two calls with this plan look alike to Triton.
+        compiled, compiled_combine: the kernels after the first launch of a reusable plan. Launching them directly skips
+            Triton's look at each argument, half of a launch's time on the host.
+    """
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    parts_shape: tuple[int, int, int]
+    grid: _Grid
+    scalars: tuple[Any, ...]
+    options: dict[str, int]
+    combine_grid: _Grid
+    combine_scalars: tuple[int, ...]
+    descriptor_widths: tuple[int, int, int] | None
+    block_n: int
+    reusable: bool
+    compiled: Any = None
+    compiled_combine: Any = None
+
+
+def _strides(cache: torch.Tensor) -> tuple[int, int]:
+    """(block, row) strides; where a dimension is 1 its stride means nothing, and a plain one stands in."""
+    row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
+    return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
+
+
+def _descriptors_can_read(cache: torch.Tensor) -> bool:
+    """The hardware's rule for strides: steps of 16 bytes."""
+    return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
+
+
+def _make_plan(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    page_table: torch.Tensor | None,
+    is_causal: bool,
+    aligned: bool,
+) -> _Plan:
+    device = _device(q_nope_abs.device)
+    batch, seqlen_q, heads, rank = q_nope_abs.shape
+    rows, rope = seqlen_q * heads, q_rope.shape[-1]
+    rank_columns = split_head_dim(rank)
+    rope_columns = max(16, triton.next_power_of_2(rope)) if rope else 0
+    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(rank_columns) + rope_columns, rows)
+    page_size, page_stride, capacity = 0, 0, c_kv.shape[1]
+    if page_table is not None:
+        page_size, page_stride = c_kv.shape[1], page_table.stride(0)
+        capacity = page_table.shape[1] * page_size
+    key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
+    splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
+    by_descriptors = (
+        device.has_descriptors
+        and aligned
+        and tile.block_m >= 64
+        and page_size % tile.block_n == 0
+        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
+        and _descriptors_can_read(c_kv)
+        and (rope == 0 or _descriptors_can_read(k_rope))
+    )
+    stages = tile.paged_stages if page_size else tile.num_stages
+    options = {"num_warps": tile.num_warps, "num_stages": stages}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
+    block_splits = triton.next_power_of_2(splits)
+    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    return _Plan(
+        out_shape=(batch, seqlen_q, heads, rank),
+        lse_shape=(batch, heads, seqlen_q),
+        parts_shape=(batch, splits, rows),
+        grid=(row_tiles * splits * batch, 1, 1),
+        scalars=(
+            *(heads, seqlen_q, capacity, splits),
+            *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
+            *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
+            *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
+            "ieee" if c_kv.dtype == torch.float32 else "tf32",
+        ),
+        options=options,
+        combine_grid=(rows * batch, triton.cdiv(rank, block_rank), 1),
+        combine_scalars=(heads, seqlen_q, splits, rank, block_rank, block_splits),
+        descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
+        block_n=tile.block_n,
+        reusable=aligned,
+    )
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _plan(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    page_table: torch.Tensor | None,
+    seqlens_kv: torch.Tensor | None,
+    is_causal: bool,
+) -> _Plan:
+    """The plan of a call; the arguments are checked when their layout is seen for the first time."""
+    tensors = [x for x in (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv) if x is not None]
+    aligned = not any(x.data_ptr() % 16 for x in tensors)
+    layout = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    key = (aligned, is_causal, page_table is None, *layout)
+    plan = _plans.get(key)
+    if plan is None:
+        check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv)
+        if len(_plans) >= _MAX_PLANS:  # a contiguous cache has a new shape at every token
+            _plans.clear()
+        plan = _plans[key] = _make_plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, is_causal, aligned)
+    return plan
+
+
+class _Address:
+    """Stands for a tensor in a cached descriptor, which must not keep a cache's memory alive."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, int], block: tuple[int, int, int]
+) -> TensorDescriptor:
+    return TensorDescriptor(_Address(address, dtype), list(shape), [*strides, 1], list(block))
+
+
+def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
+    if plan.descriptor_widths is None:
+        return None, None, None
+    found: list[TensorDescriptor | None] = []
+    for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True):
+        if width == 0:
+            found.append(None)
+        elif _INTERPRETED:
+            found.append(TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width]))
+        else:
+            block = (1, plan.block_n, width)
+            found.append(_cached_descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
+    return tuple(found)
+
+
+def _launch(kernel: Any, compiled: Any, grid: _Grid, arguments: tuple[Any, ...], options: dict[str, int]) -> Any:
+    """Launch; returns the compiled kernel (None under the interpreter)."""
+    if compiled is None:
+        return kernel[grid](*arguments, **options)
+    compiled[grid](*arguments)
+    return compiled
+
+
+def decode(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    page_table: torch.Tensor | None,
+    seqlens_kv: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, S_q, H, R] and lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
+    plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, is_causal)
+    if not _INTERPRETED and q_nope_abs.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q_nope_abs.device):
+            return decode(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv)
+    out = q_nope_abs.new_empty(plan.out_shape)
+    lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    parts, parts_lse = out, lse
+    if plan.parts_shape[1] > 1:
+        parts = q_nope_abs.new_empty((*plan.parts_shape, plan.out_shape[-1]), dtype=torch.float32)
+        parts_lse = q_nope_abs.new_empty(plan.parts_shape, dtype=torch.float32)
+    descriptors = _descriptors(plan, c_kv, k_rope)
+    tensors = (q_nope_abs, q_rope, c_kv, k_rope, *descriptors, page_table, seqlens_kv, parts, parts_lse)
+    compiled = _launch(decode_kernel, plan.compiled, plan.grid, (*tensors, softmax_scale, *plan.scalars), plan.options)
+    compiled_combine = None
+    if parts is not out:
+        arguments = (parts, parts_lse, out, lse, *plan.combine_scalars)
+        compiled_combine = _launch(combine_kernel, plan.compiled_combine, plan.combine_grid, arguments, {})
+    if plan.reusable:
+        plan.compiled, plan.compiled_combine = compiled, compiled_combine
+    return out, lse

@@ -1,0 +1,110 @@
+"""Static tile table of the decode kernel: one configuration per kind of card, element size and tile of rows.
+
+A row is one (query, head) pair of a sequence. The kinds of card are the shared-memory classes of ``tiles.py``, with
+Hopper apart: its warpgroup products read both operands from shared memory, while compute capability 10.0 with as much
+memory keeps copies of them. tests/kernels/test_decode_ahead_of_time.py compiles every entry for its cards and holds
+its shared memory, its registers and its spills to stated figures.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from mla_plugin.kernels.tiles import shared_memory_class
+
+CARDS: dict[str, tuple[int, ...]] = {"99 KiB": (86, 89, 120), "163 KiB": (80,), "227 KiB": (100,), "Hopper": (90,)}
+"""Kinds of card, and the compute capabilities (major * 10 + minor) that each entry is compiled for."""
+
+
+class DecodeTile(NamedTuple):
+    """Launch configuration: BLOCK_M rows by BLOCK_N keys.
+
+    Attributes:
+        block_m, block_n: rows and keys of a tile.
+        num_warps: warps of a program.
+        num_stages: stages of the loop over a contiguous cache; tiles in flight plus one (plus none with 64 rows on
+            Hopper).
+        paged_stages: the same when a page number must be fetched before a tile, which takes as many stages again.
+        programs: programs that one multiprocessor runs at a time.
+        max_registers: passed to the assembler; None leaves it free.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    paged_stages: int
+    programs: int
+    max_registers: int | None = None
+
+
+# rows: (most columns of c_kv and k_rope together, tile); the first entry with enough columns whose block_m holds all
+# rows is taken, or the one with the largest block_m
+_Entries = tuple[tuple[int, DecodeTile], ...]
+
+DECODE: dict[tuple[str, int], _Entries] = {
+    # measured on an H200: 16 rows 4,044 GB/s at B 128, S_kv 8192; 64 rows by descriptors 286 TFLOP/s
+    ("Hopper", 2): (
+        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 3, 3, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 2)),
+        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (576, DecodeTile(64, 64, 8, 2, 2, 1)),
+    ),
+    ("227 KiB", 2): (
+        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 2, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 2)),
+        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 2, 2, 1)),
+    ),
+    ("163 KiB", 2): (
+        (320, DecodeTile(16, 64, 4, 2, 3, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 3, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 3, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 3, 5, 1)),
+    ),
+    ("99 KiB", 2): (
+        (320, DecodeTile(16, 64, 4, 2, 3, 1)),
+        (320, DecodeTile(32, 64, 8, 2, 3, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 2, 3, 1)),
+    ),
+    # float32 products run on the ordinary units: small tiles keep the unrolled products short
+    ("Hopper", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
+    ("227 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
+    ("163 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
+    ("99 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
+}
+
+
+def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
+    """The kind of card that a device is.
+
+    Raises:
+        ValueError: the device has less than 99 KiB of shared memory per block.
+    """
+    if capability[0] == 9:
+        return "Hopper"
+    return f"{shared_memory_class(shared_memory_per_block)} KiB"
+
+
+@functools.cache
+def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
+    """The table's tile for ``columns`` padded columns of the cache and ``rows`` rows of one sequence.
+
+    Raises:
+        ValueError: no entry is wide enough.
+    """
+    entries = DECODE[kind, itemsize]
+    widest = max(most for most, _ in entries)
+    if columns > widest:
+        raise ValueError(f"kv_lora_rank and rope take {columns} columns; the kernel has tiles for at most {widest}")
+    width = min(most for most, _ in entries if columns <= most)
+    fitting = [tile for most, tile in entries if most == width]
+    return next((tile for tile in fitting if rows <= tile.block_m), fitting[-1])

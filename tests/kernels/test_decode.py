@@ -1,0 +1,205 @@
+"""The decode kernels against float64: in Triton's interpreter without a GPU, compiled with one."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mla_plugin.kernels import decode_launch, mla_decode_attention
+from tests.kernels.decode_cases import DEVICE, DTYPES, Inputs, assert_as_good_as_pytorch, contiguous, paged
+
+SHAPES = {
+    "few_heads": (2, 1, 4, 64, 16, 200),
+    "one_head": (1, 1, 1, 64, 16, 67),
+    "odd_heads_speculative": (1, 3, 7, 128, 64, 130),
+    "two_column_blocks": (2, 2, 20, 96, 0, 65),
+    "padded_columns": (1, 2, 5, 40, 24, 33),
+    "many_heads": (1, 2, 40, 64, 16, 129),
+    "one_key": (2, 1, 16, 64, 16, 1),
+    "fewer_keys_than_queries": (2, 4, 3, 32, 16, 2),
+    "deepseek": (1, 1, 16, 512, 64, 70),
+    "no_rope": (1, 1, 16, 512, 0, 40),
+    "minicpm3": (1, 1, 40, 256, 32, 65),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory() -> Iterator[None]:
+    """Outputs and the memory between the two kernels start as NaN: what is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(inputs: Inputs, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return mla_decode_attention(*inputs.tensors(), is_causal=is_causal, return_lse=True, **inputs.options())
+
+
+def check(inputs: Inputs, is_causal: bool = False) -> None:
+    assert_as_good_as_pytorch(*run(inputs, is_causal), inputs, is_causal)
+
+
+@pytest.fixture(params=[1, 2, 5])
+def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(decode_launch, "choose_splits", lambda *_: request.param)
+    monkeypatch.setattr(decode_launch, "_plans", {})
+    return request.param
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read full tiles through tensor descriptors wherever the strides allow it."""
+    device = decode_launch._device(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
+    if device.kind == "Hopper":
+        monkeypatch.setattr(decode_launch, "_device", lambda _: device._replace(has_descriptors=True))
+    monkeypatch.setattr(decode_launch, "_TILES_FOR_DESCRIPTORS", 0)
+    monkeypatch.setattr(decode_launch, "_plans", {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_contiguous_cache(shape: tuple[int, ...], is_causal: bool, dtype: torch.dtype) -> None:
+    check(contiguous(shape, dtype), is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("page_size", [1, 7, 64, 256])
+def test_paged_cache(page_size: int, is_causal: bool, splits: int) -> None:
+    check(paged((3, 2, 7, 64, 16, 140), page_size, torch.float16, [140, 0, 1]), is_causal)
+
+
+@pytest.mark.parametrize("page_size", [3, 64, 128])
+def test_paged_cache_with_many_rows(page_size: int) -> None:
+    """More (query, head) rows than a tile holds; the last tile is mostly padding."""
+    check(paged((2, 4, 20, 64, 16, 150), page_size, torch.float16, [150, 3]), is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_of_a_contiguous_cache(is_causal: bool, splits: int) -> None:
+    """Rows beyond a length are NaN and have no influence."""
+    check(contiguous((4, 3, 5, 64, 16, 140), torch.float32, [140, 0, 2, 65]), is_causal)
+
+
+def test_two_column_blocks_over_splits(splits: int) -> None:
+    check(paged((2, 1, 4, 96, 16, 140), 16, torch.float32, [140, 65]))
+
+
+@pytest.mark.usefixtures("descriptors")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 1, 40, 64, 16, 200), (1, 4, 15, 96, 0, 150)])
+@pytest.mark.parametrize("page_size", [0, 128, 16])
+def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: bool) -> None:
+    """Full tiles by descriptor, the last by pointers; pages smaller than a tile by pointers alone."""
+    lengths = [shape[-1], 67][: shape[0]]
+    in_pages = paged(shape, page_size or 1, torch.float16, lengths)
+    inputs = in_pages if page_size else contiguous(shape, torch.float16, lengths)
+    check(inputs, is_causal)
+    if decode_launch._device(inputs.c_kv.device).kind == "Hopper":
+        plan = next(iter(decode_launch._plans.values()))
+        assert (plan.descriptor_widths is not None) == (page_size != 16)
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_tensor_descriptors_over_splits(splits: int) -> None:
+    check(paged((2, 1, 40, 64, 16, 200), 64, torch.float16, [200, 64]))
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_strides_that_descriptors_cannot_take() -> None:
+    inputs = contiguous((1, 2, 40, 64, 17, 130), torch.float16)
+    check(inputs)
+    assert next(iter(decode_launch._plans.values())).descriptor_widths is None
+
+
+def test_a_length_beyond_the_cache_counts_as_all_of_it() -> None:
+    inputs = contiguous((2, 1, 4, 64, 16, 70), torch.float32)
+    too_long = torch.tensor([70, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    out = mla_decode_attention(*inputs.tensors(), softmax_scale=inputs.softmax_scale, seqlens_kv=too_long)
+    assert torch.equal(out, run(inputs, False)[0])
+
+
+def strided(x: torch.Tensor, *order: int) -> torch.Tensor:
+    """The same values, stored in another order of the dimensions."""
+    inverse = [order.index(i) for i in range(len(order))]
+    return x.permute(order).contiguous().permute(inverse)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_any_strides(is_causal: bool) -> None:
+    inputs = contiguous((3, 2, 7, 64, 16, 90), torch.float16)
+    q_nope_abs, q_rope, c_kv, k_rope = inputs.tensors()
+    expected = run(inputs, is_causal)
+    tensors = (
+        strided(q_nope_abs, 2, 0, 1, 3),
+        strided(q_rope, 1, 2, 0, 3),
+        strided(c_kv, 1, 0, 2),
+        k_rope.contiguous(),
+    )
+    found = mla_decode_attention(*tensors, is_causal=is_causal, return_lse=True, **inputs.options())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_one_cache_for_all_sequences_and_a_cut_one() -> None:
+    """Stride 0 over the batch; a cache cut from a longer and wider buffer, at an odd address."""
+    inputs = contiguous((3, 1, 4, 64, 16, 90), torch.float16)
+    buffer = torch.full((4, 100, 95), torch.nan, dtype=torch.float16, device=DEVICE)
+    buffer[:3, 3:93, 5:85] = inputs.tokens
+    cut = buffer[:3, 3:93, 5:85]
+    found = mla_decode_attention(*inputs.tensors()[:2], cut[..., :64], cut[..., 64:], **inputs.options())
+    assert torch.equal(found, run(inputs, False)[0])
+    shared = inputs.tokens[:1].expand(3, -1, -1)
+    found = mla_decode_attention(*inputs.tensors()[:2], shared[..., :64], shared[..., 64:], **inputs.options())
+    copied = shared.contiguous()
+    expected = mla_decode_attention(*inputs.tensors()[:2], copied[..., :64], copied[..., 64:], **inputs.options())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4, 64, 16, 8), (2, 0, 4, 64, 16, 8), (2, 1, 0, 64, 16, 8)])
+def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
+    inputs = contiguous(shape, torch.float16)
+    out, lse = run(inputs, True)
+    assert out.shape == (*shape[:3], 64)
+    assert lse.shape == (shape[0], shape[2], shape[1])
+
+
+def test_an_empty_cache_gives_zeros() -> None:
+    """S_kv 0, and a page table without columns."""
+    empty = contiguous((2, 1, 4, 64, 16, 0), torch.float16)
+    check(empty)
+    no_pages = paged((2, 1, 4, 64, 16, 0), 16, torch.float16, [0, 0])
+    out, lse = run(no_pages, False)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+def test_a_plan_is_reused_with_other_values(splits: int) -> None:
+    """Same layout, other queries, cache, table and lengths."""
+    for seed, lengths in ((0, [130, 5]), (1, [64, 129]), (2, [0, 1])):
+        check(paged((2, 1, 4, 64, 16, 130), 16, torch.float32, lengths, seed))
+    assert len(decode_launch._plans) == 1
+
+
+def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contiguous cache grows by a token a step, so its layout is new at every step."""
+    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_launch, "_MAX_PLANS", 2)
+    for seqlen_kv in range(1, 6):
+        check(contiguous((1, 1, 2, 32, 16, seqlen_kv), torch.float32))
+    assert 1 <= len(decode_launch._plans) <= 2
+
+
+def test_nan_in_a_row_that_is_seen_shows() -> None:
+    inputs = contiguous((2, 1, 4, 64, 16, 70), torch.float32)
+    inputs.c_kv[1, 3] = torch.nan
+    out, _ = run(inputs, False)
+    assert not out[0].isnan().any()
+    assert out[1].isnan().all()
+
+
+def test_two_runs_agree_bit_for_bit(splits: int) -> None:
+    inputs = paged((2, 2, 7, 64, 16, 200), 16, torch.float16, [200, 77])
+    first, second = run(inputs, True), run(inputs, True)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,161 @@
+"""The decode kernels at the sizes of real models, compiled, on a GPU."""
+
+import pytest
+import torch
+
+from mla_plugin.kernels import decode_launch, mla_decode_attention
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "deepseek_tp8": (3, 1, 16, 512, 64, 1500),
+    "deepseek": (2, 1, 128, 512, 64, 2100),
+    "deepseek_speculative": (2, 4, 128, 512, 64, 1100),
+    "deepseek_tp8_speculative": (2, 3, 16, 512, 64, 700),
+    "seven_heads": (2, 2, 7, 512, 64, 333),
+    "one_head": (2, 1, 1, 512, 64, 333),
+    "twenty_heads": (2, 1, 20, 512, 64, 333),
+    "minicpm3": (2, 1, 40, 256, 32, 1333),
+    "small": (2, 1, 128, 128, 64, 1333),
+    "no_rope": (2, 1, 16, 512, 0, 1333),
+    "tiny": (2, 1, 64, 64, 16, 1333),
+}
+
+
+def run(inputs: Inputs, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return mla_decode_attention(*inputs.tensors(), is_causal=is_causal, return_lse=True, **inputs.options())
+
+
+def check(inputs: Inputs, is_causal: bool) -> None:
+    assert_as_good_as_pytorch(*run(inputs, is_causal), inputs, is_causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_models(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(contiguous(shape, dtype), is_causal=True)
+    lengths = [shape[-1], 1, 130][: shape[0]]
+    check(contiguous(shape, dtype, lengths), is_causal=False)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
+@pytest.mark.parametrize("name", ["deepseek_tp8", "deepseek", "deepseek_speculative", "minicpm3"])
+def test_paged_models(name: str, page_size: int) -> None:
+    shape = MODELS[name]
+    check(paged(shape, page_size, torch.bfloat16, [shape[-1], 65, 0][: shape[0]]), is_causal=True)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_splits_that_the_device_chooses(batch: int, heads: int) -> None:
+    lengths = [4096 - 61 * b for b in range(batch)]
+    check(paged((batch, 1, heads, 512, 64, 4096), 64, torch.bfloat16, lengths), is_causal=False)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_graph_follows_lengths_and_pages(heads: int) -> None:
+    """The host reads neither: a replay with others in the same memory gives what a fresh call gives."""
+    shape = (4, 1, heads, 512, 64, 4096)
+    inputs = paged(shape, 64, torch.bfloat16, [4096, 3000, 64, 1])
+    run(inputs, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(inputs, True)
+    for lengths, seed in (([4096, 3000, 64, 1], 0), ([5, 0, 4095, 1000], 1), ([1, 1, 1, 1], 2)):
+        other = paged(shape, 64, torch.bfloat16, lengths, seed)
+        inputs.q_nope_abs.copy_(other.q_nope_abs)
+        inputs.q_rope.copy_(other.q_rope)
+        inputs.c_kv.copy_(other.c_kv)
+        inputs.k_rope.copy_(other.k_rope)
+        inputs.page_table.copy_(other.page_table)
+        inputs.seqlens_kv.copy_(other.seqlens_kv)
+        graph.replay()
+        assert_as_good_as_pytorch(out, lse, other, is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_a_cache_of_more_than_2_31_elements(heads: int, page_size: int) -> None:
+    """The sequence's pages lie at both ends of it."""
+    inputs = paged((1, 1, heads, 512, 64, 1024), page_size, torch.bfloat16, [1024])
+    pages = 2**31 // (page_size * 576) + 100
+    cache = torch.full((pages, page_size, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert cache.numel() > 2**31
+    used = 1024 // page_size
+    scattered = torch.linspace(0, pages - 1, used, device="cuda").long()
+    cache[scattered] = inputs.tokens[0].view(used, page_size, 576)
+    page_table = scattered.int()[None]
+    found = mla_decode_attention(
+        inputs.q_nope_abs,
+        inputs.q_rope,
+        cache[..., :512],
+        cache[..., 512:],
+        softmax_scale=inputs.softmax_scale,
+        page_table=page_table,
+        seqlens_kv=inputs.seqlens_kv,
+        return_lse=True,
+    )
+    assert_as_good_as_pytorch(*found, inputs, is_causal=False)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_contiguous_cache_of_more_than_2_31_elements(heads: int) -> None:
+    inputs = contiguous((2, 1, heads, 512, 64, 300), torch.bfloat16)
+    rows = 2**31 // 576 + 100
+    cache = torch.zeros((2, rows, 576), dtype=torch.bfloat16, device="cuda")[:, -300:]
+    cache.copy_(inputs.tokens)
+    found = mla_decode_attention(
+        inputs.q_nope_abs,
+        inputs.q_rope,
+        cache[..., :512],
+        cache[..., 512:],
+        softmax_scale=inputs.softmax_scale,
+        return_lse=True,
+    )
+    assert_as_good_as_pytorch(*found, inputs, is_causal=False)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_twenty_runs_agree_bit_for_bit(heads: int) -> None:
+    inputs = paged((8, 1, heads, 512, 64, 3000), 64, torch.bfloat16, [3000, 2999, 64, 65, 1, 0, 100, 2000])
+    first = run(inputs, False)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(inputs, False), first, strict=True))
+
+
+def test_addresses_that_are_no_multiple_of_16() -> None:
+    """After an aligned call of the same layout, so that neither a kernel nor a descriptor of it may be taken."""
+    for heads in (16, 128):
+        aligned = contiguous((1, 1, heads, 512, 64, 4096), torch.bfloat16)
+        check(aligned, is_causal=False)
+        buffer = torch.empty(4096 * 576 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(1, 4096, 576)
+        buffer.copy_(aligned.tokens)
+        out, lse = mla_decode_attention(
+            *aligned.tensors()[:2], buffer[..., :512], buffer[..., 512:], return_lse=True, **aligned.options()
+        )
+        assert_as_good_as_pytorch(out, lse, aligned, is_causal=False)
+
+
+def test_long_splits_of_many_heads_read_by_descriptors() -> None:
+    device = decode_launch._device(torch.device("cuda", torch.cuda.current_device()))
+    inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
+    check(inputs, is_causal=False)
+    plan = list(decode_launch._plans.values())[-1]
+    assert (plan.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
+
+
+def test_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    inputs = contiguous((1, 1, 16, 512, 64, 300), torch.bfloat16)
+    expected = run(inputs, False)[0].cpu()
+    tensors = [x.to("cuda:1") for x in inputs.tensors()]
+    assert torch.equal(mla_decode_attention(*tensors, softmax_scale=inputs.softmax_scale).cpu(), expected)
+
+
+def test_tensors_of_the_cpu_are_refused() -> None:
+    tensors = [x.cpu() for x in contiguous((1, 1, 2, 64, 16, 8), torch.bfloat16).tensors()]
+    with pytest.raises(ValueError, match=r"on cpu.*CUDA device"):
+        mla_decode_attention(*tensors, softmax_scale=0.1)

@@ -1,0 +1,272 @@
+"""What mla_decode_attention accepts, how it splits the keys, and how it behaves under autograd and torch.compile."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mla_plugin.kernels import decode_launch, decode_tiles, mla_decode_attention
+from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
+
+SHAPE = (2, 2, 4, 64, 16, 70)
+
+
+def arguments(inputs: Inputs) -> dict[str, object]:
+    names = ("q_nope_abs", "q_rope", "c_kv", "k_rope")
+    return dict(zip(names, inputs.tensors(), strict=True)) | inputs.options()
+
+
+def spoil(name: str, change: Callable[[torch.Tensor], object]) -> Callable[[dict[str, object]], None]:
+    def apply(given: dict[str, object]) -> None:
+        given[name] = change(given[name])  # type: ignore[arg-type]
+
+    return apply
+
+
+WRONG = {
+    "rank of q": (spoil("q_nope_abs", lambda x: x[0]), ValueError, r"q_nope_abs .*3 dimensions.*\[B, S_q, H, R\]"),
+    "rank of cache": (spoil("c_kv", lambda x: x[0]), ValueError, r"c_kv .*2 dimensions.*\[pages, page_size, R\]"),
+    "heads": (spoil("q_rope", lambda x: x[:, :, :3]), ValueError, r"q_rope \[2, 2, 3, 16\] differ in \[B, S_q, H\]"),
+    "tokens": (spoil("k_rope", lambda x: x[:, 1:]), ValueError, "one row a token"),
+    "R": (spoil("c_kv", lambda x: x[..., :32]), ValueError, "R=64, c_kv has R=32.*W_UK"),
+    "Dr": (spoil("k_rope", lambda x: x[..., :8]), ValueError, "Dr=16, k_rope has Dr=8.*qk_rope_head_dim"),
+    "dtype": (spoil("k_rope", lambda x: x.float()), TypeError, "k_rope torch.float32.*bfloat16, float16, float32"),
+    "integers": (spoil("q_nope_abs", lambda x: x.int()), TypeError, "q_nope_abs torch.int32"),
+    "last stride": (
+        spoil("c_kv", lambda x: x.mT.contiguous().mT),
+        ValueError,
+        r"c_kv has stride \d+.*c_kv.contiguous\(\)",
+    ),
+    "device": (spoil("q_rope", lambda x: x.to("meta")), ValueError, "q_rope on meta.*one device"),
+    "scale": (spoil("softmax_scale", lambda x: -1.0), ValueError, "softmax_scale=-1.0.*positive"),
+    "lengths of another batch": (
+        spoil("seqlens_kv", lambda x: torch.ones(3, dtype=torch.int32, device=DEVICE)),
+        ValueError,
+        r"seqlens_kv has shape \[3\].*B=2",
+    ),
+    "lengths in int64": (
+        spoil("seqlens_kv", lambda x: torch.ones(2, dtype=torch.int64, device=DEVICE)),
+        TypeError,
+        r"seqlens_kv has dtype torch.int64.*seqlens_kv.to\(torch.int32\)",
+    ),
+    "too wide": (
+        lambda given: given.update(arguments(contiguous((1, 1, 2, 640, 0, 4), torch.float16))),
+        ValueError,
+        "640 columns.*at most 576",
+    ),
+}
+
+
+@pytest.mark.parametrize(("apply", "error", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments(
+    apply: Callable[[dict[str, object]], None], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(contiguous(SHAPE, torch.float16))
+    mla_decode_attention(**given)
+    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    apply(given)
+    with pytest.raises(error, match=message):
+        mla_decode_attention(**given)
+
+
+WRONG_PAGES = {
+    "other batch": (spoil("page_table", lambda x: x[:1]), ValueError, r"page_table has shape \[1, \d+\].*B=2"),
+    "one dimension": (spoil("page_table", lambda x: x[0]), ValueError, r"page_table has shape \[\d+\].*\[B, n\]"),
+    "int64": (spoil("page_table", lambda x: x.long()), TypeError, r"page_table has dtype torch.int64.*int32"),
+    "stride": (spoil("page_table", lambda x: x.mT.contiguous().mT), ValueError, "page_table has stride 2"),
+    "no lengths": (spoil("seqlens_kv", lambda x: None), ValueError, "page_table without seqlens_kv"),
+    "no table": (spoil("page_table", lambda x: None), ValueError, r"c_kv \[13, 16, 64\] has 13 sequences.*page_table"),
+    "page size 0": (
+        lambda given: given.update(c_kv=given["c_kv"][:, :0], k_rope=given["k_rope"][:, :0]),
+        ValueError,
+        "page_size 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("apply", "error", "message"), WRONG_PAGES.values(), ids=WRONG_PAGES)
+def test_wrong_page_tables(
+    apply: Callable[[dict[str, object]], None], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(paged(SHAPE, 16, torch.float16, [70, 9]))
+    mla_decode_attention(**given)
+    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    apply(given)
+    with pytest.raises(error, match=message):
+        mla_decode_attention(**given)
+
+
+def test_softmax_scale_has_no_default() -> None:
+    with pytest.raises(TypeError, match="softmax_scale"):
+        mla_decode_attention(*contiguous(SHAPE, torch.float16).tensors())
+
+
+def test_without_lse_only_out_returns() -> None:
+    inputs = contiguous(SHAPE, torch.float16)
+    out = mla_decode_attention(*inputs.tensors(), **inputs.options())
+    both = mla_decode_attention(*inputs.tensors(), return_lse=True, **inputs.options())
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, both[0])
+
+
+@pytest.mark.parametrize("name", ["q_nope_abs", "q_rope", "c_kv", "k_rope"])
+def test_gradients_are_refused_not_dropped(name: str) -> None:
+    given = arguments(contiguous(SHAPE, torch.float32))
+    given[name] = given[name].detach().requires_grad_()  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="no backward"):
+        mla_decode_attention(**given)
+    with torch.no_grad():
+        assert not mla_decode_attention(**given).requires_grad
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_compiled_equals_eager(page_size: int) -> None:
+    def step(
+        q_nope_abs: torch.Tensor, q_rope: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, **options: object
+    ) -> torch.Tensor:
+        out, lse = mla_decode_attention(q_nope_abs * 2, q_rope, c_kv, k_rope, return_lse=True, **options)
+        return out.float().sin() + lse.mT[..., None]
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for seqlen_kv in (33, 34):
+        shape = (*SHAPE[:-1], seqlen_kv)
+        in_pages = paged(shape, page_size or 1, torch.float16, [33, 1])
+        inputs = in_pages if page_size else contiguous(shape, torch.float16)
+        options = inputs.options() | {"is_causal": True}
+        torch.testing.assert_close(compiled(*inputs.tensors(), **options), step(*inputs.tensors(), **options))
+
+
+def test_errors_reach_a_compiled_caller() -> None:
+    given = arguments(contiguous(SHAPE, torch.float16))
+    given["k_rope"] = given["k_rope"][..., :8]  # type: ignore[index]
+    with pytest.raises(Exception, match="k_rope has Dr=8"):
+        torch.compile(mla_decode_attention, fullgraph=True)(**given)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_the_operator_is_well_formed(page_size: int) -> None:
+    inputs = contiguous(SHAPE, torch.float32)
+    if page_size:
+        inputs = paged(SHAPE, page_size, torch.float32, [70, 9])
+    arguments = (*inputs.tensors(), inputs.softmax_scale, True, inputs.page_table, inputs.seqlens_kv)
+    torch.library.opcheck(torch.ops.mla_plugin_kernels.decode_attention.default, arguments)
+
+
+def test_a_fake_tensor_goes_through_the_operator() -> None:
+    """Outside of torch.compile too: no kernel sees a tensor without memory."""
+    with torch._subclasses.FakeTensorMode():
+        q_nope_abs, cache = torch.empty(2, 1, 4, 64), torch.empty(2, 70, 80)
+        out = mla_decode_attention(
+            q_nope_abs, torch.empty(2, 1, 4, 16), cache[..., :64], cache[..., 64:], softmax_scale=0.1
+        )
+    assert isinstance(out, torch._subclasses.FakeTensor)
+    assert out.shape == (2, 1, 4, 64)
+
+
+def test_a_descriptor_keeps_no_cache_alive() -> None:
+    """Cached by address, with a stand-in for the tensor; the launch reads address and dtype from it."""
+    first = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    again = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    other = decode_launch._cached_descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    assert first is again
+    assert first.base.data_ptr() == 4096
+    assert first.base.dtype == torch.bfloat16
+    assert other.base.data_ptr() == 8192
+    assert not isinstance(first.base, torch.Tensor)
+
+
+class Recorder:
+    """A kernel that notes how it is launched, as Triton's two launchers would be called."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
+        def launch(*arguments: object, **options: int) -> object:
+            self.launches.append(("first" if options else "again", len(arguments)))
+            return self
+
+        return launch
+
+
+def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
+    recorder = Recorder()
+    num_arguments = len(decode_launch.decode_kernel.arg_names)
+    monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
+    monkeypatch.setattr(decode_launch, "_plans", {})
+    inputs = contiguous(SHAPE, torch.float16)
+    for _ in range(3):
+        mla_decode_attention(*inputs.tensors(), **inputs.options())
+    kinds, counts = zip(*recorder.launches, strict=True)
+    assert kinds == ("first", "again", "again")
+    assert set(counts) == {num_arguments}
+    recorder.launches.clear()
+    buffer = torch.zeros(2 * 70 * 80 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 70, 80)
+    for _ in range(2):
+        mla_decode_attention(*inputs.tensors()[:2], buffer[..., :64], buffer[..., 64:], **inputs.options())
+    assert [kind for kind, _ in recorder.launches] == ["first", "first"]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 32, 64, 128, 1000])
+@pytest.mark.parametrize("key_tiles", [0, 1, 2, 5, 64, 128, 1024, 100000])
+def test_splits_stay_in_bounds(programs: int, key_tiles: int) -> None:
+    splits = decode_launch.choose_splits(programs, key_tiles, 132)
+    assert 1 <= splits <= max(1, min(key_tiles, 256))
+    if splits > 1:
+        assert -(-key_tiles // splits) * (splits - 1) < key_tiles  # the last split has keys too
+
+
+@pytest.mark.parametrize(
+    ("programs", "key_tiles", "slots", "least_filled"),
+    [
+        (1, 64, 264, 0.24),
+        (32, 64, 264, 0.9),
+        (128, 128, 264, 0.9),
+        (2, 64, 132, 0.9),
+        (64, 64, 132, 0.9),
+        (2, 1024, 132, 0.9),
+    ],
+)
+def test_splits_fill_the_processors(programs: int, key_tiles: int, slots: int, least_filled: float) -> None:
+    """The shapes of the benchmark on 132 processors: at least nine tenths of the slots busy, or one tile a program."""
+    used = programs * decode_launch.choose_splits(programs, key_tiles, slots)
+    assert used / (slots * -(-used // slots)) >= least_filled
+
+
+def test_short_sequences_are_not_split() -> None:
+    assert decode_launch.choose_splits(1, 2, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "kind"),
+    [
+        ((8, 0), 166912, "163 KiB"),
+        ((8, 6), 101376, "99 KiB"),
+        ((8, 9), 101376, "99 KiB"),
+        ((9, 0), 232448, "Hopper"),
+        ((10, 0), 232448, "227 KiB"),
+        ((10, 3), 232448, "227 KiB"),
+        ((12, 0), 101376, "99 KiB"),
+    ],
+)
+def test_kinds_of_card(capability: tuple[int, int], memory: int, kind: str) -> None:
+    assert decode_tiles.card(capability, memory) == kind
+
+
+def test_a_card_with_too_little_shared_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="65536 bytes"):
+        decode_tiles.card((7, 5), 65536)
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64), (512, 64)])
+def test_tiles_hold_the_rows_with_little_padding(rows: int, block_m: int) -> None:
+    assert decode_tiles.tile_for("Hopper", 2, 576, rows).block_m == block_m
+    assert decode_tiles.tile_for("99 KiB", 2, 576, rows).block_m == min(block_m, 32)
+
+
+def test_narrow_caches_take_the_narrow_entry() -> None:
+    for kind, itemsize in decode_tiles.DECODE:
+        wide = decode_tiles.tile_for(kind, itemsize, 576, 16)
+        narrow = decode_tiles.tile_for(kind, itemsize, 80, 16)
+        assert narrow.num_stages >= wide.num_stages
