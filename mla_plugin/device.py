@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mla_plugin import environment
 from mla_plugin.types import Platform
 
 DISTRIBUTIONS: tuple[str, ...] = (
@@ -67,8 +68,9 @@ def nvidia_driver_version() -> str | None:
 
 @functools.cache
 def build_tools() -> frozenset[str]:
-    """Build tools found on the PATH."""
-    return frozenset(tool for tool in TOOLS if shutil.which(tool))
+    """Build tools found on the PATH, and ``triton-interpreter`` when Triton runs its kernels on the CPU."""
+    interpreter = {"triton-interpreter"} if environment.read("TRITON_INTERPRET") else set()
+    return frozenset(tool for tool in TOOLS if shutil.which(tool)) | interpreter
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:

@@ -65,7 +65,7 @@ class Variable:
     default: Value
     meaning: str
     read_at: ReadAt
-    owner: Literal["TransformerEngine", "mla-plugin"]
+    owner: Literal["TransformerEngine", "Triton", "mla-plugin"]
 
 
 _INT = "an integer, non-zero is on"
@@ -141,6 +141,15 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     _te("NVTE_BATCH_MHA_P2P_COMM", _integer, _INT, 0, "Context parallelism sends and receives in one batch.", "call"),
     _te("NVTE_UnfusedDPA_Emulate_FP8", _is_one, _ONE, False, "FP8 only; FP8 is refused here.", "selection"),
+    Variable(
+        "TRITON_INTERPRET",
+        _is_one,
+        _ONE,
+        False,
+        "Triton runs kernels in Python on the CPU, to test them without a GPU; set it before the program starts.",
+        "import",
+        "Triton",
+    ),
     Variable(
         "NVTE_MLA_TRITON",
         _verbatim,

@@ -133,7 +133,7 @@ class Platform:
         cuda_version: CUDA toolkit that PyTorch was built with, such as ``"13.0"``; None for a CPU build.
         shared_memory_per_block: largest opt-in shared memory of one thread block, in bytes; None on the CPU.
         multi_processor_count: number of SMs; None on the CPU.
-        tools: build tools found on the PATH (``nvcc``, ``ninja``).
+        tools: build tools found on the PATH (``nvcc``, ``ninja``); ``triton-interpreter`` when Triton runs on the CPU.
     """
 
     device_type: str = "cpu"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mla_plugin.kernels import prefill
+from mla_plugin.kernels import prefill, prefill_backward
+from mla_plugin.kernels.packing import Packing
 
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
 _OPTIONS = "float softmax_scale, bool is_causal, str qkv_format"
@@ -21,8 +23,8 @@ _LSE_AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
 
 
 @functools.lru_cache(maxsize=1024)
-def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) -> prefill.Packing:
-    return prefill.Packing(qkv_format, seqlen_q, seqlen_kv, window_right=0 if is_causal else -1, bottom_right=is_causal)
+def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) -> Packing:
+    return Packing(qkv_format, seqlen_q, seqlen_kv, window_right=0 if is_causal else -1, bottom_right=is_causal)
 
 
 def _forward(
@@ -47,7 +49,7 @@ def _backward(
     tokens = _TOKENS[qkv_format]
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    return prefill.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
+    return prefill_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
 
 
 def _forward_fake(
@@ -90,7 +92,7 @@ class _Eager(torch.autograd.Function):
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_autograd)  # type: ignore[assignment]
+    backward = staticmethod(_autograd)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float) -> None:
@@ -112,8 +114,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
     heads, batch = (1, 0) if qkv_format == "bhsd" else (2, 0 if qkv_format == "bshd" else 1)
     if q.shape[batch] != k.shape[batch] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
         raise ValueError(
-            f"batch {q.shape[batch]} and {k.shape[batch]}, {q.shape[heads]} query heads over {k.shape[heads]} key-value "
-            "heads; batches must be equal and the query heads a multiple"
+            f"batch {q.shape[batch]} and {k.shape[batch]}, {q.shape[heads]} query heads over {k.shape[heads]} "
+            "key-value heads; batches must be equal and the query heads a multiple"
         )
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale={softmax_scale}; a positive number is needed")
@@ -135,7 +137,7 @@ def mla_attention(
 ) -> torch.Tensor:
     """Attention with head_dim_qk != head_dim_v by our Triton kernels, differentiable and safe under torch.compile.
 
-    Algorithm: FlashAttention-2 (Dao, 2023) with two head dimensions; origin: NVIDIA/TransformerEngine pull request 2950.
+    Algorithm: FlashAttention-2 (Dao, 2023) with two head dimensions. Origin: NVIDIA/TransformerEngine PR 2950.
 
     Args:
         q: [B, S_q, H, head_dim_qk] for ``bshd``; ``sbhd`` and ``bhsd`` by name. bfloat16, float16 or float32.
@@ -156,7 +158,7 @@ def mla_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     _check(q, k, v, qkv_format, scale)
     if torch.compiler.is_compiling():
-        run = _operator
+        run: Callable[..., Any] = _operator
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _Eager.apply
     else:

@@ -102,11 +102,17 @@ def attention_backward_kv_kernel(
     k0 = load_tile(K, b, kv_head, k_base, start_n, stride_kn, seqlen_kv, BLOCK_N, 0, QK0, D_QK, not EVEN_N, WIDE, TMA)
     k1 = k0
     if QK1 > 0:
-        k1 = load_tile(K1, b, kv_head, k_base, start_n, stride_kn, seqlen_kv, BLOCK_N, QK0, QK1, D_QK, not EVEN_N, WIDE, TMA)
+        k1 = load_tile(
+            K1, b, kv_head, k_base, start_n, stride_kn, seqlen_kv, BLOCK_N, QK0,
+            QK1, D_QK, not EVEN_N, WIDE, TMA,
+        )
     v0 = load_tile(V, b, kv_head, v_base, start_n, stride_vn, seqlen_kv, BLOCK_N, 0, V0, D_V, not EVEN_N, WIDE, TMA)
     v1 = v0
     if V1 > 0:
-        v1 = load_tile(V1_, b, kv_head, v_base, start_n, stride_vn, seqlen_kv, BLOCK_N, V0, V1, D_V, not EVEN_N, WIDE, TMA)
+        v1 = load_tile(
+            V1_, b, kv_head, v_base, start_n, stride_vn, seqlen_kv, BLOCK_N, V0,
+            V1, D_V, not EVEN_N, WIDE, TMA,
+        )
     # fmt: on
     dk0 = tl.zeros([BLOCK_N, QK0], tl.float32)
     dk1 = tl.zeros([BLOCK_N, QK1 if QK1 > 0 else 1], tl.float32)

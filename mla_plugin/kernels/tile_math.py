@@ -11,16 +11,16 @@ import triton.language as tl
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Two powers of two (the second may be 0) that cover ``head_dim`` with as few columns as possible.
+    """Two powers of two (the second may be 0) that hold ``head_dim`` columns, each at least 16, what a product needs.
 
-    Both are at least 16, what a matrix product needs. 192 gives (128, 64), 128 (128, 0), 576 (512, 64), 24 (32, 0).
+    192 gives (128, 64), 128 (128, 0), 576 (512, 64), 24 (32, 0), 72 (128, 0). Only a single block may have columns to
+    spare: Triton 3.6 computes a product with a partly masked second block of 16 columns wrongly on an H200.
     """
     whole = max(16, triton.next_power_of_2(head_dim))
-    first = whole // 2
-    second = max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
-    if first < 16 or second == 0 or first + second >= whole:
-        return whole, 0
-    return first, second
+    first, second = whole // 2, head_dim - whole // 2
+    if second >= 16 and first >= 16 and second == triton.next_power_of_2(second) < first:
+        return first, second
+    return whole, 0
 
 
 @triton.jit

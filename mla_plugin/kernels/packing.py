@@ -1,0 +1,142 @@
+"""How sequences lie in the tensors, and the launch arguments that every prefill kernel needs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mla_plugin.kernels import tiles
+from mla_plugin.kernels.tile_math import split_head_dim
+
+WIDE_STRIDE = 2**31 // 128
+"""Token stride from which a tile of 128 rows, the largest, spans more than an int32 offset reaches."""
+_INTERPRETED_CLASS = 227  # the interpreter has no shared memory
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How sequences lie in the tensors, and what each query sees.
+
+    Attributes:
+        qkv_format: ``bshd``, ``sbhd``, ``bhsd`` or ``thd``.
+        max_seqlen_q, max_seqlen_kv: longest sequence; S in a dense layout.
+        cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], true lengths; None: every sequence fills its row.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], first token of each sequence; ``thd`` only, None: as
+            the true lengths.
+        window_left, window_right: tokens seen on each side of the diagonal, -1 unlimited; a causal mask is right 0.
+        bottom_right: the diagonal ends at the last query and the last key.
+    """
+
+    qkv_format: str
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    window_left: int = -1
+    window_right: int = -1
+    bottom_right: bool = False
+
+    @property
+    def sight(self) -> tuple[int, int, int, int, bool]:
+        """Everything but the layout and the tensors: hashable."""
+        return self.max_seqlen_q, self.max_seqlen_kv, self.window_left, self.window_right, self.bottom_right
+
+    @property
+    def packed(self) -> bool:
+        """Sequences lie one after the other along one token dimension."""
+        return self.qkv_format == "thd"
+
+    def offsets(self) -> tuple[torch.Tensor | None, ...]:
+        """cu_seqlens_q, cu_seqlens_kv and where the sequences start, as the kernels take them."""
+        padded_q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        padded_kv = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
+        return self.cu_seqlens_q, self.cu_seqlens_kv, padded_q, padded_kv
+
+
+AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
+
+
+def pick(values: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
+    """(sequence, head, token) of a shape or of strides; packed sequences have no stride between them."""
+    if qkv_format == "thd":
+        return 0, values[1], values[0]
+    b, h, s = AXES[qkv_format]
+    return values[b], values[h], values[s]
+
+
+def strides_of(x: torch.Tensor, qkv_format: str) -> tuple[int, int, int]:
+    """Strides of the sequence, head and token dimensions."""
+    return pick(x.stride(), qkv_format)
+
+
+def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
+    """The same of a contiguous tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return pick(strides[::-1], qkv_format)
+
+
+def sizes_of(q: torch.Tensor, k: torch.Tensor, packing: Packing) -> tuple[int, int, int]:
+    """(sequences, query heads, key-value heads)."""
+    batch, heads, _ = pick(q.shape, packing.qkv_format)
+    if packing.cu_seqlens_q is not None:
+        batch = packing.cu_seqlens_q.shape[0] - 1
+    return batch, heads, pick(k.shape, packing.qkv_format)[1]
+
+
+def lse_like(q: torch.Tensor, batch: int, heads: int, packing: Packing) -> torch.Tensor:
+    """Room for the log-sum-exp: [B, H, S_q], or [H, T] of -inf for packed sequences."""
+    if packing.packed:
+        return q.new_full((heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+    return q.new_empty((batch, heads, packing.max_seqlen_q), dtype=torch.float32)
+
+
+def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
+    """Strides between sequences and between heads."""
+    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
+
+
+def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tensor:
+    """Packed outputs start as zeros: tokens between and after the sequences belong to no program."""
+    shape = (*x.shape[:-1], head_dim)
+    return x.new_zeros(shape) if packing.packed else x.new_empty(shape)
+
+
+@functools.cache
+def memory_class(device: torch.device) -> int:
+    """Shared-memory class of a device, see tiles.py."""
+    if device.type != "cuda":
+        return _INTERPRETED_CLASS
+    properties = torch.cuda.get_device_properties(device)
+    return tiles.shared_memory_class(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def columns_of(head_dim_qk: int, head_dim_v: int) -> tuple[int, int, int, int]:
+    """The blocks of columns of both head dimensions: QK0, QK1, V0, V1."""
+    return (*split_head_dim(head_dim_qk), *split_head_dim(head_dim_v))
+
+
+def launch_options(tile: tiles.Tile) -> dict[str, int | None]:
+    """A tile's launch options."""
+    options: dict[str, int | None] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.max_registers is not None:
+        options["maxnreg"] = tile.max_registers
+    return options
+
+
+def is_wide(packing: Packing, *tensors: torch.Tensor) -> bool:
+    """One tile of some tensor spans more than an int32 offset reaches."""
+    token = 0 if packing.packed else AXES[packing.qkv_format][2]
+    return any(x.stride(token) >= WIDE_STRIDE for x in tensors)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 products are computed in float32; TF32 would lose half of the digits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

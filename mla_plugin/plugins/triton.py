@@ -1,0 +1,140 @@
+"""Our Triton kernels: forward and backward on every NVIDIA device from compute capability 8.0 on.
+
+Refusals are about the request and the device alone; nothing here imports Triton before a forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_plugin.hooks import hookimpl
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+if TYPE_CHECKING:
+    from mla_plugin.kernels.packing import Packing
+
+MAX_HEAD_DIM_QK = 576
+MAX_HEAD_DIM_V = 512
+MIN_SHARED_MEMORY = 99 * 1024
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    if platform.version("triton") is None:
+        yield "triton is not installed: pip install triton"
+    if "triton-interpreter" in platform.tools:
+        if request.dtype == torch.bfloat16:
+            yield "dtype=torch.bfloat16: Triton's interpreter has no bfloat16 product; accepted is float16 or float32"
+        return
+    if platform.device_type != "cuda":
+        yield f"device_type={platform.device_type!r}, accepted is 'cuda'"
+        return
+    if platform.compute_capability is None or platform.compute_capability < (8, 0):
+        yield f"compute_capability={platform.compute_capability} < (8, 0)"
+    memory = platform.shared_memory_per_block
+    if memory is not None and memory < MIN_SHARED_MEMORY:
+        yield f"shared_memory_per_block={memory} < {MIN_SHARED_MEMORY}"
+
+
+def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
+    if request.dtype not in _DTYPES:
+        yield f"dtype={request.dtype}, accepted is bfloat16, float16 or float32"
+    if request.head_dim_qk % 8 or request.head_dim_qk > MAX_HEAD_DIM_QK:
+        yield f"head_dim_qk={request.head_dim_qk}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_QK}"
+    if request.head_dim_v % 8 or request.head_dim_v > MAX_HEAD_DIM_V:
+        yield f"head_dim_v={request.head_dim_v}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_V}"
+
+
+def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
+    if request.attn_mask_type == "arbitrary":
+        yield "attn_mask_type='arbitrary', accepted are the masks that lengths, causality and windows describe"
+    if request.bias_type != "no_bias":
+        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+    if request.dropout_p:
+        yield f"dropout_p={request.dropout_p}, accepted is 0"
+    if request.softmax_type != "vanilla":
+        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+    if request.has_score_mod or request.has_score_mod_bprop:
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+    if request.fp8:
+        yield "fp8=True, accepted is False"
+    if request.return_max_logit:
+        yield "return_max_logit=True, accepted is False"
+    if request.num_splits != 1:
+        yield f"num_splits={request.num_splits}, accepted is 1"
+    if request.has_kv_cache:
+        yield "has_kv_cache=True, accepted is False"
+    if request.context_parallel:
+        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"
+
+
+def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why the kernels cannot compute the request."""
+    yield from _platform_refusals(request, platform)
+    yield from _shape_refusals(request)
+    yield from _feature_refusals(request)
+
+
+@hookimpl
+def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+    """Take every layout, length, causal mask, window and grouping of heads; no bias, no dropout."""
+    reasons = tuple(refusals(request, platform))
+    return Refused(reasons) if reasons else Accepted()
+
+
+def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
+    from mla_plugin.kernels.packing import Packing
+
+    left, right = request.window_size
+    return Packing(
+        qkv_format=request.qkv_format,
+        max_seqlen_q=request.max_seqlen_q,
+        max_seqlen_kv=request.max_seqlen_kv,
+        cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_kv=tensors.cu_seqlens_kv,
+        cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
+        window_left=left,
+        window_right=0 if "causal" in request.attn_mask_type else right,
+        bottom_right=request.bottom_right_diagonal,
+    )
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@hookimpl
+def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+    """One kernel; see mla_plugin/kernels/README.md."""
+    from mla_plugin.kernels import prefill
+
+    q, k, v = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v))
+    out, lse = prefill.forward(q, k, v, tensors.softmax_scale, _packing(plan.request, tensors))
+    return AttentionOutput(out, lse)
+
+
+@hookimpl
+def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    """Three kernels without atomics: bitwise deterministic."""
+    from mla_plugin.kernels import prefill_backward
+
+    tensors = residuals.tensors
+    q, k, v, out, dout = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v, residuals.out, dout))
+    packing = _packing(plan.request, tensors)
+    return Gradients(
+        *prefill_backward.backward(q, k, v, out, residuals.lse, dout, dlse, tensors.softmax_scale, packing)
+    )

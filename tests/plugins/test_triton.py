@@ -1,0 +1,81 @@
+"""The Triton kernels: conformance in the interpreter on the CPU and on a device, refusals on hypothetical platforms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.conformance import BackendConformance, Case
+from mla_plugin.plugins import triton
+from tests.plugins.test_sdpa import NanPadding
+from tests.requests import A100, CPU, H100, mla_request
+
+REFUSES: Mapping[str, str] = {
+    "fp64": "dtype=torch.float64",
+    "arbitrary": "attn_mask_type='arbitrary'",
+    "bias": "bias_type=",
+}
+
+
+class TestInterpreter(BackendConformance):
+    backend = "triton"
+    refuses: Mapping[str, str] = {**REFUSES, "bf16": "dtype=torch.bfloat16"}
+
+
+class TestInterpreterWithNanPadding(NanPadding, TestInterpreter):
+    def cases(self) -> tuple[Case, ...]:
+        return tuple(case for case in super().cases() if case.dtype is torch.float32)
+
+    refuses: Mapping[str, str] = {}
+
+
+@pytest.mark.gpu
+class TestCuda(BackendConformance):
+    backend = "triton"
+    device = "cuda"
+    refuses = REFUSES
+
+
+@pytest.mark.gpu
+class TestCudaWithNanPadding(NanPadding, TestCuda):
+    refuses: Mapping[str, str] = {}
+
+
+TITAN = Platform("cuda", (7, 5), packages=(("triton", "3.7.1"),))
+SMALL = Platform("cuda", (8, 7), packages=(("triton", "3.7.1"),), shared_memory_per_block=65536)
+INTERPRETER = Platform(packages=(("triton", "3.7.1"),), tools=frozenset({"triton-interpreter"}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "reasons"),
+    [
+        ({}, A100, []),
+        ({}, H100, []),
+        ({"dtype": torch.float16}, INTERPRETER, []),
+        ({}, INTERPRETER, ["dtype=torch.bfloat16"]),
+        ({}, CPU, ["triton is not installed", "device_type='cpu'"]),
+        ({}, TITAN, ["compute_capability=(7, 5) < (8, 0)"]),
+        ({}, SMALL, ["shared_memory_per_block=65536 < 101376"]),
+        ({"head_dim_qk": 100, "head_dim_v": 584}, A100, ["head_dim_qk=100", "head_dim_v=584"]),
+        ({"head_dim_qk": 584}, A100, ["head_dim_qk=584"]),
+        ({"dtype": torch.float64}, A100, ["dtype=torch.float64"]),
+        ({"attn_mask_type": "arbitrary"}, A100, ["attn_mask_type='arbitrary'"]),
+        ({"bias_type": "alibi"}, A100, ["bias_type='alibi'"]),
+        ({"dropout_p": 0.1}, A100, ["dropout_p=0.1"]),
+        ({"softmax_type": "learnable"}, A100, ["softmax_type='learnable'"]),
+        ({"has_score_mod": True}, A100, ["score_mod=True"]),
+        ({"fp8": True}, A100, ["fp8=True"]),
+        ({"return_max_logit": True}, A100, ["return_max_logit=True"]),
+        ({"num_splits": 2}, A100, ["num_splits=2"]),
+        ({"has_kv_cache": True}, A100, ["has_kv_cache=True"]),
+        ({"context_parallel": True, "cp_size": 2}, A100, ["cp_size=2"]),
+    ],
+)
+def test_refusals(changes: dict[str, object], platform: Platform, reasons: list[str]) -> None:
+    found = list(triton.refusals(mla_request(**changes), platform))
+    assert len(found) == len(reasons)
+    for reason, expected in zip(found, reasons, strict=True):
+        assert expected in reason
