@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mla_plugin.kernels import decode_tiles
 from mla_plugin.kernels.decode import combine_kernel, decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
+from mla_plugin.kernels.launch import on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
@@ -244,9 +245,6 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, S_q, H, R] and lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
     plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, is_causal)
-    if not _INTERPRETED and q_nope_abs.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q_nope_abs.device):
-            return decode(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv)
     out = q_nope_abs.new_empty(plan.out_shape)
     lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
@@ -257,11 +255,13 @@ def decode(
         parts_lse = q_nope_abs.new_empty(plan.parts_shape, dtype=torch.float32)
     descriptors = _descriptors(plan, c_kv, k_rope)
     tensors = (q_nope_abs, q_rope, c_kv, k_rope, *descriptors, page_table, seqlens_kv, parts, parts_lse)
-    compiled = _launch(decode_kernel, plan.compiled, plan.grid, (*tensors, softmax_scale, *plan.scalars), plan.options)
-    compiled_combine = None
-    if parts is not out:
-        arguments = (parts, parts_lse, out, lse, *plan.combine_scalars)
-        compiled_combine = _launch(combine_kernel, plan.compiled_combine, plan.combine_grid, arguments, {})
+    scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
+    with on_device_of(q_nope_abs):
+        compiled = _launch(decode_kernel, plan.compiled, plan.grid, (*tensors, scale, *plan.scalars), plan.options)
+        compiled_combine = None
+        if parts is not out:
+            arguments = (parts, parts_lse, out, lse, *plan.combine_scalars)
+            compiled_combine = _launch(combine_kernel, plan.compiled_combine, plan.combine_grid, arguments, {})
     if plan.reusable:
         plan.compiled, plan.compiled_combine = compiled, compiled_combine
     return out, lse

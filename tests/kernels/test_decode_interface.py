@@ -179,11 +179,11 @@ class Recorder:
     """A kernel that notes how it is launched, as Triton's two launchers would be called."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[str, int]] = []
+        self.launches: list[tuple[str, tuple[object, ...]]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
         def launch(*arguments: object, **options: int) -> object:
-            self.launches.append(("first" if options else "again", len(arguments)))
+            self.launches.append(("first" if options else "again", arguments))
             return self
 
         return launch
@@ -192,15 +192,19 @@ class Recorder:
 def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
     recorder = Recorder()
-    num_arguments = len(decode_launch.decode_kernel.arg_names)
+    names = decode_launch.decode_kernel.arg_names
     monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
     monkeypatch.setattr(decode_launch, "_plans", {})
     inputs = contiguous(SHAPE, torch.float16)
-    for _ in range(3):
-        mla_decode_attention(*inputs.tensors(), **inputs.options())
-    kinds, counts = zip(*recorder.launches, strict=True)
+    for scale in (1, 0.5, 2):
+        mla_decode_attention(*inputs.tensors(), softmax_scale=scale)
+    kinds, arguments = zip(*recorder.launches, strict=True)
     assert kinds == ("first", "again", "again")
-    assert set(counts) == {num_arguments}
+    assert {len(given) for given in arguments} == {len(names)}
+    # a whole number would be compiled in as a constant
+    scales = [given[names.index("softmax_scale")] for given in arguments]
+    assert scales == [1.0, 0.5, 2.0]
+    assert all(isinstance(scale, float) for scale in scales)
     recorder.launches.clear()
     buffer = torch.zeros(2 * 70 * 80 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 70, 80)
     for _ in range(2):
