@@ -13,7 +13,6 @@ from mla_plugin.kernels.tile_math import split_head_dim
 
 WIDE_STRIDE = 2**31 // 128
 """Token stride from which a tile of 128 rows, the largest, spans more than an int32 offset reaches."""
-_INTERPRETED_CLASS = 227  # the interpreter has no shared memory
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tenso
 def memory_class(device: torch.device) -> int:
     """Shared-memory class of a device, see tiles.py."""
     if device.type != "cuda":
-        return _INTERPRETED_CLASS
+        return tiles.INTERPRETED
     properties = torch.cuda.get_device_properties(device)
     return tiles.shared_memory_class(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 

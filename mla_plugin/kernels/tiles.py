@@ -36,6 +36,10 @@ def shared_memory_class(bytes_per_block: int) -> int:
     raise ValueError(f"{bytes_per_block} bytes of shared memory per block; the kernels need at least {99 * 1024}")
 
 
+INTERPRETED = 0
+"""The class of Triton's interpreter, which has no shared memory and is fastest with few, large tiles."""
+_INTERPRETED_TILE = Tile(64, 64, 4, 1)
+
 # rows: (largest head_dim_qk + head_dim_v in columns, tile); the first row that is wide enough is taken
 _Rows = tuple[tuple[int, Tile], ...]
 
@@ -116,6 +120,8 @@ def tile_for(table: dict[tuple[int, int], _Rows], kib: int, itemsize: int, colum
     Raises:
         ValueError: no entry is wide enough.
     """
+    if kib == INTERPRETED:
+        return _INTERPRETED_TILE
     for widest, tile in table[kib, itemsize]:
         if columns <= widest:
             return tile

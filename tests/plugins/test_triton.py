@@ -17,6 +17,7 @@ REFUSES: Mapping[str, str] = {
     "fp64": "dtype=torch.float64",
     "arbitrary": "attn_mask_type='arbitrary'",
     "bias": "bias_type=",
+    "head_dims=13/7": "head_dim_qk=13",
 }
 
 
@@ -29,7 +30,7 @@ class TestInterpreterWithNanPadding(NanPadding, TestInterpreter):
     def cases(self) -> tuple[Case, ...]:
         return tuple(case for case in super().cases() if case.dtype is torch.float32)
 
-    refuses: Mapping[str, str] = {}
+    refuses: Mapping[str, str] = {"bias": "bias_type="}
 
 
 @pytest.mark.gpu
@@ -41,7 +42,7 @@ class TestCuda(BackendConformance):
 
 @pytest.mark.gpu
 class TestCudaWithNanPadding(NanPadding, TestCuda):
-    refuses: Mapping[str, str] = {}
+    refuses: Mapping[str, str] = {"bias": "bias_type=", "fp64": "dtype=torch.float64"}
 
 
 TITAN = Platform("cuda", (7, 5), packages=(("triton", "3.7.1"),))
