@@ -115,6 +115,46 @@ def test_a_second_backward_is_a_clear_error() -> None:
         gradient.sum().backward()
 
 
+def test_forward_mode_is_a_clear_error_not_a_zero() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attention(dual, k, v)
+        attention(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
+        torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
+        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_equals_a_loop() -> None:
+    q, k, v = (torch.stack([x.detach(), -x.detach()]) for x in inputs())
+    expected = torch.stack([attention(*qkv) for qkv in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(torch.vmap(attention)(q, k, v), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", ["q", "k", "v", "dout"])
+def test_a_last_dimension_that_is_not_contiguous_changes_nothing(
+    layout: str, dtype: torch.dtype, transposed: str
+) -> None:
+    results = []
+    for is_transposed in (False, True):
+        tensors = dict(zip("qkv", (x.detach() for x in inputs(layout, dtype)), strict=True))
+        tensors["dout"] = torch.cos(torch.arange(tensors["q"][..., :16].numel())).view(*LAYOUTS[layout], 16).to(dtype)
+        if is_transposed:
+            tensors[transposed] = tensors[transposed].mT.contiguous().mT
+            assert tensors[transposed].stride(-1) != 1
+        q, k, v = (tensors[name].requires_grad_() for name in "qkv")
+        out = attention(q, k, v, **options(layout))
+        results.append((out, *torch.autograd.grad(out, (q, k, v), tensors["dout"])))
+    for plain, strided in zip(*results, strict=True):
+        torch.testing.assert_close(strided, plain, rtol=0, atol=0)
+
+
 def test_autocast_casts_to_its_dtype_and_gradients_come_back() -> None:
     qkv = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
