@@ -128,7 +128,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output = _empty_output(tensors, request)
     else:
         if request.has_padding and request.device_type == "cpu":
-            checks.check_length_values(tensors, request.qkv_format)
+            checks.check_length_values(tensors, request)
         output = dispatch.forward(resolve(request, backend=backend), tensors)
     return output.out.contiguous(), output.lse.contiguous()
 
@@ -208,7 +208,7 @@ def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 "torch.func's grad, vjp, jvp and what is made of them do not go through attention; use "
                 "torch.autograd.grad or backward()"
             )
-        return _Attention.apply(*args)  # type: ignore[no-any-return]
+        return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
     return _Attention.forward(*args)
 
 

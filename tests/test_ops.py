@@ -166,6 +166,17 @@ def test_autocast_casts_to_its_dtype_and_gradients_come_back() -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+def test_autocast_does_not_make_numbers_of_integers() -> None:
+    qkv = [x.detach().int() for x in inputs()]
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="int32"):
+        attention(*qkv)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    out, lse = attention(*(x.detach().to("meta") for x in inputs()), return_lse=True)
+    assert (out.shape, out.device.type, lse.shape) == ((2, 5, 4, 16), "meta", (2, 4, 5))
+
+
 def test_autocast_leaves_float64_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attention(*inputs()).dtype == torch.float64
