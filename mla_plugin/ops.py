@@ -122,6 +122,19 @@ def _empty_output(tensors: AttentionTensors, request: AttentionRequest) -> Atten
     return AttentionOutput(q.new_zeros((*q.shape[:-1], request.head_dim_v)), lse)
 
 
+def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRequest, backend: str) -> None:
+    """What compiled code was promised by the fake operator: it would read beyond a smaller tensor."""
+    for name, x, shape, dtype in (
+        ("out", output.out, (*q.shape[:-1], request.head_dim_v), q.dtype),
+        ("lse", output.lse, _lse_shape(q, request.qkv_format), lse_dtype(q.dtype)),
+    ):
+        if x.shape != shape or x.dtype != dtype:
+            raise RuntimeError(
+                f"the backend {backend!r} returned {name} as {tuple(x.shape)} {x.dtype}; {shape} {dtype} is the "
+                f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
+            )
+
+
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors, request, backend = _split(args)
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
@@ -129,7 +142,9 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         if request.has_padding and request.device_type == "cpu":
             checks.check_length_values(tensors, request)
-        output = dispatch.forward(resolve(request, backend=backend), tensors)
+        plan = resolve(request, backend=backend)
+        output = dispatch.forward(plan, tensors)
+        _check_output(output, tensors.q, request, plan.forward_backend)
     return output.out.contiguous(), output.lse.contiguous()
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mla_plugin import AttentionRequest, Plan, attention, ops
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl, ops
+from mla_plugin.hooks.manager import get_manager
 
 LAYOUTS = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (9, 4)}
 KV = {"bshd": (2, 7, 2), "sbhd": (7, 2, 2), "bhsd": (2, 2, 7), "thd": (12, 2)}
@@ -126,6 +127,33 @@ def test_forward_mode_is_a_clear_error_not_a_zero() -> None:
         torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,))
     with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
         torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((1, 2), "forward of the backend 'broken' returned tuple, not AttentionOutput"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 24), torch.zeros(2, 4, 5)), r"out as \(2, 5, 4, 24\)"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 4)), r"lse as \(2, 5, 4\)"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 16).half(), torch.zeros(2, 4, 5)), r"float16; .* torch.float32 is the"),
+    ],
+)
+def test_a_backend_that_breaks_its_promise_is_named(answer: object, words: str) -> None:
+    class Broken:
+        @hookimpl
+        def select_backend(self) -> Accepted:
+            return Accepted()
+
+        @hookimpl
+        def forward(self) -> object:
+            return answer
+
+    get_manager().register(Broken(), "broken")
+    try:
+        with pytest.raises((RuntimeError, TypeError), match=words):
+            attention(*inputs(dtype=torch.float32), backend="broken")
+    finally:
+        get_manager().unregister("broken")
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
