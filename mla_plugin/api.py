@@ -79,6 +79,7 @@ def attention(
     Raises:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
+        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
     checks.check_types(
         q=q,
