@@ -69,7 +69,9 @@ def main() -> None:
     }
     for name, value in rows.items():
         print(f"{name:<28} {value:6.2f} us")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    ).stdout
     record = {
         "benchmark": "dispatch",
         "unit": "microseconds",

@@ -181,7 +181,7 @@ def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
     raise NotImplementedError(
-        "attention has no second derivative here; for create_graph=True use an attention made of plain PyTorch operations"
+        "attention has no second derivative here; for create_graph=True use an attention of plain PyTorch operations"
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mla_plugin import attention, ops
+from mla_plugin import AttentionRequest, Plan, attention, ops
 
 LAYOUTS = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (9, 4)}
 KV = {"bshd": (2, 7, 2), "sbhd": (7, 2, 2), "bhsd": (2, 2, 7), "thd": (12, 2)}
@@ -69,7 +69,7 @@ def test_compiled_equals_eager_forward_and_backward(layout: str) -> None:
 def test_compiled_with_dynamic_lengths_compiles_once() -> None:
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, dynamic=True, backend=counter)
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
     for length in (5, 6, 9):
         q, v = torch.randn(2, length, 4, 24), torch.randn(2, length, 4, 16)
         torch.testing.assert_close(compiled(q, q, v), attention(q, q, v))
@@ -86,10 +86,10 @@ def test_opcheck(layout: str) -> None:
     torch.library.opcheck(ops.attention_forward, (*tensors, *values, True, False, True, "direct", None))
     out, lse = attention(*(x.detach() for x in (q, k, v)), return_lse=True, **given)
     dlse = torch.ones_like(lse)
+    detached = [None if x is None else x.detach() for x in tensors]
     torch.library.opcheck(
         torch.ops.mla_plugin.attention_backward.default,
-        (torch.ones_like(out), dlse, out, lse, *(None if x is None else x.detach() for x in tensors), *values)
-        + (True, False, True, "direct", None),
+        (torch.ones_like(out), dlse, out, lse, *detached, *values, True, False, True, "direct", None),
     )
 
 
@@ -196,11 +196,22 @@ def test_a_variable_takes_effect_at_the_next_call(monkeypatch: pytest.MonkeyPatc
     attention(*qkv)
 
 
+def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[AttentionRequest]:
+    """The requests that the operators resolve from here on."""
+    seen: list[AttentionRequest] = []
+    resolve = ops.resolve
+
+    def watched(request: AttentionRequest, backend: str | None) -> Plan:
+        seen.append(request)
+        return resolve(request, backend=backend)
+
+    monkeypatch.setattr(ops, "resolve", watched)
+    return seen
+
+
 @pytest.mark.parametrize("how", ["argument", "variable", "torch"])
 def test_each_way_to_ask_for_determinism_reaches_the_request(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    resolve = ops.resolve
-    monkeypatch.setattr(ops, "resolve", lambda request, backend: seen.append(request) or resolve(request, backend=backend))
+    seen = watch_requests(monkeypatch)
     qkv = [x.detach() for x in inputs()]
     attention(*qkv)
     if how == "variable":
@@ -215,9 +226,7 @@ def test_each_way_to_ask_for_determinism_reaches_the_request(how: str, monkeypat
 
 
 def test_requests_describe_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    resolve = ops.resolve
-    monkeypatch.setattr(ops, "resolve", lambda request, backend: seen.append(request) or resolve(request, backend=backend))
+    seen = watch_requests(monkeypatch)
     for layout in LAYOUTS:
         attention(*inputs(layout), **options(layout))
     bias = torch.zeros(2, 1, 1, 7, dtype=torch.float64)

@@ -65,8 +65,8 @@ class Case:
     rows_q: tuple[int, ...] | None = None
     rows_kv: tuple[int, ...] | None = None
     tail: int = 0
-    num_heads: int = 2
-    num_kv_heads: int = 2
+    num_heads: int = 3
+    num_kv_heads: int = 3
     head_dim_qk: int = 192
     head_dim_v: int = 128
     attn_mask_type: str = "no_mask"

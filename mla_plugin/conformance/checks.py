@@ -35,7 +35,7 @@ def fail(message: str) -> NoReturn:
     raise ConformanceError(message)
 
 
-class PoisonedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PoisonedMemory(TorchDispatchMode):
     """Fills every floating-point tensor that is allocated uninitialised with NaN, so that what is never written shows.
 
     ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
@@ -122,7 +122,7 @@ def check_output(
     if not torch.equal(output.lse.isneginf(), sees_no_key):
         fail("lse must be -inf exactly for the rows that see no key, or lie in padding")
     exact_lse, low_lse, lse = (x.masked_fill(sees_no_key, 0) for x in (exact.lse, low.lse, output.lse))
-    check_error(case, "out", output.out, exact.out, low.out, _magnitude(exact.out))
+    check_error(case, "out", output.out, exact.out, low.out, _magnitude(exact.out) * _magnitude(exact_lse))
     check_error(case, "lse", lse, exact_lse, low_lse, _magnitude(exact_lse))
     return output
 
@@ -143,7 +143,8 @@ def check_gradients(
         names.append("dbias")
     padding = case.is_padding("kv").to(exact_lse.device)
     zeros = {"dq": _rows_without_keys(case, exact_lse), "dk": padding, "dv": padding}
-    magnitude = max(_magnitude(getattr(exact, name)) for name in names)
+    finite_lse = exact_lse.masked_fill(exact_lse.isneginf(), 0)
+    magnitude = max(_magnitude(getattr(exact, name)) for name in names) * _magnitude(finite_lse)
     for name in names:
         got, wanted = getattr(gradients, name), getattr(exact, name)
         _check_tensor(name, got, wanted, tensors[name[1:]].dtype)
@@ -158,18 +159,19 @@ def check_error(
 ) -> None:
     """The error against float64 is at most twice that of plain PyTorch in the case's dtype, plus a floor.
 
-    Both the largest and the root-mean-square error are held to it. The floor is for the cases where plain PyTorch
-    happens to make no error at all, such as a single key: one rounding of the result to the dtype, and
-    ``ACCUMULATOR_ROUNDINGS`` roundings of the accumulator (float32, or float64 for float64) on numbers of size
-    ``magnitude``.
+    Both the largest and the root-mean-square error are held to it. The floor is for cases where plain PyTorch happens
+    to make hardly an error, such as a single key: two roundings to the dtype, of the softmax weights and of the result,
+    and ``ACCUMULATOR_ROUNDINGS`` roundings of the accumulator (float32, or float64 for float64) on numbers of size
+    ``magnitude``: the largest value, times the largest log-sum-exp, because exp(score - lse) turns an absolute error
+    of its argument into a relative one.
     """
     _check_no_nan(name, got)
     accumulator = torch.float64 if case.dtype == torch.float64 else torch.float32
-    rounding = torch.finfo(case.dtype).eps / 2
+    two_roundings = torch.finfo(case.dtype).eps
     accumulated = ACCUMULATOR_ROUNDINGS * torch.finfo(accumulator).eps * magnitude
     for norm, words in ((_largest, "largest"), (_root_mean_square, "root-mean-square")):
         plain = norm(low.double() - exact)
-        budget = 2 * plain + rounding * norm(exact) + accumulated
+        budget = 2 * plain + two_roundings * norm(exact) + accumulated
         error = norm(got.double() - exact)
         if not error <= budget:
             fail(

@@ -160,6 +160,8 @@ def test_selected_keys_narrow_the_mask():
     selected = torch.zeros(B, 1, 5, 7, dtype=torch.bool).scatter_(-1, indices.long().unsqueeze(1), True)
     mask = causal(5, 7).expand(B, 1, 5, 7)
     assert_equal(*qkv(5, 7), selected & mask, mask=mask, indices=indices)
+    mask.packing = {}  # packed sequences alone would say less than the selection
+    assert_equal(*qkv(5, 7), selected & mask, mask=mask, indices=indices)
 
 
 @pytest.mark.parametrize(("lengths_q", "lengths_kv"), [((3, 0, 5, 4), None), ((1, 7, 2, 2), (4, 7, 3, 2))])
@@ -186,6 +188,14 @@ def test_packed_sequences(lengths_q, lengths_kv, window, is_causal):
         torch.testing.assert_close(out.flatten(0, 1)[start_q : start_q + n_q], expected, rtol=1e-10, atol=1e-12)
     assert (out.flatten(0, 1)[cu_q[-1] :] == 0).all()
     assert out.shape == (B, 7, H, D_V)
+
+
+def test_a_mask_that_carries_packed_sequences_is_causal():
+    cu_seq_lens = torch.tensor([0, 3, 7, 10, 14], dtype=torch.int32)
+    ids = ids_of((3, 4, 3, 4), 14).view(B, 7)
+    mask = causal(7, 7) & (ids[:, None, :, None] == ids[:, None, None, :])
+    mask.packing = adapter._packing(cu_seq_lens, cu_seq_lens, 4, 4)
+    assert_equal(*qkv(7, 7), mask, mask=mask, module=SimpleNamespace(is_causal=False))
 
 
 def test_packed_sequences_narrow_a_dense_mask():
@@ -218,9 +228,10 @@ def test_sinks_of_packed_sequences():
 
 def test_q_k_and_v_reach_the_backend_without_a_copy(monkeypatch):
     q, k, v = qkv(5, 5)
-    seen = []
-    monkeypatch.setattr(mla_plugin, "attention", lambda *x, **_: seen.extend(x) or x[0])
+    seen, hosts = [], []
+    monkeypatch.setattr(mla_plugin, "attention", lambda *x, host, **_: seen.extend(x) or hosts.append(host) or x[0])
     adapter.attention_forward(CAUSAL, q, k, v, None)
+    assert hosts == ["transformers"]
     assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)]
     assert [tuple(x.shape) for x in seen] == [(B, 5, H, D_QK), (B, 5, H, D_QK), (B, 5, H, D_V)]
 

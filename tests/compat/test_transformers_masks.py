@@ -93,7 +93,13 @@ def test_random_cases_reach_every_form():
     assert forms == {None, ("short", False), ("short", True), ("whole", False), ("whole", True)}
 
 
-@pytest.mark.parametrize("window", [3, 5, 6])
+@pytest.mark.parametrize(("q_offset", "kv_offset"), [(0, 2), (6, 0)])
+def test_queries_that_are_not_among_the_keys_get_a_dense_mask(q_offset, kv_offset):
+    given = arguments(3, 5, q_offset, kv_offset=kv_offset, attention_mask=None)
+    assert torch.equal(adapter.attention_mask_for(**given), dense(given))
+
+
+@pytest.mark.parametrize("window", [3, 4, 5, 6])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_window_wider_than_the_keys_is_plain_causal(window, padded):
     attention_mask = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
@@ -108,6 +114,12 @@ def test_a_window_wider_than_the_keys_is_plain_causal(window, padded):
 
 def test_a_model_that_reads_its_mask_gets_a_dense_one():
     given = arguments(5, 5, 0, attention_mask=None, allow_is_causal_skip=False)
+    assert torch.equal(adapter.attention_mask_for(**given), dense(given))
+
+
+def test_a_traced_model_gets_a_dense_one_and_no_value_is_read(monkeypatch):
+    given = arguments(5, 5, 0, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(adapter.attention_mask_for(**given), dense(given))
 
 

@@ -108,7 +108,23 @@ def _emulated_forward(
     assert compute_log_sumexp
     assert dropout_p == 0
     output = attention(*_call(query, key, value, is_causal, scale), compute_dtype=torch.float32)
-    return (output.out.to(query.dtype), output.lse, None, None, query.shape[2], key.shape[2], None, None, None)
+    return (
+        output.out.to(query.dtype),
+        output.lse.unsqueeze(-1),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        None,
+        None,
+        None,
+    )
+
+
+def _memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of more than one element, from the widest stride to the narrowest."""
+    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+    return tuple(sorted(dims, key=lambda dim: -x.stride(dim)))
 
 
 def _emulated_backward(
@@ -131,10 +147,14 @@ def _emulated_backward(
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0)
+    # PyTorch caches the plans by the strides of q, k and v alone: the others must lie in memory as they do
+    for x in (grad_out, out, key, value):
+        order = _memory_order(x)
+        assert order == tuple(dim for dim in _memory_order(query) if dim in order)
     call = _call(query, key, value, is_causal, scale)
     output, gradients = attention_with_gradients(*call, grad_out, compute_dtype=torch.float32)
     torch.testing.assert_close(out, output.out.to(out.dtype), rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(logsumexp, output.lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logsumexp, output.lse.unsqueeze(-1), rtol=1e-5, atol=1e-5)
     return tuple(x.to(query.dtype) for x in (gradients.dq, gradients.dk, gradients.dv))
 
 

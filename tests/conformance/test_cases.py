@@ -1,0 +1,226 @@
+"""The catalogue covers what it promises, and a case's request and tensors describe one and the same call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_plugin.conformance import Case, cases
+from mla_plugin.conformance.case import PADDING_POISON
+from mla_plugin.layout import to_bhsd
+from mla_plugin.reference import attention
+from mla_plugin.types import ATTN_MASK_TYPES, QKV_FORMATS
+
+SMALL, LARGE = cases(), cases("large")
+EVERY = (*SMALL, *LARGE)
+PADDED = Case("", seqlens_q=(2, 5), seqlens_kv=(3, 1), rows_q=(6, 6), rows_kv=(4, 4), attn_mask_type="padding")
+PACKED = replace(PADDED, qkv_format="thd", rows_q=(2, 6), rows_kv=(4, 1), tail=2)
+
+
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_names_are_unique_and_can_be_keys_of_refuses():
+    names = [case.name for case in EVERY]
+    assert len(set(names)) == len(names)
+    assert not any(set(name) & set(" &\t[]") for name in names)
+    assert not set(names) & frozenset().union(*(case.tags for case in EVERY))
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *QKV_FORMATS,
+        *ATTN_MASK_TYPES,
+        *("fp32", "bf16", "fp16", "fp64"),
+        *(f"head_dims={d}" for d in ("192/128", "128/128", "256/256", "192/256", "96/64", "64/32", "128/64", "24/16")),
+        *(
+            "pre_scale_bias",
+            "post_scale_bias",
+            "bias_1hss",
+            "bias_b1ss",
+            "bias_11ss",
+            "bias_bhss",
+            "bias_requires_grad",
+        ),
+        *("window", "window_without_causal_mask", "gqa", "mqa", "unequal_lengths", "one_token", "empty_sequences"),
+        *("pad_between_seqs", "tail", "transposed", "sliced_heads", "packed", "expanded_heads", "dout_expanded"),
+        *("return_lse", "deterministic"),
+    ],
+)
+def test_every_feature_has_a_case_in_both_working_dtypes(tag):
+    selected = cases(tag)
+    assert selected
+    assert all(tag in case.tags for case in selected)
+    if tag not in ("fp32", "bf16", "fp16", "fp64"):
+        assert cases(tag, "fp32")
+        assert cases(tag, "bf16")
+
+
+def test_selection():
+    assert all("small" in case.tags for case in SMALL)
+    assert all(case.is_large for case in LARGE)
+    assert set(cases("thd", "fp16")) == {case for case in SMALL if case.qkv_format == "thd" and "fp16" in case.tags}
+    assert cases("large", "thd")
+    with pytest.raises(ValueError, match=r"no conformance case has the tag 'tdh'; tags: .*thd"):
+        cases("tdh")
+
+
+def test_lengths_meet_masks_in_both_ways():
+    for mask in ("causal", "causal_bottom_right"):
+        dense = [case for case in cases(mask) if len(set(case.seqlens_q)) == 1]
+        assert any(case.seqlens_q > case.seqlens_kv for case in dense)
+        assert any(case.seqlens_q < case.seqlens_kv for case in dense)
+
+
+def test_large_cases_stay_within_their_memory():
+    for case in LARGE:
+        assert case.num_heads * max(case.seqlens_q) * max(case.seqlens_kv) <= 2**26, case
+    assert all(sum(case.seqlens_q) * sum(case.seqlens_kv) < 2**18 for case in SMALL)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_request_and_tensors_describe_one_call(case):
+    request, tensors = case.request(), case.tensors(generator=generator())
+    hash(request)
+    assert request.num_heads % request.num_kv_heads == 0
+    assert (tensors.q.shape[-1], tensors.v.shape[-1]) == (request.head_dim_qk, request.head_dim_v)
+    for x, heads, extent in (
+        (tensors.q, request.num_heads, request.max_seqlen_q),
+        (tensors.k, request.num_kv_heads, request.max_seqlen_kv),
+        (tensors.v, request.num_kv_heads, request.max_seqlen_kv),
+    ):
+        assert (x.dtype, x.stride(-1)) == (request.dtype, 1)
+        bhsd = to_bhsd(x, request.qkv_format)
+        assert bhsd.shape[1] == heads
+        if request.qkv_format != "thd":
+            assert (bhsd.shape[0], bhsd.shape[2]) == (request.batch_size, extent)
+    for cu_seqlens, longest in (
+        (tensors.cu_seqlens_q, request.max_seqlen_q),
+        (tensors.cu_seqlens_kv, request.max_seqlen_kv),
+    ):
+        assert (cu_seqlens is not None) == (request.qkv_format == "thd" or request.has_padding)
+        if cu_seqlens is not None:
+            assert (cu_seqlens.dtype, len(cu_seqlens)) == (torch.int32, request.batch_size + 1)
+            assert cu_seqlens.diff().max() <= longest
+    assert (tensors.cu_seqlens_q_padded is not None) == request.pad_between_seqs
+    assert (tensors.bias is not None) == (request.bias_shape is not None)
+
+    output = attention(request, tensors)
+    dout, dlse = case.cotangents(generator=generator())
+    assert (dout.shape, dout.dtype) == (output.out.shape, case.dtype)
+    assert (dlse is not None) == request.return_lse
+    if dlse is not None:
+        assert dlse.shape == output.lse.shape
+        assert dlse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_cases_are_consistent(case):
+    request = case.request("cuda:0")
+    assert (request.device_type, request.device_index) == ("cuda", 0)
+    assert case.is_packed or request.has_padding or len({*case.seqlens_q}) == len({*case.seqlens_kv}) == 1
+
+
+def test_inference_asks_for_no_gradient():
+    case = Case("", bias_type="post_scale_bias", bias_requires_grad=True)
+    assert case.request(is_training=True).bias_requires_grad
+    assert not case.request(is_training=False).bias_requires_grad
+
+
+@pytest.mark.parametrize(
+    ("mask", "given", "expected"),
+    [
+        ("causal", True, False),
+        ("padding_causal", True, False),
+        ("causal_bottom_right", False, True),
+        ("padding_causal_bottom_right", False, True),
+        ("no_mask", True, True),
+        ("padding", False, False),
+    ],
+)
+def test_the_diagonal_agrees_with_the_mask(mask, given, expected):
+    case = Case("", attn_mask_type=mask, bottom_right_diagonal=given)
+    assert case.request().bottom_right_diagonal is expected
+
+
+STRIDES = {
+    # storage: strides of q and of k for bshd, B = 2, S = 3, H = 4, head dims 8 and 6
+    "contiguous": ((96, 32, 8, 1), (96, 32, 8, 1)),
+    "transposed": ((96, 8, 24, 1), (96, 8, 24, 1)),
+    "sliced_heads": ((192, 64, 16, 1), (192, 64, 16, 1)),
+    "packed": ((264, 88, 22, 1), (264, 88, 22, 1)),
+    "expanded_heads": ((96, 32, 8, 1), (24, 8, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("storage", STRIDES)
+def test_storage(storage):
+    lengths = {"seqlens_q": (3, 3), "seqlens_kv": (3, 3)}
+    case = Case("", head_dim_qk=8, head_dim_v=6, num_heads=4, num_kv_heads=4, storage=storage, **lengths)
+    tensors = case.tensors(generator=generator())
+    assert (tensors.q.stride(), tensors.k.stride()) == STRIDES[storage]
+    assert (tensors.q.untyped_storage().data_ptr() == tensors.v.untyped_storage().data_ptr()) == (storage == "packed")
+
+
+@pytest.mark.parametrize(
+    ("storage", "strides"), [("contiguous", (24, 8, 1)), ("transposed", (8, 40, 1)), ("expanded", (0, 0, 0))]
+)
+def test_dout_storage(storage, strides):
+    case = replace(PACKED, tail=0, rows_q=(2, 3), seqlens_q=(2, 3), num_heads=3, head_dim_v=8, dout_storage=storage)
+    assert case.cotangents(generator=generator())[0].stride() == strides
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+def test_padding_of_dense_layouts(qkv_format):
+    case = replace(PADDED, qkv_format=qkv_format)
+    padding = to_bhsd(case.is_padding("q"), qkv_format)
+    assert padding.shape == (2, 1, 6, 1)
+    assert padding[:, 0, :, 0].tolist() == [[False, False, *[True] * 4], [*[False] * 5, True]]
+
+
+def test_padding_of_packed_sequences():
+    assert PACKED.is_padding("q").flatten().tolist() == [False, False, *[False] * 5, True, True, True]
+    assert PACKED.is_padding("kv").flatten().tolist() == [False, False, False, True, False, True, True]
+    tensors = PACKED.tensors()
+    assert tensors.q.shape[0] == 10
+    assert tensors.cu_seqlens_q.tolist() == [0, 2, 7]
+    assert tensors.cu_seqlens_q_padded.tolist() == [0, 2, 8]
+    assert tensors.cu_seqlens_kv_padded.tolist() == [0, 4, 5]
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "transposed", "sliced_heads"])
+@pytest.mark.parametrize("case", [PADDED, replace(PADDED, qkv_format="sbhd"), PACKED], ids=["bshd", "sbhd", "thd"])
+def test_padded_rows_are_poisoned(case, storage):
+    case = replace(case, storage=storage, dout_storage="contiguous", return_lse=True)
+    plain, poisoned = (case.tensors(generator=generator(), padding_poison=factor) for factor in (1.0, PADDING_POISON))
+    for name, side in (("q", "q"), ("k", "kv"), ("v", "kv")):
+        factor = torch.where(case.is_padding(side), PADDING_POISON, 1.0)
+        assert factor.max() == PADDING_POISON
+        assert torch.equal(getattr(poisoned, name), getattr(plain, name) * factor)
+    (dout, dlse), (dout_poisoned, dlse_poisoned) = (
+        case.cotangents(generator=generator(), padding_poison=factor) for factor in (1.0, PADDING_POISON)
+    )
+    factor = torch.where(case.is_padding("q"), PADDING_POISON, 1.0)
+    assert torch.equal(dout_poisoned, dout * factor)
+    factor = to_bhsd(factor, case.qkv_format)[..., 0]
+    assert torch.equal(dlse_poisoned, dlse * (factor[0] if case.is_packed else factor))
+
+
+def test_arbitrary_masks_hide_whole_rows_and_parts_of_others():
+    mask = Case("", attn_mask_type="arbitrary").tensors(generator=generator()).attention_mask
+    assert mask.shape == (2, 1, 67, 67)
+    hidden = mask.all(-1)[:, 0]
+    assert hidden.nonzero()[:, 1].tolist() == [0, 33, 66] * 2
+    assert 0.2 < mask.float().mean() < 0.5
+
+
+def test_data_is_fresh_and_reproducible():
+    case = Case("")
+    assert torch.equal(case.tensors(generator=generator(3)).q, case.tensors(generator=generator(3)).q)
+    assert not torch.equal(case.tensors().q, case.tensors().q)
+    assert case.tensors().softmax_scale == 192**-0.5
+    assert replace(case, softmax_scale=0.3).tensors().softmax_scale == 0.3
