@@ -54,7 +54,7 @@ class BackendManager:
                 continue
             try:
                 self.register(entry_point.load(), entry_point.name)
-            except Exception as error:  # a broken package must not take the host down
+            except (Exception, SystemExit) as error:  # a broken package must not take the host down
                 self._report(entry_point.name, f"{type(error).__name__}: {error}")
 
     def _report(self, name: str, reason: str) -> None:
@@ -66,14 +66,37 @@ class BackendManager:
 
         Raises:
             ValueError: the name is taken.
-            pluggy.PluginValidationError: a hook implementation does not fit its specification.
+            pluggy.PluginValidationError: a hook implementation does not fit its specification, is marked under a name
+                that is no hook, or would answer for other backends, because ``select_backend`` is missing.
         """
         if self._pm.has_plugin(name):
             raise ValueError(
                 f"a backend named {name!r} is registered already; unregister it first or choose another name"
             )
-        self._pm.register(plugin, name=name)
+        try:
+            self._pm.register(plugin, name=name)
+            self._pm.check_pending()
+            self._check_is_backend_or_wrappers(plugin, name)
+        except pluggy.PluginValidationError:
+            if self._pm.has_plugin(name):  # what fitted is in place already, and would be called
+                self._pm.unregister(name=name)
+            raise
         self._invalidate()
+
+    def _check_is_backend_or_wrappers(self, plugin: object, name: str) -> None:
+        own = [
+            (caller.name, implementation)
+            for caller in self._pm.get_hookcallers(plugin) or ()
+            for implementation in caller.get_hookimpls()
+            if implementation.plugin is plugin
+        ]
+        computes = {hook for hook, implementation in own if not (implementation.wrapper or implementation.hookwrapper)}
+        if computes and "select_backend" not in computes:
+            raise pluggy.PluginValidationError(
+                plugin,
+                f"the plugin {name!r} implements {' and '.join(sorted(computes))} without select_backend, and would "
+                "compute what other backends are asked for; add select_backend, or make it a wrapper",
+            )
 
     def unregister(self, name: str) -> None:
         """Remove a plugin; unknown names raise ValueError."""
@@ -111,14 +134,25 @@ class BackendManager:
 
 
 _manager: BackendManager | None = None
-_lock = threading.Lock()
+_is_loading = False
+_lock = threading.RLock()
 
 
 def get_manager() -> BackendManager:
-    """The process's manager, made at the first use."""
-    global _manager
+    """The process's manager, made at the first use.
+
+    Raises:
+        RuntimeError: a backend's module asks for it while it is being imported.
+    """
+    global _manager, _is_loading
     if _manager is None:
         with _lock:
+            if _is_loading:
+                raise RuntimeError("a backend's module computes or explains attention at import; do it in its hooks")
             if _manager is None:
-                _manager = BackendManager()
+                _is_loading = True
+                try:
+                    _manager = BackendManager()
+                finally:
+                    _is_loading = False
     return _manager

@@ -59,7 +59,7 @@ def attention(
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], where each sequence starts in memory; ``thd`` with
             padding between sequences.
         max_seqlen_q, max_seqlen_kv: longest sequence; default S. Pass them for ``thd``, where the default is T:
-            backends size their grids by them.
+            backends size their grids by them, and one that is too small gives wrong results. On the CPU it raises.
         pad_between_seqs: default: True when padded offsets were given that are not the same objects as the others.
         core_attention_bias_type: ``no_bias``, ``post_scale_bias`` (added to the scaled scores) or ``pre_scale_bias``
             (added before scaling).
@@ -79,7 +79,19 @@ def attention(
     Raises:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
+        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
+    checks.check_types(
+        q=q,
+        k=k,
+        v=v,
+        attention_mask=attention_mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        core_attention_bias=core_attention_bias,
+    )
     q, k, v, core_attention_bias = _autocast(q, k, v, core_attention_bias)
     checks.check_tensors(q, k, v, qkv_format)
     mask, window, bottom_right = checks.normalize_mask(attn_mask_type, window_size, bottom_right_diagonal, qkv_format)
@@ -100,7 +112,7 @@ def attention(
         raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded; none was given")
     bias_requires_grad = core_attention_bias is not None and core_attention_bias.requires_grad
     needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or bias_requires_grad
-    tokens = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}[qkv_format]
+    tokens = checks.TOKENS[qkv_format]
     out, lse = attention_forward(
         q,
         k,
@@ -114,8 +126,8 @@ def attention(
         mask,
         *window,
         bottom_right,
-        q.shape[tokens] if max_seqlen_q is None else max_seqlen_q,
-        k.shape[tokens] if max_seqlen_kv is None else max_seqlen_kv,
+        checks.longest_sequence("max_seqlen_q", max_seqlen_q, q.shape[tokens], qkv_format, mask),
+        checks.longest_sequence("max_seqlen_kv", max_seqlen_kv, k.shape[tokens], qkv_format, mask),
         pad_between_seqs,
         core_attention_bias_type,
         bias_requires_grad,
@@ -138,7 +150,9 @@ def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: everything but float64."""
-    if not torch.is_autocast_enabled(q.device.type) or q.dtype == torch.float64:
+    device_type = q.device.type
+    is_castable = q.is_floating_point() and q.dtype != torch.float64
+    if not (is_castable and torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return q, k, v, bias
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(device_type)
     return q.to(dtype), k.to(dtype), v.to(dtype), None if bias is None else bias.to(dtype)

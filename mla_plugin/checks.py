@@ -7,17 +7,25 @@ cumulative lengths) are checked inside the operator, and only on the CPU, where 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
 
-from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionTensors
+from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, AttentionTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LENGTH_NAMES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _AXES = {"bshd": "[B, S, H, D]", "sbhd": "[S, B, H, D]", "bhsd": "[B, H, S, D]", "thd": "[T, H, D]"}
-_TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
+TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 _BATCH = {"bshd": 0, "sbhd": 1, "bhsd": 0}
+
+
+def check_types(**tensors: torch.Tensor | None) -> None:
+    """Everything that is given is a tensor; q, k and v are given."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v")):
+            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str) -> None:
@@ -26,8 +34,11 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format:
         raise ValueError(f"qkv_format={qkv_format!r}; accepted: {', '.join(QKV_FORMATS)}")
     ndim = 3 if qkv_format == "thd" else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
+        if x.layout != torch.strided:
+            raise TypeError(
+                f"{name} has the memory layout {x.layout}; torch.strided is needed, and for sequences of different "
+                "lengths qkv_format='thd' with cu_seqlens_q"
+            )
         if x.dim() != ndim:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; {qkv_format} is {_AXES[qkv_format]}, {ndim} dimensions"
@@ -62,16 +73,21 @@ def normalize_mask(
     Commas become underscores and ``causal_padding`` becomes ``padding_causal``, as in TransformerEngine; ``thd`` gets
     the padding form; a window (-1, 0) without a causal mask is a causal mask, as in FlashAttention.
     """
-    mask = attn_mask_type.replace(",", "_").replace("causal_padding", "padding_causal")
+    mask = str(attn_mask_type).replace(",", "_").replace("causal_padding", "padding_causal")
     if mask not in ATTN_MASK_TYPES:
         raise ValueError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
     if qkv_format == "thd" and mask == "arbitrary":
         raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
     if qkv_format == "thd" and "padding" not in mask:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
-    left, right = (-1, -1) if window_size is None else window_size
+    try:
+        left, right = (-1, -1) if window_size is None else map(operator.index, window_size)
+    except (TypeError, ValueError):
+        left = right = -2
     if left < -1 or right < -1:
-        raise ValueError(f"window_size={window_size}; each side is -1 (unlimited) or a number of tokens")
+        raise ValueError(
+            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a count of tokens"
+        )
     if "causal" not in mask and (left, right) == (-1, 0) and mask != "arbitrary":
         stem = "causal" if mask == "no_mask" else "padding_causal"
         mask = stem if bottom_right_diagonal is False else f"{stem}_bottom_right"
@@ -119,6 +135,24 @@ def check_lengths(
         raise ValueError(f"only one pair of padded offsets was given; {missing} is missing")
 
 
+def longest_sequence(name: str, given: int | None, extent: int, qkv_format: str, mask: str) -> int:
+    """The value of a max_seqlen argument: the tensor's extent unless lengths say otherwise.
+
+    Backends take their grids and choose their kernels by it, so a wrong one is a wrong result.
+    """
+    if given is None:
+        return extent
+    has_lengths = qkv_format == "thd" or "padding" in mask
+    if has_lengths and given >= 0 and (qkv_format == "thd" or given <= extent):
+        return given
+    if given != extent:
+        accepted = f"{extent}, the tensor's length, or nothing"
+        if has_lengths:
+            accepted = "the longest sequence" if qkv_format == "thd" else f"the longest sequence, 0 to {extent},"
+        raise ValueError(f"{name}={given}; {accepted} is needed with qkv_format={qkv_format!r}, {mask!r}")
+    return given
+
+
 def check_mask_and_bias(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -152,7 +186,7 @@ def check_mask_and_bias(
         return
     if qkv_format == "thd":
         raise ValueError("core_attention_bias needs a dense layout (bshd, sbhd, bhsd); qkv_format is 'thd'")
-    heads, tokens = (1 if qkv_format == "bhsd" else 2), _TOKENS[qkv_format]
+    heads, tokens = (1 if qkv_format == "bhsd" else 2), TOKENS[qkv_format]
     full = (q.shape[_BATCH[qkv_format]], q.shape[heads], q.shape[tokens], k.shape[tokens])
     for name, x in (("attention_mask", attention_mask), ("core_attention_bias", bias)):
         if x is None:
@@ -174,12 +208,13 @@ def check_options(softmax_scale: float, dropout_p: float, host: str) -> None:
         raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
 
 
-def check_length_values(tensors: AttentionTensors, qkv_format: str) -> None:
-    """Cumulative lengths start at 0, never fall, and stay inside the tensors. Reads values: CPU tensors only."""
-    tokens = _TOKENS[qkv_format]
-    for side, x, cu, padded in (
-        ("q", tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
-        ("kv", tensors.k, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
+def check_length_values(tensors: AttentionTensors, request: AttentionRequest) -> None:
+    """Cumulative lengths start at 0, never fall, stay inside the tensors and max_seqlen. CPU only: it reads values."""
+    qkv_format = request.qkv_format
+    tokens = TOKENS[qkv_format]
+    for side, x, longest, cu, padded in (
+        ("q", tensors.q, request.max_seqlen_q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
+        ("kv", tensors.k, request.max_seqlen_kv, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
     ):
         if cu is None:
             continue
@@ -187,14 +222,20 @@ def check_length_values(tensors: AttentionTensors, qkv_format: str) -> None:
         lengths = [after - before for before, after in itertools.pairwise(offsets)]
         if offsets[0] != 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cu_seqlens_{side}={offsets}; cumulative lengths start at 0 and never fall")
+        if qkv_format != "thd" and max(lengths, default=0) > extent:
+            raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens a row")
+        if max(lengths, default=0) > longest:
+            raise ValueError(f"max_seqlen_{side}={longest} and cu_seqlens_{side} gives lengths {lengths}; raise it")
         if qkv_format != "thd":
-            if max(lengths, default=0) > extent:
-                raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens a row")
             continue
         starts = offsets if padded is None else padded.tolist()
         room = [after - before for before, after in itertools.pairwise(starts)]
-        if starts[-1] > extent or any(length > slot for length, slot in zip(lengths, room, strict=True)):
+        if (
+            starts[0] < 0
+            or starts[-1] > extent
+            or any(length > slot for length, slot in zip(lengths, room, strict=True))
+        ):
             raise ValueError(
-                f"sequences of lengths {lengths} do not fit slots of {room} tokens in {extent} tokens (side {side}); "
-                f"cu_seqlens_{side}_padded must leave each sequence its length"
+                f"sequences of lengths {lengths} do not fit slots of {room} tokens from {starts[0]} in {extent} tokens "
+                f"(side {side}); cu_seqlens_{side}_padded must leave each sequence its length"
             )

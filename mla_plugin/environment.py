@@ -112,7 +112,7 @@ VARIABLES: tuple[Variable, ...] = (
         "0 asks for a bitwise deterministic backward.",
         "call",
     ),
-    _te("NVTE_DEBUG", _integer, "an integer; 1 turns logging on", 0, "1 logs every decision.", "selection"),
+    _te("NVTE_DEBUG", _integer, _INT, 0, "Log each new decision as NVTE_DEBUG_LEVEL says.", "selection"),
     _te(
         "NVTE_DEBUG_LEVEL",
         _integer,

@@ -92,6 +92,8 @@ def _split(args: tuple[Any, ...]) -> tuple[AttentionTensors, AttentionRequest, s
     """Operator arguments (tensors, then options) as tensors, request and the backend asked for."""
     q, k, v, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, seed = args[:_NUM_TENSORS]
     options = args[_NUM_TENSORS:]
+    # The contract promises backends a contiguous last dimension: PyTorch's CPU kernel reads garbage without it.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tensors = AttentionTensors(q, k, v, options[0], cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, seed)
     sequences = None if cu_q is None else cu_q.shape[0] - 1
     deterministic = torch.are_deterministic_algorithms_enabled() or environment.is_deterministic_requested()
@@ -120,14 +122,29 @@ def _empty_output(tensors: AttentionTensors, request: AttentionRequest) -> Atten
     return AttentionOutput(q.new_zeros((*q.shape[:-1], request.head_dim_v)), lse)
 
 
+def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRequest, backend: str) -> None:
+    """What compiled code was promised by the fake operator: it would read beyond a smaller tensor."""
+    for name, x, shape, dtype in (
+        ("out", output.out, (*q.shape[:-1], request.head_dim_v), q.dtype),
+        ("lse", output.lse, _lse_shape(q, request.qkv_format), lse_dtype(q.dtype)),
+    ):
+        if x.shape != shape or x.dtype != dtype:
+            raise RuntimeError(
+                f"the backend {backend!r} returned {name} as {tuple(x.shape)} {x.dtype}; {shape} {dtype} is the "
+                f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
+            )
+
+
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors, request, backend = _split(args)
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
         output = _empty_output(tensors, request)
     else:
         if request.has_padding and request.device_type == "cpu":
-            checks.check_length_values(tensors, request.qkv_format)
-        output = dispatch.forward(resolve(request, backend=backend), tensors)
+            checks.check_length_values(tensors, request)
+        plan = resolve(request, backend=backend)
+        output = dispatch.forward(plan, tensors)
+        _check_output(output, tensors.q, request, plan.forward_backend)
     return output.out.contiguous(), output.lse.contiguous()
 
 
@@ -160,23 +177,54 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
-    ctx.set_materialize_grads(False)
+class _Attention(torch.autograd.Function):
+    """The gradient of ``attention_forward``.
+
+    It is registered as a kernel of the autograd key and not through ``torch.library.register_autograd``, which walks
+    the schema at every call: 28 arguments cost 0.25 ms there, and it lets forward-mode tangents get lost in silence.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return attention_forward(*args)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
+        ctx.options = inputs[_NUM_TENSORS:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        unused = (None,) * (_NUM_TENSORS - 3 + len(ctx.options))
+        if dout is None and dlse is None:
+            return (None, None, None, *unused)
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dbias = torch.ops.mla_plugin.attention_backward(dout, dlse, out, lse, *tensors, *ctx.options)
+        gradients: list[torch.Tensor | None] = [dq, dk, dv, *unused]
+        if ctx.needs_input_grad[_BIAS]:
+            gradients[_BIAS] = dbias
+        return tuple(gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError(
+            "attention has no forward-mode derivative (jvp); use reverse mode: torch.autograd.grad or backward()"
+        )
 
 
-def _autograd(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    out, lse, *tensors = ctx.saved_tensors
-    unused = (None,) * (_NUM_TENSORS - 3 + len(ctx.options))
-    if dout is None and dlse is None:
-        return (None, None, None, *unused)
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias = torch.ops.mla_plugin.attention_backward(dout, dlse, out, lse, *tensors, *ctx.options)
-    gradients: list[torch.Tensor | None] = [dq, dk, dv, *unused]
-    if ctx.needs_input_grad[_BIAS]:
-        gradients[_BIAS] = dbias
-    return tuple(gradients)
+def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:_NUM_TENSORS])
+    if has_gradient or torch.autograd.forward_ad._current_level >= 0:
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "torch.func's grad, vjp, jvp and what is made of them do not go through attention; use "
+                "torch.autograd.grad or backward()"
+            )
+        return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.forward(*args)
 
 
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
@@ -186,10 +234,10 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
 
 
 _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_forward", _autograd_forward, "Autograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("mla_plugin::attention_backward", _backward_fake, lib=_library)
-torch.library.register_autograd("mla_plugin::attention_forward", _autograd, setup_context=_setup_context, lib=_library)
 torch.library.register_autograd("mla_plugin::attention_backward", _no_second_derivative, lib=_library)
 
 attention_forward = torch.ops.mla_plugin.attention_forward.default

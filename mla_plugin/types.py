@@ -25,6 +25,11 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
+_LEAST = {"batch_size": 0, "max_seqlen_q": 0, "max_seqlen_kv": 0} | dict.fromkeys(
+    ("num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v"), 1
+)
+"""The smallest number that an attribute of a request may have; below it backends would divide by zero."""
+
 HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
 
 
@@ -92,6 +97,11 @@ class AttentionRequest:
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
     cp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}; at least {least} is needed")
 
     def __hash__(self) -> int:
         """The hash of the attributes, computed once: a request is looked up at every call."""
@@ -166,6 +176,10 @@ class Accepted:
     backward_by: str | None = None
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int):
+            raise TypeError(f"priority={self.priority!r}; an integer is needed, 0 for the usual place")
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -174,6 +188,8 @@ class Refused:
     reasons: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reasons, tuple):
+            raise TypeError(f"reasons={self.reasons!r}; a tuple of texts is needed: Refused((reason,))")
         if not self.reasons:
             raise ValueError("Refused needs at least one reason: say what was found and what is accepted")
 

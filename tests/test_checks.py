@@ -25,14 +25,13 @@ def error(*args: object, **kwargs: object) -> str:
         ((Q[:1], K, V), ["q has 1", "k has 2"]),
         ((Q[..., :0], K[..., :0], V), ["head_dim_qk=0"]),
         ((Q, K, V.to("meta")), ["cpu", "meta", "one device"]),
-        (("q", K, V), ["q is str"]),
+        (("q", K, V), ["q is str", "torch.Tensor"]),
+        ((Q, None, V), ["k is NoneType"]),
+        ((Q, K, V.tolist()), ["v is list"]),
+        ((Q.to_sparse(), K, V), ["q has the memory layout torch.sparse_coo", "thd"]),
     ],
 )
 def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
-    if isinstance(args[0], str):
-        with pytest.raises(TypeError, match="q is str"):
-            checks.check_tensors(*args, "bshd")
-        return
     message = error(*args)
     for word in words:
         assert word in message
@@ -43,7 +42,18 @@ def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
     [
         ({"qkv_format": "bsh"}, ["'bsh'", "bshd, sbhd, bhsd, thd"]),
         ({"attn_mask_type": "lower"}, ["'lower'", "padding_causal"]),
+        ({"attn_mask_type": None}, ["None", "padding_causal"]),
         ({"window_size": (-2, 0)}, ["(-2, 0)", "-1"]),
+        ({"window_size": 5}, ["window_size=5", "(left, right)"]),
+        ({"window_size": (1, 2, 3)}, ["(1, 2, 3)", "(left, right)"]),
+        ({"window_size": (1.5, 0)}, ["(1.5, 0)", "count of tokens"]),
+        ({"max_seqlen_q": 2}, ["max_seqlen_q=2", "3, the tensor's length"]),
+        ({"max_seqlen_kv": 6}, ["max_seqlen_kv=6", "5, the tensor's length"]),
+        ({"max_seqlen_q": 4, "attn_mask_type": "padding", "cu_seqlens_q": CU}, ["max_seqlen_q=4", "0 to 3"]),
+        ({"max_seqlen_q": 1, "attn_mask_type": "padding", "cu_seqlens_q": CU}, ["max_seqlen_q=1", "[2, 1]"]),
+        ({"attn_mask_type": "padding", "cu_seqlens_q": [0, 2, 3]}, ["cu_seqlens_q is list"]),
+        ({"attn_mask_type": "arbitrary", "attention_mask": [True]}, ["attention_mask is list"]),
+        ({"core_attention_bias_type": "post_scale_bias", "core_attention_bias": 1.0}, ["core_attention_bias is float"]),
         ({"attn_mask_type": "causal", "bottom_right_diagonal": True}, ["contradicts"]),
         ({"attn_mask_type": "padding"}, ["needs cu_seqlens_q"]),
         ({"attn_mask_type": "padding", "cu_seqlens_q": CU.long()}, ["int64", "int32"]),
@@ -114,6 +124,13 @@ def test_length_values_of_thd() -> None:
     )
     assert "[2, 3]" in message
     assert "[1, 5]" in message
+    before = torch.tensor([-1, 2, 6], dtype=torch.int32)
+    message = error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_q_padded=before, cu_seqlens_kv_padded=before)
+    assert "from -1" in message
+    for longest in (-1, 2):
+        message = error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_kv=longest)
+        assert f"max_seqlen_kv={longest}" in message
+    assert attention(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_q=3, max_seqlen_kv=9).shape == q.shape
     message = error(
         q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu.clone(), cu_seqlens_q_padded=cu.clone()
     )

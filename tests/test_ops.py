@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mla_plugin import AttentionRequest, Plan, attention, ops
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl, ops
+from mla_plugin.hooks.manager import get_manager
 
 LAYOUTS = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (9, 4)}
 KV = {"bshd": (2, 7, 2), "sbhd": (7, 2, 2), "bhsd": (2, 2, 7), "thd": (12, 2)}
@@ -115,6 +116,73 @@ def test_a_second_backward_is_a_clear_error() -> None:
         gradient.sum().backward()
 
 
+def test_forward_mode_is_a_clear_error_not_a_zero() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attention(dual, k, v)
+        attention(q, k, v)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
+        torch.func.jvp(lambda q: attention(q, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*torch\.autograd\.grad"):
+        torch.func.grad(lambda q: attention(q, k, v).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((1, 2), "forward of the backend 'broken' returned tuple, not AttentionOutput"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 24), torch.zeros(2, 4, 5)), r"out as \(2, 5, 4, 24\)"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 4)), r"lse as \(2, 5, 4\)"),
+        (AttentionOutput(torch.zeros(2, 5, 4, 16).half(), torch.zeros(2, 4, 5)), r"float16; .* torch.float32 is the"),
+    ],
+)
+def test_a_backend_that_breaks_its_promise_is_named(answer: object, words: str) -> None:
+    class Broken:
+        @hookimpl
+        def select_backend(self) -> Accepted:
+            return Accepted()
+
+        @hookimpl
+        def forward(self) -> object:
+            return answer
+
+    get_manager().register(Broken(), "broken")
+    try:
+        with pytest.raises((RuntimeError, TypeError), match=words):
+            attention(*inputs(dtype=torch.float32), backend="broken")
+    finally:
+        get_manager().unregister("broken")
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_equals_a_loop() -> None:
+    q, k, v = (torch.stack([x.detach(), -x.detach()]) for x in inputs())
+    expected = torch.stack([attention(*qkv) for qkv in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(torch.vmap(attention)(q, k, v), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", ["q", "k", "v", "dout"])
+def test_a_last_dimension_that_is_not_contiguous_changes_nothing(
+    layout: str, dtype: torch.dtype, transposed: str
+) -> None:
+    results = []
+    for is_transposed in (False, True):
+        tensors = dict(zip("qkv", (x.detach() for x in inputs(layout, dtype)), strict=True))
+        tensors["dout"] = torch.cos(torch.arange(tensors["q"][..., :16].numel())).view(*LAYOUTS[layout], 16).to(dtype)
+        if is_transposed:
+            tensors[transposed] = tensors[transposed].mT.contiguous().mT
+            assert tensors[transposed].stride(-1) != 1
+        q, k, v = (tensors[name].requires_grad_() for name in "qkv")
+        out = attention(q, k, v, **options(layout))
+        results.append((out, *torch.autograd.grad(out, (q, k, v), tensors["dout"])))
+    for plain, strided in zip(*results, strict=True):
+        torch.testing.assert_close(strided, plain, rtol=0, atol=0)
+
+
 def test_autocast_casts_to_its_dtype_and_gradients_come_back() -> None:
     qkv = inputs(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -124,6 +192,17 @@ def test_autocast_casts_to_its_dtype_and_gradients_come_back() -> None:
     assert all(x.grad.dtype == torch.float32 for x in qkv)
     expected = attention(*(x.detach().bfloat16() for x in qkv))
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_autocast_does_not_make_numbers_of_integers() -> None:
+    qkv = [x.detach().int() for x in inputs()]
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="int32"):
+        attention(*qkv)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    out, lse = attention(*(x.detach().to("meta") for x in inputs()), return_lse=True)
+    assert (out.shape, out.device.type, lse.shape) == ((2, 5, 4, 16), "meta", (2, 4, 5))
 
 
 def test_autocast_leaves_float64_alone() -> None:

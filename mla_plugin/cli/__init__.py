@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for those of the process.
 
     Returns:
-        0 on success, 1 when the command's own answer is no (each command says when), 2 for arguments that cannot be
-        used or a package that a command needs and does not find.
+        0 on success, 1 when no backend is left or the command's own answer is no (each command says when), 2 for
+        arguments that cannot be used or a package that a command needs and does not find.
     """
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, mla_plugin.NoBackendError) as error:
         print(f"mla-plugin: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, mla_plugin.NoBackendError) else 2
     return status

@@ -73,13 +73,20 @@ def _steps(text: str) -> int:
     return int(text)
 
 
+def _tokens(text: str) -> int:
+    longest = ARCHITECTURE["max_position_embeddings"] - len(PROMPT)
+    if not text.isdecimal() or not 1 <= int(text) <= longest:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of bytes from 1 to {longest} is needed")
+    return int(text)
+
+
 def add_parser(commands: Any) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "demo", help="train, generate and check a small DeepSeek-V3", description=__doc__, epilog=EPILOG % TOLERANCE
     )
     parser.add_argument("--steps", type=_steps, default=300, help="training steps; 300 by default")
-    parser.add_argument("--tokens", type=int, default=200, help="bytes to generate; 200 by default")
+    parser.add_argument("--tokens", type=_tokens, default=200, help="bytes to generate; 200 by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
     parser.set_defaults(run=run)
 
@@ -216,6 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     start = time.perf_counter()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this machine has no CUDA device that PyTorch can use; `mla-plugin doctor` says why")
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(device_type)
     data = torch.tensor(list(license_text().encode()), device=device_type)

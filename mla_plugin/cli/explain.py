@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -44,6 +46,19 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE")
     return name, value
+
+
+def _known(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, str]]:
+    """NAME=VALUE of a name that a decision may depend on; a misspelt one would silently change nothing."""
+
+    def parse(text: str) -> tuple[str, str]:
+        name, value = _pair(text)
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1) or sorted(names)
+            raise argparse.ArgumentTypeError(f"{name!r} is no {kind} that a decision depends on; {', '.join(close)}?")
+        return name, value
+
+    return parse
 
 
 def _numbers(text: str, example: str) -> tuple[int, ...]:
@@ -126,7 +141,7 @@ def _add_platform(group: Any) -> None:
     group.add_argument("--cuda-version", metavar="X.Y", help="that PyTorch was built with, such as 13.0")
     group.add_argument(
         "--package",
-        type=_pair,
+        type=_known("package", device.DISTRIBUTIONS),
         action="append",
         default=[],
         metavar="NAME=VERSION",
@@ -134,7 +149,7 @@ def _add_platform(group: Any) -> None:
     )
     group.add_argument(
         "--env",
-        type=_pair,
+        type=_known("variable", [variable.name for variable in environment.VARIABLES]),
         action="append",
         default=[],
         metavar="NAME=VALUE",

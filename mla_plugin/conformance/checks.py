@@ -16,7 +16,7 @@ from mla_plugin.device import DISTRIBUTIONS
 from mla_plugin.layout import from_bhsd
 from mla_plugin.types import AttentionOutput, AttentionRequest, Gradients, Platform
 
-ACCUMULATOR_ROUNDINGS = 16
+ACCUMULATOR_ROUNDINGS = 32
 """Roundings of the accumulator, on numbers of the data's size, that the budget allows beyond plain PyTorch's error."""
 
 _ALLOCATIONS = frozenset(
@@ -80,12 +80,10 @@ def _memory(x: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def check_reasons(reasons: object) -> None:
-    """Reasons are a tuple of texts, each with the value found."""
-    if not isinstance(reasons, tuple):
-        fail(f"reasons are a tuple of texts, not {reasons!r}; write Refused((reason,))")
+def check_reasons(reasons: tuple[str, ...]) -> None:
+    """Each reason is a text with the value found."""
     for reason in reasons:
-        if not isinstance(reason, str) or not reason.strip():
+        if not reason.strip():
             fail(f"a reason is a text such as 'head_dim_qk=320 > 256', not {reason!r}")
         if not re.search(r"\d", reason) and not any(fact in reason for fact in _FACTS):
             fail(f"the reason {reason!r} says neither what was found nor the limit; such as 'head_dim_qk=320 > 256'")
@@ -134,8 +132,12 @@ def check_gradients(
     exact_lse: torch.Tensor,
     exact: Gradients,
     low: Gradients,
+    rounding: float,
 ) -> Gradients:
-    """A backward's result: the inputs' shapes and dtypes, zeros where no key is seen, errors in budget."""
+    """A backward's result: the inputs' shapes and dtypes, zeros where no key is seen, errors in budget.
+
+    ``rounding`` is what ``delta_rounding`` gives; it is allowed in every gradient but dv.
+    """
     if not isinstance(gradients, Gradients):
         fail(f"backward returns Gradients, not {type(gradients).__name__}")
     names = ["dq", "dk", "dv"]
@@ -150,12 +152,30 @@ def check_gradients(
         _check_tensor(name, got, wanted, tensors[name[1:]].dtype)
         if name in zeros:
             _check_zero(name, got, zeros[name])
-        check_error(case, name, got, wanted, getattr(low, name), magnitude)
+        allowed = 0.0 if name == "dv" else rounding
+        check_error(case, name, got, wanted, getattr(low, name), magnitude, allowed)
     return gradients
 
 
+def delta_rounding(case: Case, out: torch.Tensor, dout: torch.Tensor, softmax_scale: float) -> float:
+    """What a backward may lose because it takes delta = rowsum(dout * out) from an out rounded to the case's dtype.
+
+    The error of delta, one rounding of each out (in quadrature), is multiplied by the scale and by an element of k or
+    q, which are standard normal: hardly one exceeds 4. With few keys everything else cancels and only this is left.
+    """
+    products = (dout.double() * out.double()).nan_to_num(0.0)
+    largest = products.norm(dim=-1).max().item() if products.numel() else 0.0
+    return torch.finfo(case.dtype).eps * largest * softmax_scale * 4.0
+
+
 def check_error(
-    case: Case, name: str, got: torch.Tensor, exact: torch.Tensor, low: torch.Tensor, magnitude: float
+    case: Case,
+    name: str,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    low: torch.Tensor,
+    magnitude: float,
+    allowed: float = 0.0,
 ) -> None:
     """The error against float64 is at most twice that of plain PyTorch in the case's dtype, plus a floor.
 
@@ -163,7 +183,7 @@ def check_error(
     to make hardly an error, such as a single key: two roundings to the dtype, of the softmax weights and of the result,
     and ``ACCUMULATOR_ROUNDINGS`` roundings of the accumulator (float32, or float64 for float64) on numbers of size
     ``magnitude``: the largest value, times the largest log-sum-exp, because exp(score - lse) turns an absolute error
-    of its argument into a relative one.
+    of its argument into a relative one. ``allowed`` is added to it.
     """
     _check_no_nan(name, got)
     accumulator = torch.float64 if case.dtype == torch.float64 else torch.float32
@@ -171,7 +191,7 @@ def check_error(
     accumulated = ACCUMULATOR_ROUNDINGS * torch.finfo(accumulator).eps * magnitude
     for norm, words in ((_largest, "largest"), (_root_mean_square, "root-mean-square")):
         plain = norm(low.double() - exact)
-        budget = 2 * plain + two_roundings * norm(exact) + accumulated
+        budget = 2 * plain + two_roundings * norm(exact) + accumulated + allowed
         error = norm(got.double() - exact)
         if not error <= budget:
             fail(

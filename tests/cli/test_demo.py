@@ -80,6 +80,31 @@ def test_too_few_steps(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 2 steps" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tokens", ["0", "-3", "1005", "many"])
+def test_tokens_that_cannot_be_generated_are_refused_before_training(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--tokens", tokens])
+    assert "a number of bytes from 1 to 1004" in capsys.readouterr().err
+
+
+def test_without_a_cuda_device_there_is_no_demo_on_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_no_backend_is_a_message_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
+    assert main(["demo", "--device", "cpu"]) == 1
+    assert "sdpa   off       MLA_PLUGIN_BLOCK names it" in capsys.readouterr().err
+
+
 def installed_at(folder: Path, text: str | None) -> None:
     """A distribution named mla-plugin, with a licence or without."""
     information = folder / "mla_plugin-9.9.dist-info"

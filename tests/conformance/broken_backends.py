@@ -356,13 +356,6 @@ class RefusesWithoutAReason(ReferenceBackend):
         return Refused(("not supported",))
 
 
-class RefusesWithAString(ReferenceBackend):
-    case, message = "bshd-causal-bf16", "reasons are a tuple of texts, not 'head_dim_qk=192 > 128'"
-
-    def decide(self, request):
-        return Refused("head_dim_qk=192 > 128")
-
-
 class RefusesWithABlank(ReferenceBackend):
     case, message = "bshd-causal-bf16", "a reason is a text such as 'head_dim_qk=320 > 256', not ' '"
 

@@ -41,9 +41,9 @@ class Recorder:
 
 def fake_entry_point(name: str, loaded: object) -> types.SimpleNamespace:
     def load() -> object:
-        if isinstance(loaded, Exception):
+        if isinstance(loaded, BaseException):
             raise loaded
-        return loaded
+        return loaded() if isinstance(loaded, types.FunctionType) else loaded
 
     return types.SimpleNamespace(name=name, load=load)
 
@@ -76,6 +76,21 @@ def test_a_broken_entry_point_is_reported_by_name_and_left_out(
     assert "'bad'" in caplog.text
 
 
+def test_an_entry_point_that_exits_or_asks_for_the_manager_takes_nothing_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolves_at_import() -> object:
+        return manager_module.get_manager()
+
+    use_entry_points(
+        monkeypatch, fake_entry_point("exits", SystemExit(3)), fake_entry_point("early", resolves_at_import)
+    )
+    monkeypatch.setattr(manager_module, "_manager", None)
+    assert manager_module.get_manager().backends() == tuple(BUILTIN_BACKENDS)
+    assert manager_module.get_manager().broken["exits"] == "SystemExit: 3"
+    assert "at import" in manager_module.get_manager().broken["early"]
+
+
 def test_an_entry_point_cannot_take_a_builtin_name(monkeypatch: pytest.MonkeyPatch) -> None:
     use_entry_points(monkeypatch, fake_entry_point("sdpa", Constant(1.0)))
     manager = BackendManager()
@@ -90,6 +105,33 @@ def test_an_implementation_with_an_unknown_argument_is_refused_at_registration()
 
     with pytest.raises(pluggy.PluginValidationError, match="gpu"):
         BackendManager(load_entry_points=False).register(Wrong(), "wrong")
+
+
+class Misspelt(Constant):
+    @hookimpl
+    def select_backnd(self, request: object) -> None: ...
+
+
+class WithoutSelect:
+    @hookimpl
+    def forward(self, plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+        return AttentionOutput(torch.full((1,), 7.0), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "words"), [(Misspelt(1.0), "select_backnd"), (WithoutSelect(), "forward without select_backend")]
+)
+def test_what_cannot_be_a_backend_leaves_no_trace(plugin: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = BackendManager(load_entry_points=False)
+    monkeypatch.setattr(dispatch, "get_manager", lambda: manager)
+    manager.register(Constant(1.0), "good")
+    with pytest.raises(pluggy.PluginValidationError, match=words):
+        manager.register(plugin, "wrong")
+    manager.register(Recorder(), "recorder")
+    x = torch.zeros(1)
+    output = dispatch.forward(Plan(mla_request(), CPU, "good", "good"), AttentionTensors(x, x, x, 1.0))
+    assert output.out.item() == 1.0
+    assert manager.backends() == (*BUILTIN_BACKENDS, "good")
 
 
 def test_a_name_is_taken_once() -> None:
@@ -141,3 +183,16 @@ def test_an_unknown_backend_lists_the_registered_ones() -> None:
 def test_refused_needs_a_reason() -> None:
     with pytest.raises(ValueError, match="at least one reason"):
         Refused(())
+    with pytest.raises(TypeError, match="'too wide'; a tuple"):
+        Refused("too wide")
+
+
+def test_priority_is_a_number() -> None:
+    with pytest.raises(TypeError, match="priority='high'"):
+        Accepted(priority="high")
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_kv_heads", 0), ("head_dim_qk", 0), ("batch_size", -1)])
+def test_a_request_has_no_impossible_numbers(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}; at least {value + 1}"):
+        mla_request(**{name: value})

@@ -22,6 +22,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import empty_output, to_bhsd
 from mla_plugin.plugins.sdpa import efficient, padded, per_sequence
 from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.refusals import beyond_plain_attention
 from mla_plugin.types import (
     ATTN_MASK_TYPES,
     QKV_FORMATS,
@@ -49,8 +50,6 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
         yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
-    if request.fp8:
-        yield "fp8=True, accepted is False"
     if request.qkv_format not in QKV_FORMATS:
         yield f"qkv_format={request.qkv_format!r}, accepted is {', '.join(QKV_FORMATS)}"
     if request.attn_mask_type not in ATTN_MASK_TYPES:
@@ -63,18 +62,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         yield f"dropout_p={request.dropout_p}, accepted is 0 <= dropout_p < 1"
     if request.dropout_p and request.cuda_graph:
         yield f"dropout_p={request.dropout_p} with cuda_graph=True: every replay would drop the same weights"
-    if request.softmax_type != "vanilla":
-        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
-    if request.has_score_mod or request.has_score_mod_bprop:
-        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
-    if request.return_max_logit:
-        yield "return_max_logit=True, accepted is False"
-    if request.num_splits != 1:
-        yield f"num_splits={request.num_splits}, accepted is 1"
-    if request.has_kv_cache:
-        yield "has_kv_cache=True, accepted is False"
-    if request.context_parallel:
-        yield f"context parallelism over cp_size={request.cp_size}, accepted is none"
+    yield from beyond_plain_attention(request)
 
 
 def _blocked_because(request: AttentionRequest) -> Iterator[str]:
