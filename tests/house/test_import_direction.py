@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.layout": set(),
     "mla_plugin.kernels": set(),
     "mla_plugin.refusals": {"types"},
-    "mla_plugin.device": {"types"},
+    "mla_plugin.device": {"environment", "types"},
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.spec": {"hooks", "types"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
