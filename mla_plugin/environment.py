@@ -32,6 +32,10 @@ def _is_one(text: str) -> bool:
     return text == "1"
 
 
+def _is_not_zero(text: str) -> bool:
+    return text != "0"
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -141,6 +145,15 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     _te("NVTE_BATCH_MHA_P2P_COMM", _integer, _INT, 0, "Context parallelism sends and receives in one batch.", "call"),
     _te("NVTE_UnfusedDPA_Emulate_FP8", _is_one, _ONE, False, "FP8 only; FP8 is refused here.", "selection"),
+    _te(
+        "NVTE_DISABLE_TRITON_AUTOTUNING",
+        _is_not_zero,
+        'exactly "0" turns autotuning on; anything else is off',
+        True,
+        "0 lets our Triton kernels time a few tiles at the first call of each kind and keep the fastest in Triton's cache "
+        "directory; unset they take the tiles of a table, where TransformerEngine's kernels would autotune.",
+        "call",
+    ),
     Variable(
         "TRITON_INTERPRET",
         _is_one,
@@ -248,6 +261,20 @@ def assignments() -> dict[str, str]:
 def is_deterministic_requested() -> bool:
     """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
     return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+
+
+def is_autotuning_requested() -> bool:
+    """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
+    return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+
+
+def check_selection(environ: Mapping[str, str]) -> None:
+    """Parse what TransformerEngine's selection parses, as lazily as it does; errors as ``parse``."""
+    if parse("NVTE_FLASH_ATTN", environ):
+        for name in ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"):
+            parse(name, environ)
+    parse("NVTE_FUSED_ATTN", environ)
+    parse("NVTE_UNFUSED_ATTN", environ)
 
 
 def markdown_table() -> str:

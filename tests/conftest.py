@@ -9,6 +9,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels are tested in its interpreter
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-targets",
+        action="store_true",
+        help="compile the prefill kernels for every card and head dimension, not for representatives: half an hour",
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are deselected, not skipped, where there is no GPU: a run without one has no skips."""
     if torch.cuda.is_available():

@@ -15,6 +15,7 @@ from mla_plugin.kernels.decode import combine_kernel, decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
 from mla_plugin.kernels.launch import on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
+from mla_plugin.kernels.tiles import card
 
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
@@ -42,7 +43,7 @@ def _device(device: torch.device) -> _Device:
         raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
     capability = (properties.major, properties.minor)
-    kind = decode_tiles.card(capability, properties.shared_memory_per_block_optin)
+    kind = card(capability, properties.shared_memory_per_block_optin)
     return _Device(kind, properties.multi_processor_count, capability >= (9, 0))
 
 

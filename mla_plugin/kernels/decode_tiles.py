@@ -1,8 +1,7 @@
 """Static tile table of the decode kernel: one configuration per kind of card, element size and tile of rows.
 
-A row is one (query, head) pair of a sequence. The kinds of card are the shared-memory classes of ``tiles.py``, with
-Hopper apart: its warpgroup products read both operands from shared memory, while compute capability 10.0 with as much
-memory keeps copies of them. tests/kernels/test_decode_ahead_of_time.py compiles every entry for its cards and holds
+A row is one (query, head) pair of a sequence; the kinds of card are those of ``tiles.py``.
+tests/kernels/test_decode_ahead_of_time.py compiles every entry for its cards and holds
 its shared memory, its registers and its spills to stated figures.
 """
 
@@ -10,11 +9,6 @@ from __future__ import annotations
 
 import functools
 from typing import NamedTuple
-
-from mla_plugin.kernels.tiles import shared_memory_class
-
-CARDS: dict[str, tuple[int, ...]] = {"99 KiB": (86, 89, 120), "163 KiB": (80,), "227 KiB": (100,), "Hopper": (90,)}
-"""Kinds of card, and the compute capabilities (major * 10 + minor) that each entry is compiled for."""
 
 
 class DecodeTile(NamedTuple):
@@ -82,17 +76,6 @@ DECODE: dict[tuple[str, int], _Entries] = {
     ("163 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
     ("99 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
 }
-
-
-def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
-    """The kind of card that a device is.
-
-    Raises:
-        ValueError: the device has less than 99 KiB of shared memory per block.
-    """
-    if capability[0] == 9:
-        return "Hopper"
-    return f"{shared_memory_class(shared_memory_per_block)} KiB"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -108,18 +109,24 @@ def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tenso
 
 
 @functools.cache
-def memory_class(device: torch.device) -> int:
-    """Shared-memory class of a device, see tiles.py."""
+def card_of(device: torch.device) -> str:
+    """The kind of card that a device is, see tiles.py."""
     if device.type != "cuda":
         return tiles.INTERPRETED
-    properties = torch.cuda.get_device_properties(device)
-    return tiles.shared_memory_class(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
+    return tiles.card((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
 @functools.cache
 def columns_of(head_dim_qk: int, head_dim_v: int) -> tuple[int, int, int, int]:
     """The blocks of columns of both head dimensions: QK0, QK1, V0, V1."""
     return (*split_head_dim(head_dim_qk), *split_head_dim(head_dim_v))
+
+
+def static_tile(kernel: str, q: torch.Tensor, v: torch.Tensor) -> tiles.Tile:
+    """The table's tile for a call of one of the kernels that ``tiles.TABLES`` names."""
+    columns = sum(columns_of(q.shape[-1], v.shape[-1]))
+    return tiles.tile_for(tiles.TABLES[kernel], card_of(q.device), q.element_size(), columns)
 
 
 def launch_options(tile: tiles.Tile) -> dict[str, int | None]:

@@ -13,16 +13,17 @@ from mla_plugin.kernels.launch import Launch, on_device_of
 from mla_plugin.kernels.packing import (
     WIDE_STRIDE,
     Packing,
+    card_of,
     columns_of,
     contiguous_strides,
     dot_precision,
     launch_options,
     lse_like,
-    memory_class,
     output_like,
     pick,
     sizes_of,
 )
+from mla_plugin.kernels.tuning import measured_tile
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,15 +37,17 @@ def _forward_launch(
     sight: tuple[int, int, int, int, bool],
     has_lengths: bool,
     softmax_scale: float,
+    tile: tiles.Tile | None,
 ) -> Launch:
-    """One kind of forward. ``sight`` is what ``Packing`` says beside its tensors."""
+    """One kind of forward. ``sight`` is what ``Packing`` says beside its tensors; no ``tile``: the table's."""
     (q_shape, _, v_shape), (batch, heads, kv_heads) = shapes, sizes
     max_seqlen_q, max_seqlen_kv, left, right, bottom_right = sight
     out_strides = contiguous_strides((*q_shape[:-1], v_shape[-1]), layout)
     lse_strides = (0, q_shape[0]) if layout == "thd" else (heads * max_seqlen_q, max_seqlen_q)
     picked = [pick(stride, layout) for stride in strides]
     columns = columns_of(q_shape[-1], v_shape[-1])
-    tile = tiles.tile_for(tiles.FORWARD, memory_class(device), dtype.itemsize, sum(columns))
+    if tile is None:
+        tile = tiles.tile_for(tiles.FORWARD, card_of(device), dtype.itemsize, sum(columns))
     arguments = (
         *(stride for three in (*picked, out_strides) for stride in three),
         *lse_strides,
@@ -73,18 +76,19 @@ def _forward_launch(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing, tuned: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (*q.shape[:-1], head_dim_v) and lse ([B, H, S_q] or [H, T]), one kernel.
 
-    The last dimension of q, k, v is contiguous; every other stride is free. ``softmax_scale`` > 0.
+    The last dimension of q, k, v is contiguous; every other stride is free. ``softmax_scale`` > 0. ``tuned``: the
+    tile is measured at the first call of each kind, see tuning.py; otherwise it is the table's.
     """
     sizes = sizes_of(q, k, packing)
     out = output_like(q, v.shape[-1], packing)
     lse = lse_like(q, sizes[0], sizes[1], packing)
     if out.numel() == 0:
         return out, lse
-    launch = _forward_launch(
+    kind = (
         q.dtype,
         q.device,
         packing.qkv_format,
@@ -95,6 +99,10 @@ def forward(
         packing.cu_seqlens_q is not None,
         softmax_scale,
     )
+
+    def launch(tile: tiles.Tile | None) -> None:
+        _forward_launch(*kind, tile)(q, k, v, out, lse, *packing.offsets())
+
     with on_device_of(q):
-        launch(q, k, v, out, lse, *packing.offsets())
+        launch(measured_tile("forward", q, v, packing, launch) if tuned else None)
     return out, lse

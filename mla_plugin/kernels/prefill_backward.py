@@ -21,12 +21,13 @@ from mla_plugin.kernels.packing import (
     is_wide,
     launch_options,
     lse_strides,
-    memory_class,
     output_like,
     sizes_of,
+    static_tile,
     strides_of,
 )
 from mla_plugin.kernels.tile_math import split_head_dim
+from mla_plugin.kernels.tuning import measured_tile
 
 _DELTA_ROWS = 64
 
@@ -52,14 +53,15 @@ def _has_tensor_memory_access(device: torch.device) -> bool:
 
 
 def _sources(
-    tensors: tuple[torch.Tensor, ...], columns: tuple[int, int, int, int], rows: tuple[int, ...], packing: Packing
+    tensors: tuple[torch.Tensor, ...], columns: tuple[int, int, int, int], tile: tiles.Tile, packing: Packing
 ) -> tuple[list[object], bool]:
     """q, k, v, dout for a backward kernel, each twice: as descriptors where that is possible, else as pointers.
 
     Descriptors are 2 to 8 % faster on an H200. Packed sequences and padded batches need masks that they lack.
     """
+    rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
     halves = (columns[:2], columns[:2], columns[2:], columns[2:])
-    if packing.cu_seqlens_q is None and _has_tensor_memory_access(tensors[0].device):
+    if tile.suits_descriptors and packing.cu_seqlens_q is None and _has_tensor_memory_access(tensors[0].device):
         found = [_descriptors(x, packing.qkv_format, r, half) for x, r, half in zip(tensors, rows, halves, strict=True)]
         if all(pair is not None for pair in found):
             return [descriptor for pair in found if pair is not None for descriptor in pair], True
@@ -81,6 +83,7 @@ def backward(
     dlse: torch.Tensor | None,
     softmax_scale: float,
     packing: Packing,
+    tuned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv from three kernels without atomics, so two runs agree bit for bit.
 
@@ -92,8 +95,11 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     with on_device_of(q):
         rows = _row_statistics(out, lse, dout, dlse, packing)
-        _backward_kv(q, k, v, dout, rows, dk, dv, softmax_scale, packing)
-        _backward_q(q, k, v, dout, rows, dq, softmax_scale, packing)
+        for kernel, launch in (
+            ("backward_kv", functools.partial(_backward_kv, q, k, v, dout, rows, dk, dv, softmax_scale, packing)),
+            ("backward_q", functools.partial(_backward_q, q, k, v, dout, rows, dq, softmax_scale, packing)),
+        ):
+            launch(measured_tile(kernel, q, v, packing, launch) if tuned else static_tile(kernel, q, v))
     return dq, dk, dv
 
 
@@ -139,12 +145,11 @@ def _backward_kv(
     dv: torch.Tensor,
     softmax_scale: float,
     packing: Packing,
+    tile: tiles.Tile,
 ) -> None:
     batch, heads, kv_heads = sizes_of(q, k, packing)
     columns = columns_of(q.shape[-1], v.shape[-1])
-    tile = tiles.tile_for(tiles.BACKWARD_KV, memory_class(q.device), q.element_size(), sum(columns))
-    extents = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
-    sources, tma = _sources((q, k, v, dout), columns, extents, packing)
+    sources, tma = _sources((q, k, v, dout), columns, tile, packing)
     dense = packing.cu_seqlens_q is None
     layout = packing.qkv_format
     grid = (triton.cdiv(packing.max_seqlen_kv, tile.block_n) * kv_heads * batch,)
@@ -197,12 +202,11 @@ def _backward_q(
     dq: torch.Tensor,
     softmax_scale: float,
     packing: Packing,
+    tile: tiles.Tile,
 ) -> None:
     batch, heads, kv_heads = sizes_of(q, k, packing)
     columns = columns_of(q.shape[-1], v.shape[-1])
-    tile = tiles.tile_for(tiles.BACKWARD_Q, memory_class(q.device), q.element_size(), sum(columns))
-    extents = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
-    sources, tma = _sources((q, k, v, dout), columns, extents, packing)
+    sources, tma = _sources((q, k, v, dout), columns, tile, packing)
     layout = packing.qkv_format
     grid = (triton.cdiv(packing.max_seqlen_q, tile.block_m) * heads * batch,)
     attention_backward_q_kernel[grid](

@@ -1,16 +1,18 @@
-"""Static tile tables: one configuration per kernel, shared-memory class and head dimensions, so that nothing is tuned.
+"""Static tile tables: one configuration per kernel, kind of card, element size and head dimensions.
 
-A shared-memory class is what one thread block may use: 99 KiB (compute capability 8.6, 8.9, 12.0), 163 KiB (8.0),
-227 KiB (9.0, 10.0). Every entry is compiled ahead of time for its cards in tests/kernels/test_ahead_of_time.py, which
-holds its shared memory and its register spills to stated figures.
+The kinds of card are classes of shared memory per block, with Hopper apart: its warpgroup products read both operands
+from shared memory, while compute capability 10.0 with as much memory keeps copies of them. Every entry is compiled
+ahead of time for its cards in tests/kernels/test_prefill_ahead_of_time.py, which holds its shared memory and its
+register spills to stated figures; docs/kernels_ahead_of_time.md shows them. Only the Hopper entries of 2 bytes for up
+to 320 columns were chosen by timing (H200); the others are the tiles with the most reuse that fit with few spills.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-CLASSES: dict[int, tuple[int, ...]] = {99: (86, 89, 120), 163: (80,), 227: (90, 100)}
-"""KiB of shared memory per block, and the compute capabilities (major * 10 + minor) that have them."""
+CARDS: dict[str, tuple[int, ...]] = {"99 KiB": (86, 89, 120), "163 KiB": (80,), "227 KiB": (100,), "Hopper": (90,)}
+"""Kinds of card, and the compute capabilities (major * 10 + minor) that each entry is compiled for."""
 
 
 class Tile(NamedTuple):
@@ -21,108 +23,142 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Passed to the assembler; on compute capability 8.x it otherwise sometimes settles on 32 registers and spills."""
+    """Passed to the assembler; it otherwise sometimes settles on 32 registers and spills by the thousand."""
+
+    @property
+    def suits_descriptors(self) -> bool:
+        """Whether tensor descriptors pay: smaller tiles keep the operand that stays in registers, and spill it."""
+        return max(self.block_m, self.block_n) >= 64
 
 
-def shared_memory_class(bytes_per_block: int) -> int:
-    """The largest class that fits a device's opt-in shared memory per block.
+def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
+    """The kind of card that a device is.
 
     Raises:
-        ValueError: the device has less than 99 KiB.
+        ValueError: the device has less than 99 KiB of shared memory per block.
     """
-    for kib in sorted(CLASSES, reverse=True):
-        if bytes_per_block >= kib * 1024:
-            return kib
-    raise ValueError(f"{bytes_per_block} bytes of shared memory per block; the kernels need at least {99 * 1024}")
+    if capability[0] == 9:
+        return "Hopper"
+    for kib in (227, 163, 99):
+        if shared_memory_per_block >= kib * 1024:
+            return f"{kib} KiB"
+    raise ValueError(f"{shared_memory_per_block} bytes of shared memory per block; the kernels need {99 * 1024}")
 
 
-INTERPRETED = 0
-"""The class of Triton's interpreter, which has no shared memory and is fastest with few, large tiles."""
+INTERPRETED = "interpreter"
+"""Triton's interpreter, which has no shared memory and is fastest with few, large tiles."""
 _INTERPRETED_TILE = Tile(64, 64, 4, 1)
 
 # rows: (largest head_dim_qk + head_dim_v in columns, tile); the first row that is wide enough is taken
-_Rows = tuple[tuple[int, Tile], ...]
+Rows: TypeAlias = tuple[tuple[int, Tile], ...]
+Table: TypeAlias = dict[tuple[str, int], Rows]
 
-FORWARD: dict[tuple[int, int], _Rows] = {
-    (227, 2): (
-        (256, Tile(128, 64, 8, 3)),
-        (384, Tile(128, 64, 8, 3)),
-        (512, Tile(128, 64, 8, 2)),
-        (1088, Tile(64, 32, 8, 2)),
+# float32 products are unrolled into multiply-adds: larger tiles compile for half a minute and spill by the thousand
+_FORWARD_FLOAT32: Rows = ((256, Tile(32, 32, 8, 1, 255)), (768, Tile(16, 16, 8, 2, 255)))
+_BACKWARD_KV_FLOAT32: Rows = ((256, Tile(32, 32, 8, 1, 255)), (768, Tile(16, 16, 8, 1, 255)))
+_BACKWARD_Q_FLOAT32: Rows = ((256, Tile(32, 16, 8, 2, 255)), (768, Tile(16, 16, 8, 2, 255)))
+
+FORWARD: Table = {
+    ("Hopper", 2): (
+        (320, Tile(128, 64, 8, 3)),
+        (512, Tile(128, 64, 8, 2, 255)),
+        (1088, Tile(64, 32, 8, 2, 255)),
     ),
-    (163, 2): (
-        (256, Tile(128, 64, 8, 3)),
-        (384, Tile(128, 64, 8, 2)),
-        (512, Tile(64, 64, 8, 2)),
-        (1088, Tile(32, 16, 8, 2)),
+    ("227 KiB", 2): (
+        (320, Tile(128, 64, 8, 3)),
+        (512, Tile(128, 64, 8, 2, 255)),
+        (1088, Tile(64, 32, 8, 2, 255)),
     ),
-    (99, 2): (
-        (256, Tile(64, 64, 4, 2)),
-        (384, Tile(64, 32, 4, 2)),
-        (512, Tile(64, 32, 8, 2)),
-        (1088, Tile(16, 16, 4, 1)),
+    ("163 KiB", 2): (
+        (320, Tile(128, 64, 8, 3, 255)),
+        (512, Tile(64, 64, 8, 2, 255)),
+        (1088, Tile(32, 32, 8, 2, 255)),
     ),
-    (227, 4): ((256, Tile(64, 32, 4, 2)), (512, Tile(32, 32, 4, 2)), (1088, Tile(16, 16, 4, 2))),
-    (163, 4): ((256, Tile(64, 32, 4, 2)), (512, Tile(32, 32, 4, 1)), (1088, Tile(16, 16, 4, 1))),
-    (99, 4): ((256, Tile(32, 32, 4, 2)), (512, Tile(32, 16, 4, 1)), (1088, Tile(16, 16, 4, 1))),
-}
-BACKWARD_KV: dict[tuple[int, int], _Rows] = {
-    (227, 2): (
-        (256, Tile(64, 128, 8, 3)),
-        (384, Tile(64, 128, 8, 3)),
-        (512, Tile(32, 64, 8, 2)),
-        (1088, Tile(16, 32, 8, 1)),
-    ),
-    (163, 2): (
-        (256, Tile(32, 64, 4, 2, 255)),
-        (384, Tile(32, 64, 4, 2, 255)),
-        (512, Tile(32, 64, 8, 2, 255)),
-        (1088, Tile(16, 16, 8, 1, 255)),
-    ),
-    (99, 2): (
-        (256, Tile(32, 64, 4, 2, 255)),
-        (384, Tile(32, 32, 4, 2)),
-        (512, Tile(16, 32, 4, 1, 255)),
-        (1088, Tile(16, 16, 8, 1, 255)),
-    ),
-    (227, 4): ((256, Tile(32, 32, 4, 2)), (512, Tile(16, 32, 4, 1)), (1088, Tile(16, 16, 8, 1))),
-    (163, 4): ((256, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1)), (1088, Tile(16, 16, 8, 1))),
-    (99, 4): ((256, Tile(16, 32, 4, 1)), (512, Tile(16, 16, 4, 1)), (1088, Tile(16, 16, 8, 1))),
-}
-BACKWARD_Q: dict[tuple[int, int], _Rows] = {
-    (227, 2): (
-        (256, Tile(128, 64, 8, 3)),
-        (384, Tile(128, 64, 8, 3)),
-        (512, Tile(64, 32, 8, 2)),
-        (1088, Tile(32, 16, 8, 1)),
-    ),
-    (163, 2): (
-        (256, Tile(128, 32, 8, 2, 255)),
-        (384, Tile(128, 32, 8, 2, 255)),
+    ("99 KiB", 2): (
+        (320, Tile(128, 32, 8, 2, 255)),
         (512, Tile(64, 32, 8, 2, 255)),
-        (1088, Tile(16, 16, 8, 1, 255)),
+        (1088, Tile(32, 16, 8, 2, 255)),
     ),
-    (99, 2): (
-        (256, Tile(64, 32, 4, 2, 255)),
-        (384, Tile(64, 32, 8, 2, 255)),
-        (512, Tile(32, 16, 4, 1, 255)),
-        (1088, Tile(16, 16, 8, 1, 255)),
-    ),
-    (227, 4): ((256, Tile(32, 32, 4, 2)), (512, Tile(32, 16, 4, 1)), (1088, Tile(16, 16, 8, 1))),
-    (163, 4): ((256, Tile(32, 32, 4, 1)), (512, Tile(16, 16, 4, 1)), (1088, Tile(16, 16, 8, 1))),
-    (99, 4): ((256, Tile(32, 16, 4, 1)), (512, Tile(16, 16, 4, 1)), (1088, Tile(16, 16, 8, 1))),
+    ("Hopper", 4): (*_FORWARD_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("227 KiB", 4): (*_FORWARD_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("163 KiB", 4): (*_FORWARD_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("99 KiB", 4): _FORWARD_FLOAT32,
 }
+BACKWARD_KV: Table = {
+    ("Hopper", 2): (
+        (320, Tile(64, 128, 8, 3)),
+        (512, Tile(32, 64, 8, 2, 255)),
+        (1088, Tile(16, 32, 8, 2, 255)),
+    ),
+    ("227 KiB", 2): (
+        (256, Tile(64, 128, 8, 3)),
+        (320, Tile(32, 128, 8, 3)),
+        (512, Tile(32, 64, 8, 2, 255)),
+        (1088, Tile(16, 16, 8, 2, 255)),
+    ),
+    ("163 KiB", 2): (
+        (256, Tile(64, 128, 8, 2, 255)),
+        (320, Tile(32, 128, 8, 2, 255)),
+        (448, Tile(32, 32, 4, 2, 255)),
+        (512, Tile(32, 64, 8, 2, 255)),
+        (1088, Tile(16, 16, 8, 2, 255)),
+    ),
+    ("99 KiB", 2): (
+        (256, Tile(32, 128, 8, 2, 255)),
+        (320, Tile(16, 64, 8, 2, 255)),
+        (448, Tile(32, 32, 8, 2, 255)),
+        (512, Tile(16, 64, 8, 2, 255)),
+        (1088, Tile(16, 16, 8, 2, 255)),
+    ),
+    ("Hopper", 4): (*_BACKWARD_KV_FLOAT32, (1088, Tile(16, 16, 8, 1, 255))),
+    ("227 KiB", 4): (*_BACKWARD_KV_FLOAT32, (1088, Tile(16, 16, 8, 1, 255))),
+    ("163 KiB", 4): (*_BACKWARD_KV_FLOAT32, (1088, Tile(16, 16, 8, 1, 255))),
+    ("99 KiB", 4): _BACKWARD_KV_FLOAT32,
+}
+BACKWARD_Q: Table = {
+    ("Hopper", 2): (
+        (320, Tile(128, 64, 8, 3)),
+        (512, Tile(128, 32, 8, 2, 255)),
+        (1088, Tile(32, 32, 8, 2, 255)),
+    ),
+    ("227 KiB", 2): (
+        (256, Tile(128, 64, 8, 3)),
+        (320, Tile(128, 64, 8, 2)),
+        (512, Tile(128, 32, 8, 2, 255)),
+        (1088, Tile(32, 32, 8, 2, 255)),
+    ),
+    ("163 KiB", 2): (
+        (256, Tile(128, 64, 8, 2, 255)),
+        (320, Tile(128, 32, 8, 2, 255)),
+        (512, Tile(64, 64, 8, 2, 255)),
+        (1088, Tile(32, 16, 8, 2, 255)),
+    ),
+    ("99 KiB", 2): (
+        (256, Tile(128, 32, 8, 2, 255)),
+        (320, Tile(128, 16, 8, 2, 255)),
+        (512, Tile(64, 16, 8, 2, 255)),
+        (1088, Tile(16, 16, 8, 2, 255)),
+    ),
+    ("Hopper", 4): (*_BACKWARD_Q_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("227 KiB", 4): (*_BACKWARD_Q_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("163 KiB", 4): (*_BACKWARD_Q_FLOAT32, (1088, Tile(16, 16, 8, 2, 255))),
+    ("99 KiB", 4): _BACKWARD_Q_FLOAT32,
+}
+TABLES: dict[str, Table] = {"forward": FORWARD, "backward_kv": BACKWARD_KV, "backward_q": BACKWARD_Q}
 
 
-def tile_for(table: dict[tuple[int, int], _Rows], kib: int, itemsize: int, columns: int) -> Tile:
+def tile_for(table: Table, kind: str, itemsize: int, columns: int) -> Tile:
     """The table's tile for ``columns`` = head_dim_qk + head_dim_v in padded columns.
 
     Raises:
         ValueError: no entry is wide enough.
     """
-    if kib == INTERPRETED:
+    if kind == INTERPRETED:
         return _INTERPRETED_TILE
-    for widest, tile in table[kib, itemsize]:
+    for widest, tile in table[kind, itemsize]:
         if columns <= widest:
             return tile
-    raise ValueError(f"head_dim_qk + head_dim_v = {columns} columns > {table[kib, itemsize][-1][0]}")
+    raise ValueError(
+        f"head_dim_qk and head_dim_v take {columns} padded columns of {itemsize} bytes; "
+        f"this card ({kind}) has tiles for at most {table[kind, itemsize][-1][0]}"
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_plugin import environment
 from mla_plugin.hooks import hookimpl
 from mla_plugin.refusals import beyond_plain_attention
 from mla_plugin.types import (
@@ -111,7 +112,14 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     from mla_plugin.kernels import prefill
 
     q, k, v = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v))
-    out, lse = prefill.forward(q, k, v, tensors.softmax_scale, _packing(plan.request, tensors))
+    out, lse = prefill.forward(
+        q,
+        k,
+        v,
+        tensors.softmax_scale,
+        _packing(plan.request, tensors),
+        tuned=environment.is_autotuning_requested(),
+    )
     return AttentionOutput(out, lse)
 
 
@@ -124,5 +132,16 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     q, k, v, out, dout = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v, residuals.out, dout))
     packing = _packing(plan.request, tensors)
     return Gradients(
-        *prefill_backward.backward(q, k, v, out, residuals.lse, dout, dlse, tensors.softmax_scale, packing)
+        *prefill_backward.backward(
+            q,
+            k,
+            v,
+            out,
+            residuals.lse,
+            dout,
+            dlse,
+            tensors.softmax_scale,
+            packing,
+            tuned=environment.is_autotuning_requested(),
+        )
     )

@@ -135,6 +135,7 @@ def survey(
         raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
     blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
     answers = {name: _ask(name, request, platform) for name in names if name not in blocked}
+    environment.check_selection(environ)
     cascade = None
     if platform.device_type == "cuda":
         cascade = te_cascade.decide(te_params(request), environ, te_platform(platform))

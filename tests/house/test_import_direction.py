@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.spec": {"hooks", "types"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
-    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "layout", "refusals"},
+    "mla_plugin.plugins": {"hooks", "kernels", "device", "environment", "types", "layout", "refusals"},
     "mla_plugin.reference": {"types", "layout"},
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},

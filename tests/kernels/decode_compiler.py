@@ -1,21 +1,13 @@
-"""Compile the decode kernels for cards that are not here and print what they take, one JSON line a job.
-
-Run as a program (``python -m tests.kernels.decode_compiler``), because Triton's compiler and its interpreter do not
-share a process.
-"""
+"""Compile the decode kernels for cards that are not here: ``python -m tests.kernels.decode_compiler``."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from mla_plugin.kernels.decode_tiles import CARDS, DECODE, DecodeTile
+from mla_plugin.kernels.decode_tiles import DECODE, DecodeTile
+from mla_plugin.kernels.tiles import CARDS
+from tests.kernels.compiler import Usage, compile_for, print_results
 
 RANKS = {576: (512, 64), 320: (256, 64)}  # (R, Dr) that take all columns of an entry
 TYPES = {2: "bf16", 4: "fp32"}
@@ -79,54 +71,16 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     return types, constants
 
 
-def compile_job(job: Job) -> dict[str, Any]:
-    """Shared memory in bytes, tensor memory in columns, registers a thread and spilled stores of one job."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compile_job(job: Job) -> Usage:
+    """What the kernel takes on the job's card."""
     from mla_plugin.kernels.decode import decode_kernel
 
     types, constants = _arguments(job)
-    names = decode_kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride"))
-    }
     options = {"num_warps": job.tile.num_warps, "num_stages": constants["STAGES"]}
     if job.tile.max_registers is not None:
         options["maxnreg"] = job.tile.max_registers
-    source = ASTSource(decode_kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage, assembly = (
-            subprocess.run([tool, flag, cubin.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None
-    return {
-        "name": job.name,
-        "shared": kernel.metadata.shared,
-        "tensor_memory": getattr(kernel.metadata, "tmem_size", None) or 0,
-        "registers": int(registers[1]),
-        "spills": assembly.count("STL"),
-        "warpgroup_products": assembly.count("HGMMA"),
-        "tile": asdict(job)["tile"],
-    }
-
-
-def main() -> None:
-    """Compile all jobs, two at a time."""
-    with ProcessPoolExecutor(2) as pool:
-        for result in pool.map(compile_job, jobs()):
-            print(json.dumps(result), flush=True)
+    return compile_for(job.capability, decode_kernel, types, constants, options)
 
 
 if __name__ == "__main__":
-    main()
+    print_results(compile_job, jobs(), lambda job: job.name)

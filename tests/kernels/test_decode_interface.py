@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin.kernels import decode_launch, decode_tiles, mla_decode_attention
+from mla_plugin.kernels import decode_launch, decode_tiles, mla_decode_attention, tiles
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
 
 SHAPE = (2, 2, 4, 64, 16, 70)
@@ -255,12 +255,12 @@ def test_short_sequences_are_not_split() -> None:
     ],
 )
 def test_kinds_of_card(capability: tuple[int, int], memory: int, kind: str) -> None:
-    assert decode_tiles.card(capability, memory) == kind
+    assert tiles.card(capability, memory) == kind
 
 
 def test_a_card_with_too_little_shared_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="65536 bytes"):
-        decode_tiles.card((7, 5), 65536)
+        tiles.card((7, 5), 65536)
 
 
 @pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64), (512, 64)])

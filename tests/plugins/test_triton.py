@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class TestInterpreter(BackendConformance):
 
 
 class TestInterpreterWithNanPadding(NanPadding, TestInterpreter):
-    refuses: Mapping[str, str] = {}
+    refuses: Mapping[str, str] = MappingProxyType({})
 
 
 @pytest.mark.gpu

@@ -168,6 +168,17 @@ def test_a_bad_variable_is_an_error_at_the_call(monkeypatch: pytest.MonkeyPatch)
         resolve(mla_request(device_type="cpu"))
 
 
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_a_bad_variable_is_an_error_on_the_cpu_too(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='on'"):
+        survey(mla_request(device_type="cpu"), platform=CPU, environ={name: "on"})
+
+
+def test_flash_attention_switched_off_leaves_its_versions_unread() -> None:
+    environ = {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "on"}
+    assert survey(mla_request(device_type="cpu"), platform=CPU, environ=environ).plan is not None
+
+
 def test_transformer_engine_removes_what_its_rules_remove() -> None:
     decision = survey(mla_request(), platform=A100, environ={"NVTE_FUSED_ATTN": "0"})
     cudnn = next(entry for entry in decision.trace if entry.backend == "cudnn")
