@@ -101,6 +101,8 @@ class _Survey:
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
         if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
+        if name == "triton" and self.platform.device_type != "cuda":
+            return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
         if name == "triton":
             reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))

@@ -149,7 +149,7 @@ KNOWN = {
         ("mla_plugin.plugins.sdpa", "from mla_plugin.plugins import cudnn"),
         ("mla_plugin.plugins.sdpa", "from .cudnn import forward"),
         ("mla_plugin.plugins.sdpa", "from mla_plugin.resolver import resolve"),
-        ("mla_plugin.plugins.sdpa", "from mla_plugin.environment import read"),
+        ("mla_plugin.plugins.sdpa", "from mla_plugin.dispatch import forward"),
         ("mla_plugin.kernels.forward", "from mla_plugin.types import Plan"),
         ("mla_plugin.kernels.forward", "import numpy"),
         ("mla_plugin.resolver.preference", "from mla_plugin import api"),

@@ -36,7 +36,7 @@ def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 class TestInterpreter(BackendConformance):
     backend = "triton"
-    refuses = {key: REFUSES[key] for key in ("arbitrary", "bias", "head_dims=13/7")}
+    refuses: Mapping[str, str] = {key: REFUSES[key] for key in ("arbitrary", "bias", "head_dims=13/7")}
 
     def cases(self) -> tuple[Case, ...]:
         return covering(super().cases())
