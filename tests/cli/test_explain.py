@@ -33,7 +33,7 @@ def test_text_names_the_request_the_platform_every_backend_and_the_plan(capsys: 
     assert status == 0
     for part in ("thd", "bfloat16", "192/128", "padding_causal", "sm80", "training"):
         assert part in lines[0]
-    assert lines[-1] == "=> forward: sdpa, backward: sdpa"
+    assert lines[-1] == "=> forward: triton, backward: triton"
     assert any(line.split()[:2] == ["cudnn", "refuses"] for line in lines)
 
 
