@@ -150,8 +150,8 @@ VARIABLES: tuple[Variable, ...] = (
         _is_not_zero,
         'exactly "0" turns autotuning on; anything else is off',
         True,
-        "0 lets our Triton kernels time a few tiles at the first call of each kind and keep the fastest in Triton's cache "
-        "directory; unset they take the tiles of a table, where TransformerEngine's kernels would autotune.",
+        "0 lets our Triton kernels time a few tiles at the first call of each kind and keep the fastest in Triton's "
+        "cache directory; unset they take the tiles of a table, where TransformerEngine's kernels would autotune.",
         "call",
     ),
     Variable(
