@@ -268,6 +268,15 @@ def is_autotuning_requested() -> bool:
     return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
 
 
+def check_selection(environ: Mapping[str, str]) -> None:
+    """Parse what TransformerEngine's selection parses, as lazily as it does; errors as ``parse``."""
+    if parse("NVTE_FLASH_ATTN", environ):
+        for name in ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"):
+            parse(name, environ)
+    parse("NVTE_FUSED_ATTN", environ)
+    parse("NVTE_UNFUSED_ATTN", environ)
+
+
 def markdown_table() -> str:
     """The README's table of variables."""
     rows = ["| variable | accepted | default | takes effect at | meaning |", "|---|---|---|---|---|"]

@@ -214,7 +214,7 @@ def platform_of(arguments: argparse.Namespace) -> Platform:
     if arguments.capability not in (None, platform.compute_capability):
         shared_memory = SHARED_MEMORY_PER_BLOCK.get(arguments.capability)
         changes |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
-        changes |= {"multi_processor_count": None}
+        changes |= {"multi_processor_count": None, "tools": platform.tools - {"triton-interpreter"}}
     given = {name: getattr(arguments, name) for name in ASSUMED if getattr(arguments, name)}
     assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
     if assumed:

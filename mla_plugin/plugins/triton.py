@@ -12,6 +12,7 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.hooks import hookimpl
+from mla_plugin.refusals import beyond_plain_attention
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -77,20 +78,6 @@ def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
         yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
     if request.dropout_p:
         yield f"dropout_p={request.dropout_p}, accepted is 0"
-    if request.softmax_type != "vanilla":
-        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
-    if request.has_score_mod or request.has_score_mod_bprop:
-        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
-    if request.fp8:
-        yield "fp8=True, accepted is False"
-    if request.return_max_logit:
-        yield "return_max_logit=True, accepted is False"
-    if request.num_splits != 1:
-        yield f"num_splits={request.num_splits}, accepted is 1"
-    if request.has_kv_cache:
-        yield "has_kv_cache=True, accepted is False"
-    if request.context_parallel:
-        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
@@ -98,6 +85,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     yield from _platform_refusals(request, platform)
     yield from _shape_refusals(request)
     yield from _feature_refusals(request)
+    yield from beyond_plain_attention(request)
 
 
 @hookimpl

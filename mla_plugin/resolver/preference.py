@@ -59,7 +59,7 @@ def order(
     strict = request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
     opt_in = environment.parse("NVTE_MLA_TRITON", environ)
     triton_first = opt_in == "1" and not triton_opt_in_obstacles(request, platform)
-    triton_fills = opt_in != "0" and not strict
+    triton_fills = opt_in != "0" and not strict and platform.device_type == "cuda"  # its interpreter is for tests
     fallback = FALLBACK in survivors if survivors is not None and strict else True
     if not environment.parse("NVTE_UNFUSED_ATTN", environ):
         fallback = False

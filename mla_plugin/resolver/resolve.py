@@ -101,6 +101,8 @@ class _Survey:
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
         if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
+        if name == "triton" and self.platform.device_type != "cuda":
+            return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
         if name == "triton":
             reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))
@@ -135,6 +137,7 @@ def survey(
         raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
     blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
     answers = {name: _ask(name, request, platform) for name in names if name not in blocked}
+    environment.check_selection(environ)
     cascade = None
     if platform.device_type == "cuda":
         cascade = te_cascade.decide(te_params(request), environ, te_platform(platform))

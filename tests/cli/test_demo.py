@@ -102,7 +102,7 @@ def test_no_backend_is_a_message_not_a_traceback(
 ) -> None:
     monkeypatch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
     assert main(["demo", "--device", "cpu"]) == 1
-    assert "sdpa   off       MLA_PLUGIN_BLOCK names it" in capsys.readouterr().err
+    assert "sdpa    off       MLA_PLUGIN_BLOCK names it" in capsys.readouterr().err
 
 
 def installed_at(folder: Path, text: str | None) -> None:

@@ -33,7 +33,7 @@ def test_text_names_the_request_the_platform_every_backend_and_the_plan(capsys: 
     assert status == 0
     for part in ("thd", "bfloat16", "192/128", "padding_causal", "sm80", "training"):
         assert part in lines[0]
-    assert lines[-1] == "=> forward: sdpa, backward: sdpa"
+    assert lines[-1] == "=> forward: triton, backward: triton"
     assert any(line.split()[:2] == ["cudnn", "refuses"] for line in lines)
 
 
@@ -124,7 +124,7 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--backend fa9", "no backend named 'fa9' is registered; registered: cudnn, sdpa"),
+        ("--backend fa9", "no backend named 'fa9' is registered; registered: triton, cudnn, sdpa"),
         ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
         ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
         ("--pad-between-seqs", "--pad-between-seqs needs --format thd; the format is bshd"),

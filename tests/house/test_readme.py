@@ -52,9 +52,10 @@ def test_there_is_code_and_output_to_check() -> None:
 def test_output_is_what_the_command_prints(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without CUDA that has none of the optional kernel packages."""
+    """On a machine without CUDA that has none of the optional kernel packages but Triton, which comes with PyTorch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "installed_packages", lambda: (("torch", torch.__version__),))
+    monkeypatch.setattr(device, "installed_packages", lambda: (("torch", torch.__version__), ("triton", "3.7.1")))
+    monkeypatch.setattr(device, "build_tools", frozenset)
     program, *arguments = shlex.split(command)
     assert program == "mla-plugin"
     main(arguments)

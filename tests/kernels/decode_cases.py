@@ -120,7 +120,7 @@ def assert_as_good_as_pytorch(out: torch.Tensor, lse: torch.Tensor, inputs: Inpu
     exact, exact_lse = attend(inputs, is_causal, torch.float64)
     plain, _ = attend(inputs, is_causal, out.dtype)
     _, plain_lse = attend(inputs, is_causal, torch.float32)
-    rounding = torch.finfo(torch.float32).eps
+    rounding = 2 * torch.finfo(torch.float32).eps  # of the softmax weights and of the sums, as in the conformance suite
     assert out.shape == exact.shape
     assert out.dtype == inputs.q_nope_abs.dtype
     assert lse.shape == exact_lse.shape
