@@ -32,6 +32,7 @@ def test_the_table_holds_every_variable_that_transformer_engine_reads() -> None:
         "NVTE_APPLY_QK_LAYER_SCALING",
         "NVTE_BATCH_MHA_P2P_COMM",
         "NVTE_UnfusedDPA_Emulate_FP8",
+        "NVTE_DISABLE_TRITON_AUTOTUNING",
     }
 
 
@@ -62,6 +63,13 @@ def test_equality_with_one_never_raises(name: str, text: str) -> None:
 @pytest.mark.parametrize(("text", "names"), [("", ()), ("fa2", ("fa2",)), (" fa2, cudnn ,", ("fa2", "cudnn"))])
 def test_blocked_names(text: str, names: tuple[str, ...]) -> None:
     assert environment.parse("MLA_PLUGIN_BLOCK", {"MLA_PLUGIN_BLOCK": text}) == names
+
+
+@pytest.mark.parametrize(("text", "requested"), [(None, False), ("1", False), ("", False), ("no", False), ("0", True)])
+def test_autotuning_is_on_at_exactly_zero(text: str | None, requested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if text is not None:
+        monkeypatch.setenv("NVTE_DISABLE_TRITON_AUTOTUNING", text)
+    assert environment.is_autotuning_requested() == requested
 
 
 def test_defaults_when_unset() -> None:

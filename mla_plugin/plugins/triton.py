@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
 MIN_SHARED_MEMORY = 99 * 1024
+FULL_FLOAT32_SHARED_MEMORY = 163 * 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,6 +50,13 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     memory = platform.shared_memory_per_block
     if memory is not None and memory < MIN_SHARED_MEMORY:
         yield f"shared_memory_per_block={memory} < {MIN_SHARED_MEMORY}"
+    elif memory is not None and memory < FULL_FLOAT32_SHARED_MEMORY and request.dtype == torch.float32:
+        widths = sorted((request.head_dim_qk, request.head_dim_v))
+        if widths[0] > 256 or widths[1] > 512:
+            yield (
+                f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v} in float32 with "
+                f"shared_memory_per_block={memory}, accepted is one up to 512 and the other up to 256"
+            )
 
 
 def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
@@ -58,6 +66,9 @@ def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
         yield f"head_dim_qk={request.head_dim_qk}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_QK}"
     if request.head_dim_v % 8 or request.head_dim_v > MAX_HEAD_DIM_V:
         yield f"head_dim_v={request.head_dim_v}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_V}"
+    if 512 < request.head_dim_qk < MAX_HEAD_DIM_QK and request.head_dim_qk not in (528, 544):
+        # anything else is padded to 1024 columns
+        yield f"head_dim_qk={request.head_dim_qk}, accepted above 512 is 528, 544 or 576"
 
 
 def _feature_refusals(request: AttentionRequest) -> Iterator[str]:

@@ -8,8 +8,10 @@ from types import MappingProxyType
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin import Platform
 from mla_plugin.conformance import BackendConformance, Case
+from mla_plugin.kernels import packing, prefill, prefill_backward, tiles
 from mla_plugin.plugins import triton
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import A100, CPU, H100, mla_request
@@ -60,6 +62,7 @@ class TestCudaWithNanPadding(NanPadding, TestCuda):
 
 TITAN = Platform("cuda", (7, 5), packages=(("triton", "3.7.1"),))
 SMALL = Platform("cuda", (8, 7), packages=(("triton", "3.7.1"),), shared_memory_per_block=65536)
+CONSUMER = Platform("cuda", (8, 6), packages=(("triton", "3.7.1"),), shared_memory_per_block=101376)
 INTERPRETER = Platform(packages=(("triton", "3.7.1"),), tools=frozenset({"triton-interpreter"}))
 
 
@@ -75,6 +78,15 @@ INTERPRETER = Platform(packages=(("triton", "3.7.1"),), tools=frozenset({"triton
         ({}, SMALL, ["shared_memory_per_block=65536 < 101376"]),
         ({"head_dim_qk": 100, "head_dim_v": 584}, A100, ["head_dim_qk=100", "head_dim_v=584"]),
         ({"head_dim_qk": 584}, A100, ["head_dim_qk=584"]),
+        ({"head_dim_qk": 520}, A100, ["head_dim_qk=520, accepted above 512 is 528, 544 or 576"]),
+        ({"head_dim_qk": 576, "head_dim_v": 512, "dtype": torch.float32}, A100, []),
+        ({"head_dim_qk": 576, "head_dim_v": 512}, CONSUMER, []),
+        ({"head_dim_qk": 512, "head_dim_v": 256, "dtype": torch.float32}, CONSUMER, []),
+        (
+            {"head_dim_qk": 264, "head_dim_v": 264, "dtype": torch.float32},
+            CONSUMER,
+            ["head_dim_qk=264, head_dim_v=264"],
+        ),
         ({"dtype": torch.float64}, A100, ["dtype=torch.float64"]),
         ({"attn_mask_type": "arbitrary"}, A100, ["attn_mask_type='arbitrary'"]),
         ({"bias_type": "alibi"}, A100, ["bias_type='alibi'"]),
@@ -93,3 +105,36 @@ def test_refusals(changes: dict[str, object], platform: Platform, reasons: list[
     assert len(found) == len(reasons)
     for reason, expected in zip(found, reasons, strict=True):
         assert expected in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("platform", "card"), [(A100, "163 KiB"), (CONSUMER, "99 KiB")], ids=["A100", "consumer"])
+def test_there_is_a_tile_for_everything_accepted(dtype: torch.dtype, platform: Platform, card: str) -> None:
+    accepted = 0
+    for head_dim_qk in range(8, 577, 8):
+        for head_dim_v in range(8, 513, 8):
+            request = mla_request(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, dtype=dtype)
+            if not list(triton.refusals(request, platform)):
+                columns = sum(packing.columns_of(head_dim_qk, head_dim_v))
+                assert all(tiles.tile_for(table, card, dtype.itemsize, columns) for table in tiles.TABLES.values())
+                accepted += 1
+    assert accepted > 3000
+
+
+@pytest.mark.parametrize(("text", "tuned"), [(None, False), ("1", False), ("0", True)])
+def test_the_environment_asks_for_autotuning(text: str | None, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for module, name in ((prefill, "forward"), (prefill_backward, "backward")):
+        original = getattr(module, name)
+
+        def spy(*arguments: object, original: object = original, tuned: bool) -> object:
+            seen.append(tuned)
+            return original(*arguments)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, name, spy)
+    if text is not None:
+        monkeypatch.setenv("NVTE_DISABLE_TRITON_AUTOTUNING", text)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.randn(1, 5, 2, 24, device=device, requires_grad=True)
+    mla_plugin.attention(q, q, q[..., :16], backend="triton").sum().backward()
+    assert seen == [tuned, tuned]

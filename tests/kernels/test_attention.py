@@ -1,0 +1,230 @@
+"""What mla_attention accepts, and its values and gradients against float64, eager and under torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mla_plugin.kernels import attention, mla_attention, prefill
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # from [B, S, H, D]
+Shape = tuple[int, int, int, int, int, int, int]  # B, S_q, S_kv, H, H_kv, head_dim_qk, head_dim_v
+SMALL: Shape = (2, 5, 7, 4, 2, 24, 16)
+
+
+def draw(shape: Shape, layout: str = "bshd", dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v and dout as views of [B, S, H, D] tensors: only for bshd are they contiguous."""
+    batch, seqlen_q, seqlen_kv, heads, kv_heads, head_dim_qk, head_dim_v = shape
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (
+        (batch, seqlen_q, heads, head_dim_qk),
+        (batch, seqlen_kv, kv_heads, head_dim_qk),
+        (batch, seqlen_kv, kv_heads, head_dim_v),
+        (batch, seqlen_q, heads, head_dim_v),
+    )
+    return [torch.randn(size, generator=generator).to(DEVICE, dtype).permute(LAYOUTS[layout]) for size in sizes]
+
+
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, layout: str, scale: float | None = None
+) -> torch.Tensor:
+    """The same by its definition, in the dtype of the inputs."""
+    q, k, v = (x.permute(torch.tensor(LAYOUTS[layout]).argsort().tolist()).transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1).nan_to_num(0.0) @ v
+    return out.transpose(1, 2).permute(LAYOUTS[layout])
+
+
+def with_gradients(run: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """out, dq, dk, dv."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out = run(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+def error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 13, 29, 4, 2, 24, 16), (1, 67, 71, 2, 1, 96, 64), (1, 37, 23, 3, 3, 40, 72)],
+    ids=["grouped", "two blocks of columns", "more queries than keys"],
+)
+def test_as_good_as_pytorch(shape: Shape, dtype: torch.dtype, is_causal: bool, layout: str) -> None:
+    tensors = draw(shape, layout, dtype)
+    ours = with_gradients(lambda *qkv: mla_attention(*qkv, is_causal=is_causal, qkv_format=layout), tensors)
+    same = with_gradients(lambda *qkv: plain(*qkv, is_causal, layout), tensors)
+    exact = with_gradients(lambda *qkv: plain(*qkv, is_causal, layout), [x.double() for x in tensors])
+    rounding = torch.finfo(dtype).eps
+    for x, y, z in zip(ours, same, exact, strict=True):
+        assert x.dtype == dtype
+        assert x.shape == z.shape
+        assert error(x, z) <= 2 * error(y, z) + rounding
+
+
+def test_a_single_key_is_given_back() -> None:
+    tensors = draw((1, 1, 1, 1, 1, 8, 8))
+    out, dq, dk, dv = with_gradients(mla_attention, tensors)
+    assert torch.equal(out, tensors[2])
+    assert torch.equal(dv, tensors[3])
+    for gradient in (dq, dk):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0.0, atol=1e-5)
+
+
+def test_the_scale_is_the_callers() -> None:
+    q, k, v, _ = draw(SMALL)
+    out = mla_attention(q, k, v, softmax_scale=0.7)
+    torch.testing.assert_close(out, plain(q, k, v, False, "bshd", 0.7))
+    assert not torch.allclose(out, mla_attention(q, k, v))
+
+
+def test_queries_that_see_no_key_give_zero_and_no_gradient() -> None:
+    out, dq, dk, dv = with_gradients(lambda *qkv: mla_attention(*qkv, is_causal=True), draw((1, 5, 2, 2, 2, 24, 16)))
+    assert not out[:, :3].any()
+    assert not dq[:, :3].any()
+    assert out[:, 3:].any()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(0, 3), (3, 0), (0, 0)])
+def test_without_queries_or_keys(seqlen_q: int, seqlen_kv: int) -> None:
+    out, *gradients = with_gradients(mla_attention, draw((1, seqlen_q, seqlen_kv, 2, 2, 24, 16)))
+    assert out.shape == (1, seqlen_q, 2, 16)
+    assert not out.any()
+    assert not any(x.any() for x in gradients)
+
+
+def test_two_backwards_agree_bit_for_bit() -> None:
+    tensors = draw((1, 67, 71, 4, 2, 24, 16), dtype=torch.float16)
+    first, second = (with_gradients(lambda *qkv: mla_attention(*qkv, is_causal=True), tensors) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_equals_eager(layout: str) -> None:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return mla_attention(q * 2, k, v, is_causal=True, qkv_format=layout) * 3
+
+    tensors = draw(SMALL, layout)
+    compiled = with_gradients(torch.compile(run, fullgraph=True), tensors)
+    for x, y in zip(compiled, with_gradients(run, tensors), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_compiled_with_dynamic_lengths_compiles_once() -> None:
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(mla_attention, fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 6, 9):
+        q, k, v, _ = draw((1, length, length, 2, 2, 24, 16))
+        torch.testing.assert_close(compiled(q, k, v), mla_attention(q, k, v))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operators_keep_their_promises(layout: str) -> None:
+    q, k, v, dout = draw(SMALL, layout)
+    operators = torch.ops.mla_plugin_kernels
+    given = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(operators.prefill_forward.default, (*given, 0.2, True, layout))
+    out, lse = (x.detach() for x in operators.prefill_forward(q, k, v, 0.2, True, layout))
+    inputs = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(operators.prefill_backward.default, (*inputs, out, lse, dout, 0.2, True, layout))
+
+
+@pytest.mark.parametrize("needed", ["q", "k", "v"])
+def test_one_input_that_needs_a_gradient_is_enough(needed: str) -> None:
+    tensors = dict(zip("qkv", draw(SMALL), strict=False))
+    tensors[needed].requires_grad_()
+    (gradient,) = torch.autograd.grad(mla_attention(**tensors).sum(), tensors[needed])
+    assert gradient.shape == tensors[needed].shape
+    with torch.no_grad():
+        assert not mla_attention(**tensors).requires_grad
+
+
+def test_a_dout_without_a_contiguous_last_dimension_is_taken() -> None:
+    *qkv, dout = draw(SMALL)
+    strided = dout.mT.contiguous().mT
+    assert strided.stride(-1) != 1
+    for x, y in zip(
+        with_gradients(mla_attention, [*qkv, strided]), with_gradients(mla_attention, [*qkv, dout]), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+Change = Callable[[dict[str, object]], object]
+
+
+def change(name: str, function: Callable[[torch.Tensor], object]) -> Change:
+    return lambda given: given.update({name: function(given[name])})  # type: ignore[arg-type]
+
+
+def layout_change(q: int, kv: int) -> Change:
+    """Drop ``q`` of the query heads and ``kv`` of the key-value heads."""
+
+    def apply(given: dict[str, torch.Tensor]) -> None:
+        given["q"] = given["q"][:, :, : given["q"].shape[2] - q]
+        for name in "kv":
+            given[name] = given[name][:, :, : given[name].shape[2] - kv]
+
+    return apply  # type: ignore[return-value]
+
+
+WRONG: dict[str, tuple[Change, type[Exception], str]] = {
+    "packed": (lambda given: given.update(qkv_format="thd"), ValueError, "qkv_format='thd'.*mla_plugin.attention"),
+    "layout": (
+        lambda given: given.update(qkv_format="bsh"),
+        ValueError,
+        "qkv_format='bsh'; accepted: bshd, sbhd, bhsd",
+    ),
+    "dimensions": (change("q", lambda x: x[0]), ValueError, "3, 4, 4 dimensions; bshd has 4"),
+    "dtype": (change("q", torch.Tensor.double), TypeError, "torch.float64, torch.float32.*bfloat16, float16, float32"),
+    "dtypes": (change("v", torch.Tensor.half), TypeError, "torch.float32, torch.float32, torch.float16"),
+    "devices": (change("k", lambda x: x.to("meta")), ValueError, f"{DEVICE}.*, meta, {DEVICE}.*one device"),
+    "head_dim_qk": (change("k", lambda x: x[..., :16]), ValueError, r"\(2, 7, 2, 16\).*q and k share head_dim_qk"),
+    "keys and values": (change("v", lambda x: x[:, :6]), ValueError, r"\(2, 6, 2, 16\).*k and v all but the last"),
+    "batch": (change("q", lambda x: x[:1]), ValueError, "batch 1 and 2"),
+    "heads": (layout_change(1, 0), ValueError, "3 query heads over 2 key-value heads.*multiple"),
+    "no heads": (layout_change(0, 2), ValueError, "4 query heads over 0 key-value heads"),
+    "scale 0": (lambda given: given.update(softmax_scale=0.0), ValueError, "softmax_scale=0.0; a positive number"),
+    "scale nan": (lambda given: given.update(softmax_scale=float("nan")), ValueError, "softmax_scale=nan"),
+    "strides": (change("v", lambda x: x.mT.contiguous().mT), ValueError, r"strides 1, 1, 2;.*\.contiguous\(\)"),
+}
+
+
+@pytest.mark.parametrize(("apply", "kind", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments(apply: Change, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = dict(zip("qkv", draw(SMALL), strict=False))
+    mla_attention(**given)
+    monkeypatch.setattr(prefill, "forward", lambda *_: pytest.fail("launched"))
+    apply(given)
+    with pytest.raises(kind, match=message):
+        mla_attention(**given)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
+def test_wrong_batches_and_heads_in_other_layouts(layout: str) -> None:
+    q, k, v, _ = draw(SMALL, layout)
+    batch, heads = (1, 2) if layout == "sbhd" else (0, 1)
+    with pytest.raises(ValueError, match="batch 1 and 2"):
+        mla_attention(q.narrow(batch, 0, 1), k, v, qkv_format=layout)
+    with pytest.raises(ValueError, match="3 query heads over 2"):
+        mla_attention(q.narrow(heads, 0, 3), k, v, qkv_format=layout)
+
+
+def test_outside_of_autograd_neither_its_function_nor_the_operator_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = draw(SMALL)
+    monkeypatch.setattr(attention, "_operator", lambda *_: pytest.fail("dispatched"))
+    monkeypatch.setattr(attention._Eager, "apply", lambda *_: pytest.fail("recorded"))
+    mla_attention(q, k, v)

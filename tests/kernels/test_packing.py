@@ -1,0 +1,113 @@
+"""Shapes, strides and sizes of every layout, as the kernels' launchers see them."""
+
+import pytest
+import torch
+
+from mla_plugin.kernels import packing, tiles
+from mla_plugin.kernels.packing import WIDE_STRIDE, Packing
+
+B, S, H, D = 2, 5, 3, 8
+SHAPES = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D), "thd": (7, H, D)}
+CU = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+CU_PADDED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [
+        ("bshd", (S * H * D, D, H * D)),
+        ("sbhd", (H * D, D, B * H * D)),
+        ("bhsd", (H * S * D, S * D, D)),
+        ("thd", (0, D, H * D)),
+    ],
+)
+def test_strides_are_those_of_sequence_head_and_token(layout: str, strides: tuple[int, int, int]) -> None:
+    x = torch.empty(SHAPES[layout])
+    assert packing.strides_of(x, layout) == strides
+    assert packing.contiguous_strides(x.shape, layout) == strides
+
+
+def test_strides_of_a_slice_are_its_own() -> None:
+    x = torch.empty(B, 2 * S, H, 2 * D)[:, ::2, :, :D]
+    assert packing.strides_of(x, "bshd") == (x.stride(0), x.stride(2), x.stride(1))
+    assert packing.contiguous_strides(x.shape, "bshd") == (S * H * D, D, H * D)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
+def test_sizes_of_a_dense_batch(layout: str) -> None:
+    q = torch.empty(SHAPES[layout])
+    assert packing.sizes_of(q, q, Packing(layout, S, S)) == (B, H, H)
+
+
+def test_sizes_of_packed_sequences_come_from_the_lengths() -> None:
+    q, k = torch.empty(7, 6, D), torch.empty(9, 2, D)
+    assert packing.sizes_of(q, k, Packing("thd", 3, 3, cu_seqlens_q=CU, cu_seqlens_kv=CU)) == (3, 6, 2)
+
+
+def test_sequences_start_at_the_true_lengths_unless_padded_offsets_say_otherwise() -> None:
+    plain = Packing("thd", 3, 3, cu_seqlens_q=CU, cu_seqlens_kv=CU + 1)
+    assert plain.offsets() == (plain.cu_seqlens_q, plain.cu_seqlens_kv, plain.cu_seqlens_q, plain.cu_seqlens_kv)
+    padded = Packing("thd", 3, 3, CU, CU + 1, cu_seqlens_q_padded=CU_PADDED)
+    assert padded.offsets() == (CU, padded.cu_seqlens_kv, CU_PADDED, padded.cu_seqlens_kv)
+    assert Packing("bshd", 3, 3).offsets() == (None,) * 4
+
+
+def test_what_a_launch_is_cached_on_holds_every_mask_argument() -> None:
+    sights = {
+        Packing("bshd", *changed).sight
+        for changed in (
+            (4, 5),
+            (5, 4),
+            (4, 5, None, None, None, None, 2),
+            (4, 5, None, None, None, None, -1, 2),
+            (4, 5, None, None, None, None, -1, -1, True),
+        )
+    }
+    assert len(sights) == 5
+
+
+def test_room_for_the_results_of_a_dense_batch() -> None:
+    dense = Packing("bshd", S, S)
+    q = torch.empty(SHAPES["bshd"], dtype=torch.float16)
+    lse = packing.lse_like(q, B, H, dense)
+    assert lse.shape == (B, H, S)
+    assert lse.dtype == torch.float32
+    assert packing.lse_strides(lse) == (H * S, S)
+    out = packing.output_like(q, 4, dense)
+    assert out.shape == (B, S, H, 4)
+    assert out.dtype == torch.float16
+
+
+def test_results_of_tokens_outside_of_all_packed_sequences_are_there_from_the_start() -> None:
+    thd = Packing("thd", 3, 3, CU, CU)
+    q = torch.full((7, H, D), torch.nan)
+    lse = packing.lse_like(q, 3, H, thd)
+    assert torch.equal(lse, torch.full((H, 7), -torch.inf))
+    assert packing.lse_strides(lse) == (0, 7)
+    assert torch.equal(packing.output_like(q, 4, thd), torch.zeros(7, H, 4))
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_a_token_stride_that_int32_offsets_do_not_reach_is_wide(layout: str) -> None:
+    how = Packing(layout, S, S)
+    token = SHAPES[layout].index(7 if layout == "thd" else S)
+    for stride, wide in ((WIDE_STRIDE - 1, False), (WIDE_STRIDE, True)):
+        strides = [1] * len(SHAPES[layout])
+        strides[token] = stride
+        x = torch.empty_strided(SHAPES[layout], strides, device="meta")
+        assert packing.is_wide(how, torch.empty(SHAPES[layout]), x) == wide
+
+
+def test_the_widest_tile_of_an_unwide_stride_stays_within_int32() -> None:
+    rows = max(max(tile[:2]) for table in tiles.TABLES.values() for found in table.values() for _, tile in found)
+    assert rows * WIDE_STRIDE <= 2**31
+
+
+def test_only_float32_products_are_exact() -> None:
+    assert packing.dot_precision(torch.float32) == "ieee"
+    assert packing.dot_precision(torch.bfloat16) == packing.dot_precision(torch.float16) == "tf32"
+
+
+def test_options_of_a_launch_name_the_registers_only_when_they_are_limited() -> None:
+    assert packing.launch_options(tiles.Tile(64, 32, 4, 2)) == {"num_warps": 4, "num_stages": 2}
+    assert packing.launch_options(tiles.Tile(64, 32, 8, 3, 255)) == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
