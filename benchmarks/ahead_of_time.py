@@ -1,0 +1,137 @@
+"""What the prefill kernels take on each card, compiled ahead of time: no GPU is needed.
+
+    python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
+    python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
+
+Which tiles, head dimensions and cards: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from tests.kernels.compiler import ROOT, blocks_per_processor, results
+from tests.kernels.prefill_compiler import DEEPSEEK, TYPES, jobs
+
+RESULTS = ROOT / "benchmarks" / "results" / "ahead_of_time.json"
+PAGE = ROOT / "docs" / "kernels_ahead_of_time.md"
+CARDS = {80: "A100", 86: "RTX 30, A10", 89: "RTX 40, L4, L40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
+MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+COLUMNS = ("tile", "warps", "stages", "registers", "spilled stores", "shared memory", "blocks", "warps per SM")
+
+TEXT = """\
+# The prefill kernels, compiled ahead of time
+
+Written by `python -m benchmarks.ahead_of_time` with Triton {triton}; do not edit. Nothing here was run on a card: the
+kernels were compiled for it, and the numbers are what the compiler allotted.
+`tests/kernels/test_prefill_ahead_of_time.py` holds them: shared memory to the card's limit per block, spilled stores to
+stated figures. It compiles every entry of the tile tables for the first card of its class, and DeepSeek-V3's 192/128 in
+bfloat16 for every card; with `--all-targets` every entry for every card of its class, for head dimensions from 24/16 to
+576/512, with lengths and windows, and by tensor descriptors.
+
+A tile is queries x keys. Blocks are those that one multiprocessor holds at a time, by registers and shared memory.
+Spilled stores are instructions in the whole program. *Causal* is a dense batch under a causal mask, *packed* has
+lengths and a window too, *descriptors* loads by tensor descriptors.
+
+## A100, head_dim_qk 192, head_dim_v 128, bfloat16
+
+{a100}
+
+### What they predict (a prediction, not a measurement)
+
+Peak is 312 TFLOP/s in bfloat16. A multiprocessor does 1024 multiply-adds, 128 bytes of shared memory, 16 exponentials
+and 64 float32 operations a clock.
+
+- **Forward: 120 to 180 TFLOP/s on long sequences.** A tile of 128 x 64 costs 128 * 64 * (192 + 128) / 1024 = 2560
+  clocks of products. Each of the 8 warps has 16 rows; it reads all keys and values of the tile from shared memory,
+  40 KiB, and its own 6 KiB of queries again, because 255 registers do not hold them: 368 KiB or 2940 clocks. The
+  softmax adds 512 clocks of exponentials and about 1000 of float32 arithmetic. If all overlaps, the limit is shared
+  memory, at 87 % of peak; if nothing does, 57 %, 180 TFLOP/s; and 8 warps, two for each scheduler, overlap little and
+  wait for barriers besides. On an H200 the same kernel reaches 380 to 505 TFLOP/s, 39 to 51 % of 989. There the
+  products read shared memory once for 64 rows, which the A100 cannot; but an A100 has twice the exponentials for each
+  product. So the H200's share, 120 to 160 TFLOP/s, is the likelier part of the range.
+- **Backward: 75 to 120 TFLOP/s.** It counts as 832 columns of products for every query and key (S, dP, dV, dK, dQ) and
+  executes 1152, because both kernels compute S and dP: 72 % of what the units do is counted. The H200 executes at 48 to
+  65 % of its peak; one block of 8 warps has nothing to change to while it waits for the A100's slower shared memory,
+  so 33 to 53 % of 312 is the guess, times 72 %.
+- The spilled stores are all outside of the loops. The loop of `backward_kv` reloads 6 registers among its 637
+  instructions, that of `forward` none; this does not decide.
+- 108 multiprocessors hold one block each: fewer than 108 tiles of 128 queries, over all heads, leave some idle.
+
+## The same on every card
+
+{cards}
+
+## Every entry of the tables
+
+For the first card of its class and the widest head dimensions that it serves.
+
+{entries}
+"""
+
+
+def measure() -> dict[str, Any]:
+    """Compile; one record a job."""
+    usages = results("tests.kernels.prefill_compiler", cache=Path(triton.knobs.cache.dir))
+    records = []
+    for job in jobs(all_targets=False):
+        usage = usages[job.name]
+        blocks = blocks_per_processor(usage, job.tile.num_warps, job.capability)
+        records.append({**asdict(job), "tile": list(job.tile), **asdict(usage), "blocks": blocks})
+    return {"triton": triton.__version__, "records": records}
+
+
+def _cells(record: dict[str, Any]) -> Iterator[str]:
+    block_m, block_n, num_warps, num_stages, _ = record["tile"]
+    yield f"{block_m} x {block_n}"
+    yield from (str(number) for number in (num_warps, num_stages, record["registers"], record["spills"]))
+    yield f"{record['shared'] / 1024:.0f} KiB"
+    yield str(record["blocks"])
+    yield f"{record['blocks'] * num_warps} of {MOST_WARPS[record['capability']]}"
+
+
+def _table(records: Iterable[dict[str, Any]], *names: str) -> str:
+    """A Markdown table whose first columns are ``names``, functions of a record below."""
+    describe = {
+        "kernel": lambda r: f"`{r['kernel']}`",
+        "call": lambda r: r["call"],
+        "card": lambda r: f"{CARDS[r['capability']]} (sm{r['capability']})",
+        "class": lambda r: r["card"],
+        "head dims": lambda r: f"{r['head_dim_qk']}/{r['head_dim_v']} {TYPES[r['itemsize']]}",
+    }
+    header = (*names, *COLUMNS)
+    rows = [(*(describe[name](record) for name in names), *_cells(record)) for record in records]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+
+
+def render(found: dict[str, Any]) -> str:
+    """The page."""
+    records = found["records"]
+    deepseek = [r for r in records if (r["head_dim_qk"], r["head_dim_v"], r["itemsize"]) == (*DEEPSEEK, 2)]
+    entries: dict[tuple[str, str, int, int], dict[str, Any]] = {}
+    for record in records:
+        if record["call"] == "causal":  # the first card of a class comes first
+            entries.setdefault((record["kernel"], record["card"], record["itemsize"], record["columns"]), record)
+    return TEXT.format(
+        triton=found["triton"],
+        a100=_table((r for r in deepseek if r["capability"] == 80), "kernel", "call"),
+        cards=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "card", "call"),
+        entries=_table(entries.values(), "kernel", "class", "head dims"),
+    )
+
+
+def main() -> None:
+    if "--page" not in sys.argv:
+        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+    PAGE.write_text(render(json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()
