@@ -149,5 +149,7 @@ def assert_as_good_as_pytorch(out: torch.Tensor, lse: torch.Tensor, inputs: Inpu
     assert _error(out, exact) <= 2 * _error(plain, exact) + rounding
     seen = ~empty
     found, plain_found, wanted = (x[seen].double() for x in (lse, plain_lse, exact_lse))
+    if out.dtype != torch.float32:
+        rounding *= 4  # the matrix units cut sums off where float32 rounds
     floor = rounding * (wanted.square().sum() + wanted.numel()).sqrt()  # lse may be near 0, its scores are not
     assert (found - wanted).norm() <= 2 * (plain_found - wanted).norm() + floor
