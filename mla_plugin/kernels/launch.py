@@ -68,12 +68,19 @@ class KernelCall:
         self.kernel[self.grid](*self.arguments, **self.options)
 
 
-def compile_together(calls: Sequence[KernelCall]) -> None:
-    """Compile what these calls need and is not compiled yet, side by side; without a launch.
+def compile_together(calls: Sequence[KernelCall], device: torch.device) -> None:
+    """Compile and load what these calls need on a CUDA device and is not there yet, side by side; without a launch.
 
-    Triton's compiler works outside of Python's lock and its assembler is another process, so three kernels take little
-    longer than the slowest of them.
+    Triton's compiler works outside of Python's lock, and its assembler and the compiler of its launchers are processes
+    of their own, so three kernels take little longer than the slowest of them.
     """
-    with ThreadPoolExecutor(len(calls)) as threads, triton.AsyncCompileMode(threads):
-        for call in calls:
-            call.kernel.warmup(*call.arguments, grid=call.grid, **call.options)
+
+    def load(kernel: Any) -> None:
+        with torch.cuda.device(device):  # a thread starts on device 0
+            kernel[(1, 1, 1)]
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        with triton.AsyncCompileMode(threads):
+            found = [call.kernel.warmup(*call.arguments, grid=call.grid, **call.options) for call in calls]
+        kernels = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in found]
+        list(threads.map(load, kernels))

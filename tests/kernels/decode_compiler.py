@@ -42,7 +42,7 @@ def jobs() -> list[Job]:
             if columns < 576 or itemsize == 4:
                 continue
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
-            if tile.block_m == 16:
+            if tile.block_m <= 16:
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, descriptors=True))

@@ -88,25 +88,40 @@ def test_tensors_on_the_cpu_need_no_device() -> None:
 
 
 class Compilable(Kernel):
-    """A jitted function that can be compiled without a launch, here only when another is being compiled too."""
+    """A jitted function that can be compiled and loaded without a launch, here only while another is."""
 
-    def __init__(self, meeting: threading.Barrier) -> None:
+    def __init__(self, meeting: threading.Barrier, loads: list[object]) -> None:
         super().__init__()
         self.meeting = meeting
-        self.compiled_for: list[object] = []
+        self.loads = loads
+        self.finished: list[object] = []
 
-    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> None:
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> object:
         mode = _async_compile.active_mode.get()
         assert mode is not None
-        mode.submit(id(self), lambda: self.meeting.wait(timeout=20), lambda _: self.compiled_for.append(arguments))
+        return mode.submit(id(self), self._compile, lambda _: self.finished.append((arguments, grid, options)))
+
+    def _compile(self) -> Compilable:
+        self.meeting.wait(timeout=20)
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        if grid == (1, 1, 1):  # what loads a compiled kernel
+            self.meeting.wait(timeout=20)
+            self.loads.append(self)
+        return super().__getitem__(GRID)
 
 
-def test_kernels_are_compiled_side_by_side_and_not_launched() -> None:
-    meeting = threading.Barrier(2)
-    kernels = [Compilable(meeting), Compilable(meeting)]
+def test_kernels_are_compiled_and_loaded_side_by_side_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(devices.append(device)))
+    meeting, loads = threading.Barrier(2), []
+    kernels = [Compilable(meeting, loads), Compilable(meeting, loads)]
     calls = [KernelCall(kernel, GRID, (n,), {"num_warps": 4}) for n, kernel in enumerate(kernels)]
-    compile_together(calls)
-    assert [kernel.compiled_for for kernel in kernels] == [[(0,)], [(1,)]]
+    compile_together(calls, torch.device("cuda", 1))
+    assert [kernel.finished for kernel in kernels] == [[((n,), GRID, {"num_warps": 4})] for n in range(2)]
+    assert set(loads) == set(kernels)
+    assert devices == [torch.device("cuda", 1)] * 2
     assert all(kernel.calls == [] for kernel in kernels)
     calls[0]()
     assert kernels[0].calls == [((0,), {"num_warps": 4})]
