@@ -14,9 +14,9 @@ What differs between the supported versions of Megatron-Core:
 V of a packed batch    [T, H, v_head_dim]          zeros appended up to q's width; the output is trimmed afterwards
 =====================  ==========================  ====================================================================
 
-With DeepSeek-V3's head dimensions the zeros are a sixth more products, for nothing (Megatron-LM issue #6240). The module
-was told its true width when it was built: it leaves the zeros out and returns the true width, which Megatron's trim
-takes as it is. After ``register()`` they are not appended at all.
+With DeepSeek-V3's head dimensions the zeros are a sixth more products, for nothing (Megatron-LM issue #6240). The
+module was told its true width when it was built: it leaves the zeros out and returns the true width, which Megatron's
+trim takes as it is. After ``register()`` they are not appended at all.
 
 Sources: ``TEDotProductAttention`` and ``DotProductAttention`` of Megatron-Core, whose constructor and call these are.
 """
@@ -76,7 +76,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
     It holds no parameters, so checkpoints pass between it and Megatron's own core attentions.
 
     Args:
-        config: ``attention_dropout``, ``window_size`` and ``window_attn_skip_freq``, ``deterministic_mode``, ``qk_clip``
+        config: ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``, ``deterministic_mode``, ``qk_clip``
             and ``log_max_attention_logit`` are followed.
         layer_number: counts from 1; it decides with ``window_attn_skip_freq`` whether the window applies.
         attn_mask_type: the default of the call's.
@@ -248,7 +248,7 @@ def _packed(params: PackedSeqParams) -> dict[str, Any]:
             "packed_seq_params splits sequences over context-parallel ranks, which MLACoreAttention does not compute; "
             "use local_cp_size=1, or TEDotProductAttention"
         )
-    arguments = {"qkv_format": "thd"}
+    arguments: dict[str, Any] = {"qkv_format": "thd"}
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         arguments[name] = getattr(params, name)
     for name in ("max_seqlen_q", "max_seqlen_kv"):
@@ -283,7 +283,7 @@ def with_core_attention(spec: Spec) -> Spec:
     """
     layers = getattr(spec, "layer_specs", None) or [spec]
     for layer in layers:
-        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        attention: Any = getattr(getattr(layer, "submodules", None), "self_attention", None)
         if not hasattr(getattr(attention, "submodules", None), "core_attention"):
             raise ValueError(
                 f"{type(layer).__name__} without submodules.self_attention.submodules.core_attention; accepted is the "
