@@ -30,6 +30,8 @@ def config(**changes) -> MLATransformerConfig:
         "rotary_base": 10000,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "init_method_std": 0.3,
         "use_cpu_initialization": True,
         "params_dtype": torch.float64,
     }
@@ -73,13 +75,13 @@ def causal(s_q: int, s_kv: int | None = None, diagonal: int = 0) -> torch.Tensor
     return torch.ones(s_q, s_q if s_kv is None else s_kv, dtype=torch.bool).tril(diagonal)
 
 
-def packed_reference(q, k, v, spans, scale=SCALE, diagonal=causal) -> torch.Tensor:
+def packed_reference(q, k, v, spans, scale=SCALE, visible=causal) -> torch.Tensor:
     """[T, H * head_dim_v] for packed tensors; ``spans`` are ((first, last), (first, last)) of q and of k and v."""
     out = torch.zeros(q.shape[0], q.shape[1] * v.shape[-1], dtype=torch.float64)
     for (q0, q1), (k0, k1) in spans:
         if q1 > q0:
             parts = (x.unsqueeze(1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-            out[q0:q1] = reference(*parts, diagonal(q1 - q0, k1 - k0), scale).squeeze(1)
+            out[q0:q1] = reference(*parts, visible(q1 - q0, k1 - k0), scale).squeeze(1)
     return out
 
 

@@ -106,8 +106,8 @@ def test_packed_sequences_without_a_causal_mask():
     q, k, v = tensors(9, batch=())
     params, spans = packing((4, 5))
     out = core()(q, k, v, None, packed_seq_params=params, attn_mask_type=AttnMaskType.no_mask)
-    everything = lambda s_q, s_kv: torch.ones(s_q, s_kv, dtype=torch.bool)  # noqa: E731
-    assert_equal(out, packed_reference(q, k, v, spans, diagonal=everything), [q, k, v])
+    expected = packed_reference(q, k, v, spans, visible=lambda *lengths: torch.ones(lengths, dtype=torch.bool))
+    assert_equal(out, expected, [q, k, v])
 
 
 def test_lengths_of_keys_default_to_those_of_queries():
@@ -128,9 +128,7 @@ def test_packed_v_with_zeros_appended():
     dout = torch.randn_like(expected)
     torch.testing.assert_close(out.flatten(1), expected, rtol=1e-10, atol=1e-11)
     dq, dk, dpadded = torch.autograd.grad(out.flatten(1), [q, k, padded], dout)
-    for found, wanted in zip(
-        (dq, dk, dpadded[..., :D_V]), torch.autograd.grad(expected, [q, k, v], dout), strict=True
-    ):
+    for found, wanted in zip((dq, dk, dpadded[..., :D_V]), torch.autograd.grad(expected, [q, k, v], dout), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
     assert torch.equal(dpadded[..., D_V:], torch.zeros(12, H, D_QK - D_V, dtype=torch.float64))
 
