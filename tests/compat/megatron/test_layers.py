@@ -118,15 +118,17 @@ def test_a_layer_that_appends_zeros_to_v():
     assert_same_training(module, plain, hidden_states(batch=1), packed_seq_params=packing((5, 7))[0])
 
 
-def test_recomputed_core_attention_keeps_its_gradients_and_its_dropout(monkeypatch):
+@pytest.mark.parametrize("recomputed", ["core_attn", "mla_up_proj"])
+def test_recomputation_keeps_gradients_and_dropout(monkeypatch, recomputed):
     """Selective recomputation saves and restores CUDA's random state too; there is none here."""
     monkeypatch.setattr(megatron_random, "_get_cuda_rng_state", lambda **_: None)
     monkeypatch.setattr(megatron_random, "_set_cuda_rng_state", lambda *_, **__: None)
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "attention_dropout": 0.3}
+    dropout = {"attention_dropout": 0.3}
+    recompute = {"recompute_granularity": "selective", "recompute_modules": [recomputed], **dropout}
     x, gradients, outs = hidden_states(), [], []
-    for changes in ({"attention_dropout": 0.3}, recompute):
+    for changes in (dropout, recompute):
         module = attention(**changes)
-        assert module.checkpoint_core_attention == (changes is recompute)
+        assert (module.checkpoint_core_attention or module.recompute_up_proj) == (changes is recompute)
         torch.manual_seed(5)
         out = module(x, None)[0]
         torch.manual_seed(6)  # recomputation must not depend on where the generator stands by then
@@ -135,11 +137,11 @@ def test_recomputed_core_attention_keeps_its_gradients_and_its_dropout(monkeypat
         gradients.append([x.grad, *(parameter.grad for parameter in module.parameters())])
         x.grad = None
     assert torch.equal(*outs)
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=1e-10, atol=1e-11)
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, plain, rtol=1e-10, atol=1e-11)
 
 
-def test_generation_over_a_static_cache_equals_the_whole_sequence(monkeypatch):
+def test_generation_over_a_static_cache_equals_the_whole_sequence():
     """A prompt of 7 tokens, then one token at a time."""
     x = hidden_states().detach()
     module = attention().eval()
