@@ -23,6 +23,8 @@ from tests.compat.megatron.parts import (
     tensors,
 )
 
+pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
+
 
 @pytest.mark.parametrize("kv_heads", [H, 2, 1])
 @pytest.mark.parametrize("length", [1, 7, 33])

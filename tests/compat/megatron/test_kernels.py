@@ -18,6 +18,7 @@ from tests.compat.megatron.parts import (
     tensors,
 )
 
+pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
 gpu = pytest.mark.gpu
 
 

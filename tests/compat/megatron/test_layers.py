@@ -20,6 +20,7 @@ from mla_plugin.compat import megatron as adapter
 from tests.compat.megatron.parts import causal, config, packed_reference, packing, reference, scores
 from tests.house.project import ROOT
 
+pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
 MLACoreAttention, MLA = adapter.MLACoreAttention, multi_latent_attention
 VOCABULARY, LENGTH = 50, 12
 
@@ -32,6 +33,12 @@ class PlainCore(MLACoreAttention):
             return reference(query, key, value, causal(len(query)), self.softmax_scale)
         spans = [(span, span) for span in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())]
         return packed_reference(query, key, value, spans, self.softmax_scale)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Megatron's layers ask CUDA for their device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
 @pytest.fixture

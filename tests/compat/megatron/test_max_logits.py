@@ -9,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 import mla_plugin
 from tests.compat.megatron.parts import D_V, H, causal, core, packing, scores, tensors
 
+pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
 ON = [{"qk_clip": True}, {"log_max_attention_logit": True}]
 
 
