@@ -191,8 +191,10 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         if self.v_channels is None or width == self.v_channels:
             return value
         if not is_packed or width < self.v_channels:
-            wider = f" or wider with qkv_format='thd', not {'thd' if is_packed else 'sbhd'}"
-            raise ValueError(f"value has head dimension {width}; this layer was built for {self.v_channels}{wider}")
+            raise ValueError(
+                f"value has head dimension {width} and this layer was built for v_channels={self.v_channels}; "
+                "only packed sequences (qkv_format='thd') may bring more, zeros that Megatron appended"
+            )
         # Reading values is free on the CPU alone; on a device it would wait for it.
         if value.device.type == "cpu" and value[..., self.v_channels :].any():
             raise ValueError(

@@ -151,8 +151,8 @@ def test_the_zeros_are_not_computed(monkeypatch):
     ("width", "is_packed", "message"),
     [
         (D_QK, True, "what is beyond is not zero"),
-        (D_QK, False, "built for 16 or wider with qkv_format='thd', not sbhd"),
-        (D_V - 1, True, "value has head dimension 15"),
+        (D_QK, False, "head dimension 24 and this layer was built for v_channels=16"),
+        (D_V - 1, True, "head dimension 15 and this layer was built for v_channels=16"),
     ],
 )
 def test_another_width_of_v_is_refused(width, is_packed, message):
