@@ -7,7 +7,8 @@ A loader takes no tensor and returns prepare(q [B, H, 576], kv [pages, 64, 576],
 returns a callable without arguments that gives [B, H, 512]. What a loader raises is noted and that library left out.
 A result whose error against float64 is more than twice that of plain PyTorch in bfloat16 is not timed. Milliseconds are
 of calls in a CUDA graph, as serving engines make them, over several sets of inputs in turn, so that the L2 cache does
-not serve; a library that cannot be captured is timed by events. Writes benchmarks/results/decode_<gpu>.json, prints a table last.
+not serve; a library that cannot be captured is timed by events. Writes benchmarks/results/decode_<gpu>.json, prints a
+table last.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
     __version__ = "0+unknown"
 
-_HOSTS = ("transformers",)
+_HOSTS = ("megatron", "transformers")
 
 __all__ = [
     "Accepted",
@@ -57,7 +57,8 @@ def register(host: str) -> None:
     """Plug into a host framework's attention registry.
 
     Args:
-        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``.
+        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every MLA
+            layer of Megatron-Core that is built afterwards attends through the plugin.
 
     Raises:
         ValueError: there is no adapter for the host.

@@ -47,6 +47,7 @@ NEEDS = (
     Need("packaging", "22", "everything", 'pip install "packaging>=22"', optional=False),
     Need("transformers", "4.57", "Hugging Face models", 'pip install "mla-plugin[transformers]"'),
     Need("transformers", "5.15", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
+    Need("megatron-core", "0.16", "Megatron-Core's MLA layers", 'pip install "mla-plugin[megatron]"'),
     Need("rich", "13", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
 )
 

@@ -32,7 +32,7 @@ def test_needs_say_what_the_package_declares() -> None:
     extras = project["optional-dependencies"]
     declared = {
         (requirement.name, next(iter(requirement.specifier)).version)
-        for text in (*project["dependencies"], *extras["transformers"], *extras["demo"])
+        for text in (*project["dependencies"], *extras["transformers"], *extras["megatron"], *extras["demo"])
         if (requirement := Requirement(text)).name != "triton"
     }
     assert {(need.name, need.minimum) for need in doctor.NEEDS} == declared
