@@ -54,59 +54,77 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """One call laid end to end.
+class Rows:
+    """One call as the kernel sees it: dense [B, S, H, D], or packed [T, H, D] with a description of both sides.
 
     Attributes:
         request: the call.
-        q, kv: where its sequences lie.
+        q, kv: where the sequences lie; None for dense tensors without padding.
     """
 
     request: AttentionRequest
-    q: Side
-    kv: Side
+    q: Side | None
+    kv: Side | None
 
     @classmethod
-    def of(cls, request: AttentionRequest, tensors: AttentionTensors) -> Packed:
-        """From offsets, or from the extents of dense tensors."""
+    def of(cls, request: AttentionRequest, tensors: AttentionTensors, *, takes_dense: bool = True) -> Rows:
+        """From the call's offsets, or from the extents of dense tensors.
+
+        Args:
+            request: the call.
+            tensors: its tensors.
+            takes_dense: the kernel takes dense tensors; otherwise they are laid end to end too.
+        """
+        if takes_dense and request.qkv_format != "thd" and not request.has_padding:
+            return cls(request, None, None)
         return cls(
             request,
             _side(request, tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
             _side(request, tensors.k, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
         )
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H, D] of a tensor in the caller's layout; a view of ``thd`` and of contiguous ``bshd``."""
-        if self.request.qkv_format == "thd":
-            return addressable(x)
-        return addressable(to_bhsd(x, self.request.qkv_format).transpose(1, 2).flatten(0, 1))
-
-    def from_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``rows``, a view."""
+    def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
         if self.request.qkv_format == "thd":
             return x
-        return from_bhsd(x.view(self.request.batch_size, -1, *x.shape[1:]).transpose(1, 2), self.request.qkv_format)
+        x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        return x if self.q is None else x.flatten(0, 1)
 
-    def lse_rows(self, lse: torch.Tensor) -> torch.Tensor:
-        """[H, T], contiguous, of lse in the caller's layout."""
-        return lse.contiguous() if self.request.qkv_format == "thd" else lse.transpose(0, 1).flatten(1, 2)
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the kernel's own, as many as queries, in the caller's layout; 0 outside the sequences."""
+        return self._back(x, self.q)
 
-    def from_lse_rows(self, lse: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``lse_rows``; -inf for rows that see no key, which FlashAttention may give as +inf.
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the kernel's own, as many as keys, in the caller's layout; 0 outside the sequences."""
+        return self._back(x, self.kv)
+
+    def _back(self, x: torch.Tensor, side: Side | None) -> torch.Tensor:
+        if side is not None:
+            side.clear(x)
+        if self.request.qkv_format == "thd":
+            return x
+        if side is not None:
+            x = x.view(self.request.batch_size, -1, *x.shape[1:])
+        return from_bhsd(x.transpose(1, 2), self.request.qkv_format)
+
+    def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
+        if self.q is None or self.request.qkv_format == "thd":
+            return lse.contiguous()
+        return lse.transpose(0, 1).flatten(1, 2)
+
+    def lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``of_lse``, and -inf for every row that sees no key, where kernels give +inf or nothing.
 
         Args:
-            lse: float32 [H, T], a kernel's own: it is changed in place.
+            lse: float32, the kernel's own: it is changed in place.
         """
-        lse = minus_infinity(lse)
-        self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
-        if self.request.qkv_format == "thd":
+        lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+        if self.q is not None:
+            self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
+        if self.q is None or self.request.qkv_format == "thd":
             return lse
         return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
-
-
-def minus_infinity(lse: torch.Tensor) -> torch.Tensor:
-    """A kernel's own lse with +inf, its mark of a row that sees no key, replaced by -inf in place."""
-    return lse.masked_fill_(lse == torch.inf, -torch.inf)
 
 
 def _side(

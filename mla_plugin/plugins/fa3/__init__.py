@@ -1,8 +1,8 @@
 """FlashAttention 3 on Hopper: 192/128 natively, padding between sequences by the true lengths beside the offsets.
 
 Packed sequences are described twice: ``cu_seqlens`` is where each one starts in memory, ``seqused`` its true length
-(TransformerEngine pull request 2596). The kernels leave what lies between uninitialised, so it is set to 0 afterwards. A
-dense batch with a padding mask is the same thing, its rows laid end to end.
+(TransformerEngine pull request 2596). The kernels leave what lies between uninitialised, so it is set to 0 afterwards.
+A dense batch with a padding mask is the same thing, its rows laid end to end.
 
 The backward has no input for the gradient of the log-sum-exp, and at 192/128 no spare column to carry it, so a request
 that trains on lse gets its backward from ``sdpa``.
@@ -13,12 +13,12 @@ Sources of the refusals: ``mha_fwd`` and ``mha_bwd`` in FlashAttention's ``hoppe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from mla_plugin.hooks import hookimpl
-from mla_plugin.layout import from_bhsd, to_bhsd
-from mla_plugin.packed import Packed, addressable, kernel_window, minus_infinity
+from mla_plugin.packed import Rows, addressable, kernel_window
 from mla_plugin.plugins.fa3 import providers
 from mla_plugin.refusals import beyond_flash_attention
 from mla_plugin.types import (
@@ -96,53 +96,35 @@ def _provider(platform: Platform) -> providers.Provider:
     return provider
 
 
-def _options(request: AttentionRequest, tensors: AttentionTensors, packed: Packed | None) -> providers.Options:
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
     is_causal, window = kernel_window(request)
-    q, kv = (None, None) if packed is None else (packed.q, packed.kv)
-    return providers.Options(
-        softmax_scale=tensors.softmax_scale,
+    options = providers.Options(
+        softmax_scale=softmax_scale,
         causal=is_causal,
         window_size=window,
         max_seqlen_q=request.max_seqlen_q,
         max_seqlen_k=request.max_seqlen_kv,
-        cu_seqlens_q=q and q.starts,
-        cu_seqlens_k=kv and kv.starts,
-        seqused_q=q and q.lengths,
-        seqused_k=kv and kv.lengths,
         deterministic=request.deterministic,
     )
-
-
-def _packed(request: AttentionRequest, tensors: AttentionTensors, provider: providers.Provider) -> Packed | None:
-    """None for dense tensors without padding, where the provider takes them as they are."""
-    if provider.takes_dense and request.qkv_format != "thd" and not request.has_padding:
-        return None
-    return Packed.of(request, tensors)
-
-
-def _tokens(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """View of a dense tensor as [B, S, H, D]."""
-    return to_bhsd(x, qkv_format).transpose(1, 2)
-
-
-def _from_tokens(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    return from_bhsd(x.transpose(1, 2), qkv_format)
+    if rows.q is None or rows.kv is None:
+        return options
+    return replace(
+        options,
+        cu_seqlens_q=rows.q.starts,
+        cu_seqlens_k=rows.kv.starts,
+        seqused_q=rows.q.lengths,
+        seqused_k=rows.kv.lengths,
+    )
 
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention; V is never padded."""
     request, provider = plan.request, _provider(plan.platform)
-    packed = _packed(request, tensors, provider)
-    options = _options(request, tensors, packed)
-    inputs = (tensors.q, tensors.k, tensors.v)
-    if packed is None:
-        q, k, v = (addressable(_tokens(x, request.qkv_format)) for x in inputs)
-        out, lse = provider.forward(q, k, v, options)
-        return AttentionOutput(_from_tokens(out, request.qkv_format), minus_infinity(lse))
-    q, k, v = (packed.rows(x) for x in inputs)
-    out, lse = provider.forward(q, k, v, options)
-    return AttentionOutput(packed.from_rows(packed.q.clear(out)), packed.from_lse_rows(lse))
+    rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
+    q, k, v = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k, tensors.v))
+    out, lse = provider.forward(q, k, v, _options(request, tensors.softmax_scale, rows))
+    return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 
 @hookimpl
@@ -155,17 +137,10 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     if dlse is not None:
         raise ValueError("fa3's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
     request, tensors, provider = plan.request, residuals.tensors, _provider(plan.platform)
-    packed = _packed(request, tensors, provider)
-    options = _options(request, tensors, packed)
+    rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    if packed is None:
-        dout, q, k, v, out = (addressable(_tokens(x, request.qkv_format)) for x in inputs)
-        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        provider.backward(dout, q, k, v, out, residuals.lse.contiguous(), gradients, options)
-        return Gradients(*(_from_tokens(x, request.qkv_format) for x in gradients))
-    dout, q, k, v, out = (packed.rows(x) for x in inputs)
-    dq, dk, dv = gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    provider.backward(dout, q, k, v, out, packed.lse_rows(residuals.lse), gradients, options)
-    for side, x in ((packed.q, dq), (packed.kv, dk), (packed.kv, dv)):
-        side.clear(x)
-    return Gradients(*(packed.from_rows(x) for x in gradients))
+    dout, q, k, v, out = (addressable(rows.of_tensor(x)) for x in inputs)
+    dq, dk, dv = gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    options = _options(request, tensors.softmax_scale, rows)
+    provider.backward(dout, q, k, v, out, rows.of_lse(residuals.lse), gradients, options)
+    return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))
