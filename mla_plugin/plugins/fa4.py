@@ -37,6 +37,8 @@ from mla_plugin.types import (
 )
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
+MARK = "_validate_head_dims"
+"""What its module has since the first version, and the one that flash-attn ships has not."""
 FIRST_VERSION = "4.0.0b5"
 NEEDS_NEW_CUTLASS, CUTLASS_MINIMUM = "4.0.0b24", "4.6.2"
 BLACKWELL_DIMS = {(192, 128): FIRST_VERSION, (64, 512): "4.0.0b9", (256, 256): "4.0.0b11"}
@@ -136,14 +138,16 @@ def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | 
 
 
 def _library() -> Any:
+    """The module, if it is FlashAttention 4's and not that of flash-attn, which can overwrite it."""
     try:
         library = importlib.import_module(MODULE)
-        return library._flash_attn_bwd and library
+        getattr(library, MARK)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"{DISTRIBUTION} is installed, but {MODULE} is not its module ({error}); flash-attn may have overwritten "
-            f"it: pip install --force-reinstall --no-deps {DISTRIBUTION}, or MLA_PLUGIN_BLOCK=fa4 to leave it out"
+            f"{DISTRIBUTION} is installed, but {MODULE} is not its module ({error}): "
+            f"pip install --force-reinstall --no-deps {DISTRIBUTION}, or leave it out with MLA_PLUGIN_BLOCK=fa4"
         ) from error
+    return library
 
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> dict[str, Any]:
