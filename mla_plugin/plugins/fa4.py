@@ -62,7 +62,9 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     dims = (request.head_dim_qk, request.head_dim_v)
     found = f"head_dim_qk={dims[0]}, head_dim_v={dims[1]} on compute_capability={platform.compute_capability}"
-    major = (platform.compute_capability or (0, 0))[0]
+    if platform.compute_capability is None or platform.compute_capability < (9, 0):
+        return
+    major = platform.compute_capability[0]
     largest = 256 if major == 9 else 128
     if dims[0] % 8 or dims[1] % 8:
         yield f"{found}, accepted are multiples of 8"
