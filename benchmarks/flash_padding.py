@@ -2,10 +2,10 @@
 
     python benchmarks/flash_padding.py
 
-FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out and
-dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the copies
-alone, and the triton backend beside it, which pads nothing. Then the filling of gaps: by the kernel that writes the gaps
-alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are medians of
+FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out
+and dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the
+copies alone, and the triton backend beside it, which pads nothing. Then the filling of gaps: by the kernel that writes
+the gaps alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are medians of
 ``triton.testing.do_bench``. A backend is timed after it was found correct against the float64 oracle at a small size.
 Writes benchmarks/results/flash_padding_<gpu>.json and prints a table.
 """
