@@ -181,6 +181,16 @@ VARIABLES: tuple[Variable, ...] = (
         "Use this backend and no other; a request that it refuses raises with its reasons.",
     ),
     _ours("MLA_PLUGIN_BLOCK", _names, "backend names, separated by commas", (), "Backends that are never used."),
+    Variable(
+        "MLA_PLUGIN_CHECK",
+        _is_one,
+        _ONE,
+        False,
+        "Check the values of cumulative lengths on CUDA devices too, as on the CPU; every call with lengths then waits "
+        "for the device.",
+        "call",
+        "mla-plugin",
+    ),
     _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,
@@ -266,6 +276,11 @@ def is_deterministic_requested() -> bool:
 def is_autotuning_requested() -> bool:
     """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
     return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+
+
+def is_value_check_requested() -> bool:
+    """True when MLA_PLUGIN_CHECK is "1"."""
+    return bool(read("MLA_PLUGIN_CHECK"))
 
 
 def check_selection(environ: Mapping[str, str]) -> None:
