@@ -16,6 +16,7 @@ from mla_plugin.hooks import PROJECT_NAME, spec
 ENTRY_POINT_GROUP = "mla_plugin"
 BUILTIN_BACKENDS: dict[str, str] = {
     "triton": "mla_plugin.plugins.triton",
+    "flashinfer": "mla_plugin.plugins.flashinfer",
     "cudnn": "mla_plugin.plugins.cudnn",
     "sdpa": "mla_plugin.plugins.sdpa",
 }

@@ -258,6 +258,12 @@ def assignments() -> dict[str, str]:
     return {name: text for name, text in sorted(os.environ.items()) if name.startswith(("MLA_PLUGIN_", "NVTE_"))}
 
 
+def cuda_homes() -> tuple[str, ...]:
+    """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
+    named = tuple(os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
+    return named[:1] or ("/usr/local/cuda",)
+
+
 def is_deterministic_requested() -> bool:
     """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
     return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
