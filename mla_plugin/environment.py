@@ -173,6 +173,16 @@ VARIABLES: tuple[Variable, ...] = (
         "selection",
         "mla-plugin",
     ),
+    Variable(
+        "MLA_PLUGIN_CHECK",
+        _is_one,
+        _ONE,
+        False,
+        "Slots and pages of a cache on a CUDA device are checked by their values too, which waits for the device; on "
+        "the CPU they always are.",
+        "call",
+        "mla-plugin",
+    ),
     _ours(
         "MLA_PLUGIN_BACKEND",
         _text,
@@ -272,6 +282,11 @@ def is_deterministic_requested() -> bool:
 def is_autotuning_requested() -> bool:
     """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
     return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+
+
+def is_check_requested() -> bool:
+    """True when MLA_PLUGIN_CHECK is "1"."""
+    return bool(read("MLA_PLUGIN_CHECK"))
 
 
 def check_selection(environ: Mapping[str, str]) -> None:

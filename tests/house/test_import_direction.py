@@ -34,9 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.decode_ops": {
         *("resolver", "hooks.manager", "ops", "decode_checks", "environment", "types", "decode_types")
     },
+    "mla_plugin.cache": {"decode_checks", "environment", "kernels"},
     "mla_plugin.decode_api": {"decode_ops", "decode_checks", "decode_types"},
     "mla_plugin.api": {"resolver", "ops", "checks", "environment", "device", "types", "layout"},
-    "mla_plugin": {"api", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
+    "mla_plugin": {"api", "cache", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
     "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
     "mla_plugin.conformance": {
         *("dispatch", "hooks", "hooks.manager", "reference", "device", "types", "decode_types", "layout")
