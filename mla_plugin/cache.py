@@ -30,7 +30,7 @@ def _kernels() -> ModuleType:
 def _reads_values(x: torch.Tensor) -> bool:
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    return x.device.type == "cpu" or environment.is_check_requested()
+    return x.device.type == "cpu" or environment.is_value_check_requested()
 
 
 def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: int, seqlen_q: int = 1) -> torch.Tensor:

@@ -33,6 +33,20 @@ DISTRIBUTIONS: tuple[str, ...] = (
 )
 """Distributions whose version a decision or ``mla-plugin doctor`` may depend on."""
 
+FLASH_ATTENTION_PROVIDERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "fa2": (("flash-attn", "flash_attn.flash_attn_interface"),),
+    "fa3": (
+        ("flash-attn-3", "flash_attn_interface"),
+        ("vllm", "vllm.vllm_flash_attn"),
+        ("sgl-kernel", "sgl_kernel.flash_attn"),
+    ),
+    "fa4": (("flash-attn-4", "flash_attn.cute.interface"),),
+}
+"""(distribution, module) of the packages that carry each version of FlashAttention, in the order of preference.
+
+By distribution, because ``flash-attn`` ships an old ``flash_attn/cute`` that is not FlashAttention 4.
+"""
+
 TOOLS = ("nvcc", "ninja")
 
 

@@ -173,16 +173,6 @@ VARIABLES: tuple[Variable, ...] = (
         "selection",
         "mla-plugin",
     ),
-    Variable(
-        "MLA_PLUGIN_CHECK",
-        _is_one,
-        _ONE,
-        False,
-        "Slots and pages of a cache on a CUDA device are checked by their values too, which waits for the device; on "
-        "the CPU they always are.",
-        "call",
-        "mla-plugin",
-    ),
     _ours(
         "MLA_PLUGIN_BACKEND",
         _text,
@@ -191,6 +181,16 @@ VARIABLES: tuple[Variable, ...] = (
         "Use this backend and no other; a request that it refuses raises with its reasons.",
     ),
     _ours("MLA_PLUGIN_BLOCK", _names, "backend names, separated by commas", (), "Backends that are never used."),
+    Variable(
+        "MLA_PLUGIN_CHECK",
+        _is_one,
+        _ONE,
+        False,
+        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU; every call that "
+        "has them then waits for the device.",
+        "call",
+        "mla-plugin",
+    ),
     _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,
@@ -284,7 +284,7 @@ def is_autotuning_requested() -> bool:
     return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
 
 
-def is_check_requested() -> bool:
+def is_value_check_requested() -> bool:
     """True when MLA_PLUGIN_CHECK is "1"."""
     return bool(read("MLA_PLUGIN_CHECK"))
 
