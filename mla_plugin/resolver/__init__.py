@@ -12,7 +12,7 @@ from mla_plugin.resolver.resolve import resolve as resolve_attention
 from mla_plugin.resolver.resolve import survey
 from mla_plugin.types import AttentionRequest, Plan, Platform
 
-__all__ = ["Decision", "DecodeDecision", "explain", "resolve", "survey", "survey_decode"]
+__all__ = ["Decision", "DecodeDecision", "describe_decode", "explain", "resolve", "survey", "survey_decode"]
 
 
 @overload

@@ -38,7 +38,6 @@ class TestTriton(DecodeConformance):
     backend = "triton"
     device = "cuda"
     padding_poison = math.nan
-    refuses = MappingProxyType({"leftpad": "has_leftpad_kv=True"})
 
 
 @needs("flashinfer")

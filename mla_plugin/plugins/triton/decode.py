@@ -33,12 +33,10 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
             f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
             f"{columns(request)} columns after rounding up, accepted is up to {MAX_COLUMNS}"
         )
-    if request.has_leftpad_kv:
-        yield "has_leftpad_kv=True, accepted is False: leftpad_kv is not in these kernels"
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
-    """Take every layout of the cache, any page size and several query tokens."""
+    """Take every layout of the cache, any page size, several query tokens and left padding."""
     reasons = tuple(refusals(request, platform))
     return Refused(reasons) if reasons else Accepted()
 
@@ -56,5 +54,7 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
         tensors.causal,
         tensors.page_table,
         tensors.seqlens_kv,
+        tensors.leftpad_kv,
+        tensors.return_lse,
     )
     return DecodeOutput(out, lse)
