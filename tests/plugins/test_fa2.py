@@ -15,6 +15,7 @@ from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_2 as library
+from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
 from tests.requests import mla_request
@@ -32,7 +33,10 @@ PADDED = {
     "sbhd padding_masks": "qkv_format='sbhd'",
     "bhsd padding_masks": "qkv_format='bhsd'",
 }
-CASES = covering(conformance_cases(), (torch.bfloat16, torch.float16))
+CASES = (
+    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *packed_cases((4, 2), (torch.bfloat16,)),
+)
 
 
 class TestFlashAttn(FlashConformance):

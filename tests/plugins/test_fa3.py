@@ -18,6 +18,7 @@ from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import providers
 from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_3 as library
+from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
 from tests.requests import mla_request
@@ -33,7 +34,10 @@ DIMS = {
     "head_dims=96/64": "head_dim_v=64",
     "head_dims=128/64": "head_dim_v=64",
 }
-CASES = covering(conformance_cases(), (torch.bfloat16, torch.float16))
+CASES = (
+    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *packed_cases((4, 2), (torch.bfloat16,)),
+)
 PACKED = tuple(case for case in CASES if case.is_packed or case.has_padding)
 NO_BACKWARD = {"training": "is_training=True"}
 

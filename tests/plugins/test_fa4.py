@@ -15,6 +15,7 @@ from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.plugins import fa4
 from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_4 as library
+from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
 from tests.plugins.test_fa2 import PADDED
@@ -29,7 +30,10 @@ def card(capability: tuple[int, int], version: str | None = "4.0.0b36", **others
 
 H100, B200, RTX = card((9, 0)), card((10, 0)), card((12, 0))
 GROUPED = {"gqa training head_dim_qk!=head_dim_v": "grouped heads with equal head dims only"}
-CASES = covering(conformance_cases(), (torch.bfloat16, torch.float16))
+CASES = (
+    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *packed_cases((4, 2), (torch.bfloat16,)),
+)
 
 
 class TestFlashAttn4(FlashConformance):
