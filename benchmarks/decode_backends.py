@@ -15,21 +15,18 @@ Writes benchmarks/results/decode_backends_<gpu>.json after each shape, prints a 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
-import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import by_graph, error, in_turn, parser, write
 
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeRequest, device
 
-RESULTS = Path(__file__).parent / "results"
 FUSED = ("triton", "flashinfer", "fa3")
 BATCHES, HEADS, KEYS = (1, 8, 32, 128, 256), (16, 32, 64, 128), (4096, 8192)
 CASES = tuple((b, h, s) for s in KEYS for h in HEADS for b in BATCHES) + tuple((1, h, 65536) for h in HEADS)
@@ -37,7 +34,7 @@ QUICK = ((1, 16, 4096), (32, 16, 4096), (128, 16, 8192), (1, 128, 4096), (32, 12
 RANK, ROPE, PAGE = 512, 64, 64
 SCALE = 192**-0.5
 ROTATED_BYTES = 256 << 20
-GRAPH_MS = 3.0
+CALLS = 32  # in a graph, at least
 WITHIN = 0.97
 
 Case = tuple[int, int, int]
@@ -79,11 +76,6 @@ def plain(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(rows)[:, None]
 
 
-def error(x: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative to the norm of the exact result."""
-    return ((x.double() - exact).norm() / exact.norm()).item()
-
-
 def decode(inputs: Inputs, backend: str) -> torch.Tensor:
     """One call."""
     out = mla_plugin.decode(
@@ -115,37 +107,6 @@ def correct(backends: list[str], inputs: Inputs, row: dict[str, Any]) -> list[st
         else:
             row["refused"][name] = f"error {row['error'][name]:.1e} > {limit:.1e}, twice plain PyTorch's in bfloat16"
     return found
-
-
-def elapsed(run: Callable[[], Any]) -> float:
-    """Milliseconds on the device."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def captured(sets: list[Inputs], backend: str) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of calls that go round the sets, some milliseconds long, and how many calls it holds."""
-    for inputs in sets:
-        decode(inputs, backend)
-
-    def once() -> None:
-        for inputs in sets:
-            decode(inputs, backend)
-
-    once_graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(once_graph):
-        once()
-    once_graph.replay()
-    rounds = max(1, min(50, int(GRAPH_MS / max(elapsed(once_graph.replay), 1e-3))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            once()
-    return graph, rounds * len(sets)
 
 
 def host_microseconds(call: Callable[[], Any], calls: int = 100) -> float:
@@ -188,13 +149,9 @@ def measure(case: Case, backends: list[str], rounds: int) -> dict[str, Any]:
     sets = [draw(case, seed) for seed in range(max(1, min(64, -(-ROTATED_BYTES // cache_bytes))))]
     row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": keys, "input_sets": len(sets), "error": {}, "refused": {}}
     names = correct(backends, sets[0], row)
-    graphs = {name: captured(sets, name) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, (graph, calls) in graphs.items():
-            graph.replay()
-            times[name].append(elapsed(graph.replay) / calls)
-    row["ms"] = {name: statistics.median(found) for name, found in times.items()}
+    turns = -(-CALLS // len(sets))
+    calls = {name: [functools.partial(decode, inputs, name) for inputs in sets] * turns for name in names}
+    row["ms"] = in_turn({name: functools.partial(by_graph, calls[name]) for name in names}, rounds)
     row["gb_per_s"] = {name: cache_bytes / ms * 1e-6 for name, ms in row["ms"].items()}
     row["tflop_per_s"] = {
         name: 2 * batch * heads * keys * (2 * RANK + ROPE) / ms * 1e-9 for name, ms in row["ms"].items()
@@ -225,42 +182,26 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> str:
     return "\n".join(lines)
 
 
-def record(rows: list[dict[str, Any]]) -> None:
-    """Write what is known so far."""
-    gpu = torch.cuda.get_device_name()
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
-    content = {
-        "benchmark": "decode_backends",
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "packages": dict(device.installed_packages()),
-        "commit": commit.strip(),
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"decode_backends_{gpu.replace(' ', '_')}.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
 def main() -> None:
     """Measure every case, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--fallback", action="store_true", help="sdpa too")
-    parser.add_argument("--quick", action="store_true", help="a few shapes")
-    parser.add_argument("--check", action="store_true", help="exit 1 where the choice is more than 3 %% behind")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--fallback", action="store_true", help="sdpa too")
+    arguments.add_argument("--quick", action="store_true", help="a few shapes")
+    arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is more than 3 %% behind")
+    options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     names = [*FUSED, *(["sdpa"] if options.fallback else [])]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for case in QUICK if options.quick else CASES:
             rows.append(measure(case, names, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
-            record(rows)
+            path = write(
+                "decode_backends", {"packages": dict(device.installed_packages()), "rows": rows}, options.commit
+            )
             torch.cuda.empty_cache()
+    print(path)
     print(table(rows, names))
     behind = [row for row in rows if row["of_the_best"] is None or row["of_the_best"] < WITHIN]
     for row in behind:
