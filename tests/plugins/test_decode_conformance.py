@@ -3,7 +3,12 @@
 import math
 from types import MappingProxyType
 
+import pytest
+import torch
+
+from mla_plugin import reference
 from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
+from mla_plugin.plugins.sdpa import decode as sdpa_decode
 from mla_plugin.plugins.triton import decode as triton_decode
 from tests.plugins.flashinfer_emulation import EmulatedFlashInfer
 
@@ -47,3 +52,18 @@ def test_the_triton_plugin_counts_columns_as_the_kernels_do() -> None:
     for rank in range(1, 600):
         request = decode_cases()[0].request("cpu").replace(kv_lora_rank=rank, qk_rope_head_dim=0)
         assert triton_decode.columns(request) == sum(split_head_dim(rank))
+
+
+@pytest.mark.parametrize("case", decode_cases()[::3], ids=str)
+def test_sdpa_computes_several_sequences_without_their_lengths_as_on_a_gpu(case: DecodeCase) -> None:
+    tensors = case.tensors("cpu", torch.Generator().manual_seed(0), math.nan)
+    exact = reference.decode(tensors)
+    batch = len(case.lengths)
+    found = [
+        sdpa_decode._attend(tensors, first, last, sdpa_decode._capacity(tensors), torch.float64)
+        for first, last in ((0, 1), (1, batch))
+    ]
+    out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), exact.out, atol=eps, rtol=eps)
+    torch.testing.assert_close(lse, exact.lse, atol=1e-12, rtol=1e-12)

@@ -37,11 +37,11 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=compute)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths = _capacities(tensors) if tensors.seqlens_kv is None else tensors.seqlens_kv.tolist()
+    capacity = _capacity(tensors)
+    if q.device.type == "cpu":
+        lengths = [capacity] * batch if tensors.seqlens_kv is None else tensors.seqlens_kv.tolist()
         groups = [(b, b + 1, length) for b, length in enumerate(lengths)]
     else:
-        capacity = _capacity(tensors)
         size = max(1, GROUP_ELEMENTS // max(1, capacity * max(tensors.c_kv.shape[-1], seqlen_q * heads)))
         groups = [(b, min(b + size, batch), capacity) for b in range(0, batch, size)]
     for first, last, length in groups:
@@ -52,10 +52,6 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
 def _capacity(tensors: DecodeTensors) -> int:
     rows = tensors.c_kv.shape[1]
     return rows if tensors.page_table is None else rows * tensors.page_table.shape[1]
-
-
-def _capacities(tensors: DecodeTensors) -> list[int]:
-    return [_capacity(tensors)] * tensors.q_nope_abs.shape[0]
 
 
 def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:
