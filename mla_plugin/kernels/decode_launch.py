@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mla_plugin.kernels import decode_tiles
 from mla_plugin.kernels.decode import combine_kernel, decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
-from mla_plugin.kernels.launch import Launch, on_device_of
+from mla_plugin.kernels.launch import Launch, descriptor, on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
@@ -197,24 +197,6 @@ def _plan(
     return plan
 
 
-class _Address:
-    """Stands for a tensor in a cached descriptor, which must not keep a cache's memory alive."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, int], block: tuple[int, int, int]
-) -> TensorDescriptor:
-    return TensorDescriptor(_Address(address, dtype), list(shape), [*strides, 1], list(block))
-
-
 def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
     if plan.descriptor_widths is None:
@@ -227,7 +209,7 @@ def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple
             found.append(TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width]))
         else:
             block = (1, plan.block_n, width)
-            found.append(_cached_descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
+            found.append(descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
     return tuple(found)
 
 
@@ -254,9 +236,9 @@ def decode(
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     with on_device_of(q_nope_abs):
         if plan.workspace == 0:
-            plan.split(*inputs, out, lse, values=(*descriptors, scale))
+            plan.split(*inputs, out, lse, *descriptors, scale)
         else:
             parts = q_nope_abs.new_empty(plan.workspace, dtype=torch.float32)
-            plan.split(*inputs, parts, None, values=(*descriptors, scale))
+            plan.split(*inputs, parts, None, *descriptors, scale)
             plan.combine(parts, out, lse)
     return out, lse

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin.kernels import decode_launch, decode_tiles, mla_decode_attention, tiles
+from mla_plugin.kernels import decode_launch, decode_tiles, launch, mla_decode_attention, tiles
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
 
 SHAPE = (2, 2, 4, 64, 16, 70)
@@ -170,9 +170,9 @@ def test_a_fake_tensor_goes_through_the_operator() -> None:
 
 def test_a_descriptor_keeps_no_cache_alive() -> None:
     """Cached by address, with a stand-in for the tensor; the launch reads address and dtype from it."""
-    first = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    again = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    other = decode_launch._cached_descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    first = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    again = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    other = launch.descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
     assert first is again
     assert first.base.data_ptr() == 4096
     assert first.base.dtype == torch.bfloat16

@@ -47,11 +47,11 @@ def test_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
 def test_strides_beyond_2_31_elements(qkv_format: str) -> None:
-    """Small tensors whose sequences, tokens and heads lie far apart, against the same values side by side."""
+    """Small tensors whose sequences, heads and tokens lie far apart, against the same values side by side."""
     sizes = {"bshd": (2, 130, 3), "sbhd": (130, 2, 3), "bhsd": (2, 3, 130)}[qkv_format]
 
     def far_apart(width: int) -> torch.Tensor:
-        step = 2**31 // (sizes[1] * sizes[2]) // 8 * 8
+        step = (2**31 // (sizes[0] * sizes[1] * sizes[2]) + 8) // 8 * 8
         buffer = torch.empty(step * sizes[0] * sizes[1] * sizes[2], **BFLOAT16)
         assert buffer.numel() > 2**31
         x = buffer.as_strided((*sizes, width), (step * sizes[1] * sizes[2], step * sizes[2], step, 1))
