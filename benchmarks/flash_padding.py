@@ -5,20 +5,17 @@
 FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out
 and dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the
 copies alone, and the triton backend beside it, which pads nothing. Then the filling of gaps: by the kernel that writes
-the gaps alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are medians of
-``triton.testing.do_bench``. A backend is timed after it was found correct against the float64 oracle at a small size.
-Writes benchmarks/results/flash_padding_<gpu>.json and prints a table.
+the gaps alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are
+medians of ``triton.testing.do_bench``. A backend is timed after it was found correct against the float64 oracle at a
+small size. Writes benchmarks/results/flash_padding_<gpu>.json and prints a table.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from common import by_events, write
 
 from mla_plugin import AttentionRequest, dispatch, resolve
 from mla_plugin.conformance import Case, checks
@@ -27,16 +24,11 @@ from mla_plugin.plugins import fa2
 from mla_plugin.reference import attention_with_gradients
 from mla_plugin.types import AttentionTensors, Residuals
 
-RESULTS = Path(__file__).parent / "results"
 CASES = ((2, 16, 1024), (1, 16, 4096), (1, 128, 4096), (1, 32, 16384))
 BACKENDS = ("fa2", "triton")
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128
 GAP = 64
 """Padding behind each of 16 sequences."""
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    return float(triton.testing.do_bench(run, warmup=50, rep=200, return_mode="median"))
 
 
 def check(backend: str) -> None:
@@ -81,15 +73,15 @@ def passes(batch: int, heads: int, length: int) -> dict[str, float]:
         plan = resolve(request, backend=backend)
         output = dispatch.forward(plan, given)
         residuals = Residuals(given, output.out.contiguous(), output.lse)
-        row[f"{backend} forward"] = milliseconds(lambda plan=plan: dispatch.forward(plan, given).out.contiguous())
-        row[f"{backend} backward"] = milliseconds(
+        row[f"{backend} forward"] = by_events(lambda plan=plan: dispatch.forward(plan, given).out.contiguous())
+        row[f"{backend} backward"] = by_events(
             lambda plan=plan, residuals=residuals: [
                 x.contiguous() for x in vars(dispatch.backward(plan, residuals, dout, None)).values() if x is not None
             ]
         )
     wide = q.new_empty(q.shape)
-    row["copies forward"] = milliseconds(lambda: (fa2._widened(v, HEAD_DIM_QK), wide[..., :HEAD_DIM_V].contiguous()))
-    row["copies backward"] = milliseconds(
+    row["copies forward"] = by_events(lambda: (fa2._widened(v, HEAD_DIM_QK), wide[..., :HEAD_DIM_V].contiguous()))
+    row["copies backward"] = by_events(
         lambda: ([fa2._widened(x, HEAD_DIM_QK) for x in (v, v, dout)], wide[..., :HEAD_DIM_V].contiguous())
     )
     return row
@@ -103,8 +95,8 @@ def gaps(heads: int, length: int) -> dict[str, float]:
     rows = torch.arange(length, device="cuda")
     mask = (rows % (length // 16) >= length // 16 - GAP)[:, None, None]
     return {
-        "gaps alone": milliseconds(lambda: fill_gaps(x, starts, lengths)),
-        "masked copy": milliseconds(lambda: x.masked_fill_(mask, 0)),
+        "gaps alone": by_events(lambda: fill_gaps(x, starts, lengths)),
+        "masked copy": by_events(lambda: x.masked_fill_(mask, 0)),
     }
 
 
@@ -116,9 +108,7 @@ def main() -> None:
         row = {"case": f"{batch},{heads},{length}", **passes(batch, heads, length), **gaps(heads, batch * length)}
         table.append(row)
         print(row, flush=True)
-    gpu = torch.cuda.get_device_name().replace(" ", "_").lower()
-    result = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "milliseconds": table}
-    (RESULTS / f"flash_padding_{gpu}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(write("flash_padding", {"milliseconds": table}))
     columns = list(table[0])
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in table:
