@@ -19,6 +19,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "fa3": "mla_plugin.plugins.fa3",
     "fa4": "mla_plugin.plugins.fa4",
     "fa2": "mla_plugin.plugins.fa2",
+    "flashinfer": "mla_plugin.plugins.flashinfer",
     "cudnn": "mla_plugin.plugins.cudnn",
     "sdpa": "mla_plugin.plugins.sdpa",
 }

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from mla_plugin import cache
 from mla_plugin.api import attention
+from mla_plugin.decode_api import decode
+from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
 from mla_plugin.resolver import explain, resolve
@@ -38,6 +41,11 @@ __all__ = [
     "AttentionOutput",
     "AttentionRequest",
     "AttentionTensors",
+    "DecodeLengths",
+    "DecodeOutput",
+    "DecodePlan",
+    "DecodeRequest",
+    "DecodeTensors",
     "EnvironmentVariableError",
     "Gradients",
     "NoBackendError",
@@ -46,6 +54,8 @@ __all__ = [
     "Refused",
     "Residuals",
     "attention",
+    "cache",
+    "decode",
     "explain",
     "hookimpl",
     "register",

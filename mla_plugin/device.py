@@ -82,9 +82,13 @@ def nvidia_driver_version() -> str | None:
 
 @functools.cache
 def build_tools() -> frozenset[str]:
-    """Build tools found on the PATH, and ``triton-interpreter`` when Triton runs its kernels on the CPU."""
-    interpreter = {"triton-interpreter"} if environment.read("TRITON_INTERPRET") else set()
-    return frozenset(tool for tool in TOOLS if shutil.which(tool)) | interpreter
+    """Build tools on the PATH or in CUDA's folder; ``triton-interpreter`` when Triton runs its kernels on the CPU."""
+    found = {tool for tool in TOOLS if shutil.which(tool)}
+    if any((Path(home) / "bin" / "nvcc").exists() for home in environment.cuda_homes()):
+        found.add("nvcc")
+    if environment.read("TRITON_INTERPRET"):
+        found.add("triton-interpreter")
+    return frozenset(found)
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:

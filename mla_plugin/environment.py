@@ -186,8 +186,8 @@ VARIABLES: tuple[Variable, ...] = (
         _is_one,
         _ONE,
         False,
-        "Check the values of cumulative lengths on CUDA devices too, as on the CPU; every call with lengths then waits "
-        "for the device.",
+        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU; every call that "
+        "has them then waits for the device.",
         "call",
         "mla-plugin",
     ),
@@ -266,6 +266,12 @@ def read(name: str) -> Value:
 def assignments() -> dict[str, str]:
     """Raw texts of the process's variables whose names begin as ours and TransformerEngine's do, misspelt ones too."""
     return {name: text for name, text in sorted(os.environ.items()) if name.startswith(("MLA_PLUGIN_", "NVTE_"))}
+
+
+def cuda_homes() -> tuple[str, ...]:
+    """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
+    named = tuple(os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
+    return named[:1] or ("/usr/local/cuda",)
 
 
 def is_deterministic_requested() -> bool:

@@ -47,6 +47,7 @@ NEEDS = (
     Need("packaging", "22", "everything", 'pip install "packaging>=22"', optional=False),
     Need("flash-attn", "2.7", "deterministic training on backend fa2", 'pip install "mla-plugin[fa2]"'),
     Need("flash-attn-4", "4.0.0b5", "backend fa4", 'pip install "mla-plugin[fa4]"'),
+    Need("flashinfer-python", "0.6.12", "backend flashinfer", 'pip install "mla-plugin[flashinfer]"'),
     Need("transformers", "4.57", "Hugging Face models", 'pip install "mla-plugin[transformers]"'),
     Need("transformers", "5.15", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
     Need("megatron-core", "0.16", "Megatron-Core's MLA layers", 'pip install "mla-plugin[megatron]"'),
@@ -69,6 +70,7 @@ def packages() -> Iterator[Finding]:
         state: Literal["missing", "broken"] = "missing" if need.optional else "broken"
         yield Finding(state, f"{need.name} {found}; needed for {need.purpose}", need.command)
     yield _flash_attention_3()
+    yield from _flashinfer_compiler()
 
 
 def _flash_attention_3() -> Finding:
@@ -81,6 +83,18 @@ def _flash_attention_3() -> Finding:
     if name != distributions[0]:
         return Finding("note", f"{name} {version}, for backend fa3 without training", _FLASH_ATTENTION_3)
     return Finding("ok", f"{name} {version}, for backend fa3")
+
+
+def _flashinfer_compiler() -> Iterator[Finding]:
+    """What FlashInfer compiles its kernels with, where they do not come compiled."""
+    if device.version("flashinfer-python") is None or device.version("flashinfer-jit-cache") is not None:
+        return
+    for tool in device.TOOLS:
+        if tool in device.build_tools():
+            yield Finding("ok", f"{tool}, with which FlashInfer compiles its kernels")
+        else:
+            remedy = "pip install ninja" if tool == "ninja" else "pip install flashinfer-jit-cache"
+            yield Finding("missing", f"{tool} is not found; FlashInfer compiles its kernels with it", remedy)
 
 
 def hardware() -> Iterator[Finding]:

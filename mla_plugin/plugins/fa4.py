@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
 from mla_plugin.packed import Rows, addressable, kernel_window
-from mla_plugin.refusals import beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -127,8 +128,10 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take dense and packed sequences from compute capability 9.0 on."""
+    if isinstance(request, DecodeRequest):
+        return NO_DECODE
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)

@@ -26,7 +26,7 @@ def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.endswith("nothing is broken\n")
 
 
-DECLARED = ("megatron", "fa2", "fa4", "transformers", "demo")
+DECLARED = ("fa2", "fa4", "flashinfer", "megatron", "transformers", "demo")
 """The extras that doctor asks about."""
 
 
@@ -166,3 +166,22 @@ def test_a_broken_third_party_backend(capsys: pytest.CaptureFixture[str], monkey
     out = capsys.readouterr().out
     assert "broken   shaky, from an unknown package: ImportError: no libshaky.so" in out
     assert out.endswith("1 broken\n")
+
+
+@pytest.mark.parametrize(
+    ("installed", "tools", "states"),
+    [
+        ({}, (), []),
+        ({"flashinfer-python": "0.6.13"}, ("nvcc",), ["ok", "missing"]),
+        ({"flashinfer-python": "0.6.13"}, (), ["missing", "missing"]),
+        ({"flashinfer-python": "0.6.13", "flashinfer-jit-cache": "0.6.13"}, (), []),
+    ],
+)
+def test_what_flashinfer_compiles_with(
+    installed: dict[str, str], tools: tuple[str, ...], states: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "version", installed.get)
+    monkeypatch.setattr(device, "build_tools", lambda: frozenset(tools))
+    findings = list(doctor._flashinfer_compiler())
+    assert [finding.state for finding in findings] == states
+    assert all((finding.remedy is None) == (finding.state == "ok") for finding in findings)

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned
 from mla_plugin.packed import Rows, kernel_window
 from mla_plugin.plugins.fa2 import providers
-from mla_plugin.refusals import beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -104,8 +105,10 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take dense and packed sequences from compute capability 8.0 on, V padded."""
+    if isinstance(request, DecodeRequest):
+        return NO_DECODE
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)

@@ -17,9 +17,10 @@ from dataclasses import replace
 
 import torch
 
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.packed import Rows, addressable, kernel_window
-from mla_plugin.plugins.fa3 import providers
+from mla_plugin.plugins.fa3 import decode, providers
 from mla_plugin.refusals import beyond_flash_attention
 from mla_plugin.types import (
     Accepted,
@@ -76,8 +77,10 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take every layout, padding, window and bottom-right mask that the installed provider can compute on Hopper."""
+    if isinstance(request, DecodeRequest):
+        return decode.select(request, platform)
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
@@ -118,8 +121,10 @@ def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> pro
 
 
 @hookimpl
-def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-    """Attention; V is never padded."""
+def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
+    """Attention; V is never padded. Or decode."""
+    if isinstance(tensors, DecodeTensors):
+        return decode.forward(plan.platform, tensors)
     request, provider = plan.request, _provider(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
     q, k, v = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k, tensors.v))

@@ -222,14 +222,14 @@ def fill_schema(operator: Any, **given: object) -> Any:
 
     The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.
     """
-    arguments = {name: given.pop(name, neutral) for name, neutral in _neutral_arguments(operator)}
+    arguments = {name: given.pop(name, neutral) for name, neutral in neutral_arguments(operator)}
     if given:
         raise RuntimeError(f"{operator} has no argument {', '.join(given)}; this build of FlashAttention 3 is unknown")
     return operator(**arguments)
 
 
 @functools.cache
-def _neutral_arguments(operator: Any) -> tuple[tuple[str, object], ...]:
+def neutral_arguments(operator: Any) -> tuple[tuple[str, object], ...]:
     """(name, value that changes nothing) of every argument."""
     return tuple(
         (
