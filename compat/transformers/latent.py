@@ -1,0 +1,210 @@
+"""Decoding over the latent cache: absorbed attention for the MLA models of transformers >= 5.15.
+
+Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step and for all heads,
+right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a layer, so that
+the attention function gets the latents and decides, call by call, which of two equal computations it runs:
+
+    expanded   K_nope = c_kv W_UK^T, V = c_kv W_UV^T;  softmax(q_nope K_nope^T + q_rope k_rope^T) V
+    absorbed   softmax((q_nope W_UK) c_kv^T + q_rope k_rope^T) c_kv W_UV^T      (DeepSeek-V2, arXiv 2405.04434, 2.1.2)
+
+Nothing is kept between calls: W_UK and W_UV are views of ``kv_b_proj.weight`` as it is at that moment, so training,
+loading another state and ``.to(...)`` need no notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+
+import mla_plugin
+from mla_plugin.compat.transformers.sinks import with_sinks
+
+NAME = "mla_plugin"
+
+_logger = logging.getLogger(__name__)
+
+
+class Keys(NamedTuple):
+    """What the queries attend to, as ``mla_plugin.decode`` takes it."""
+
+    c_kv: torch.Tensor
+    k_rope: torch.Tensor
+    lengths: dict[str, torch.Tensor]
+
+
+def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int) -> bool:
+    """Whether absorbed attention takes fewer multiplications than to expand the keys and attend to them.
+
+    Per head, with R = kv_lora_rank and D = qk_nope_head_dim + v_head_dim (k_rope's part is in both):
+
+        expanded   S_kv R D + S_q S_kv D
+        absorbed   S_q R D + S_q S_kv 2 R
+
+    so the limit is 1 / S_q > 1 / S_kv + (2 R - D) / (R D): with DeepSeek-V3's dims and a long cache, 170 queries.
+    A prefill, S_q = S_kv, is always above it when D < 2 R.
+    """
+    expanded_dims = qk_nope_head_dim + v_head_dim
+    of_weights = kv_lora_rank * expanded_dims
+    return s_q * of_weights + s_q * s_kv * (2 * kv_lora_rank - expanded_dims) < s_kv * of_weights
+
+
+def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's method ``expand_kv``: the latents as they are, or what its class makes of them.
+
+    It has the name of the method that it replaces because pickle stores a bound method by that name.
+    """
+    return (kv_nope, k_rot) if gets_latents(self) else expand(self, kv_nope, k_rot)
+
+
+def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [B, H, S_kv, head_dim_qk] and V [B, H, S_kv, head_dim_v] of the latents, by the model's own code."""
+    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv(module, c_kv, k_rope))
+
+
+def hand_over_latents(module: Any) -> None:
+    """Let the layer pass latents on from its next call; not where it has none, nor where others replaced the method."""
+    if hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
+        module.expand_kv = types.MethodType(expand_kv, module)
+
+
+def gets_latents(module: Any) -> bool:
+    """Whether the attention function gets latents from this layer now.
+
+    With gradients it gets K and V: checkpointing wants the operations of its first forward again, in their order.
+    """
+    method = getattr(module, "expand_kv", None)
+    is_replaced = getattr(method, "__func__", None) is expand_kv
+    return is_replaced and not torch.is_grad_enabled() and module.config._attn_implementation == NAME
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    scaling: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Absorbed causal attention of the last S_q positions over latents.
+
+    Args:
+        module: the layer, with ``qk_nope_head_dim``, ``v_head_dim`` and ``kv_b_proj``.
+        query: [B, H, S_q, qk_nope_head_dim + qk_rope_head_dim].
+        c_kv: [B, 1, S_kv, kv_lora_rank], any strides.
+        k_rope: [B, 1, S_kv, qk_rope_head_dim], any strides.
+        attention_mask: None, key ranges (``masks.key_ranges``) or, with ``indices``, a 4-D pattern.
+        indices: [B, S_q, top_k], the keys that a sparse layer selected.
+        scaling: multiplies the scores; default head_dim_qk ** -0.5.
+        s_aux: attention sinks [H].
+
+    Returns:
+        [B, S_q, H, v_head_dim], contiguous; None where K and V have to be made instead: for another mask, for more
+        queries than ``is_decode`` wants, or where ``kv_b_proj`` is no plain projection, which the log says once.
+    """
+    dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
+    if not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
+        return None
+    if indices is None:
+        keys = _keys_of(c_kv, k_rope, attention_mask)
+    else:
+        keys = _selected_keys(query, c_kv, k_rope, attention_mask, indices, dim_v)
+    if keys is None or not _is_absorbable(module, query, c_kv, k_rope):
+        return None
+    batch_size, num_heads, s_q, head_dim_qk = query.shape
+    w_uk, w_uv = module.kv_b_proj.weight.view(num_heads, dim_nope + dim_v, -1).split((dim_nope, dim_v), dim=1)
+    q_nope, q_rope = query.split((dim_nope, head_dim_qk - dim_nope), dim=-1)
+    q_nope_abs = torch.einsum("bhsd,hdr->bshr", q_nope, w_uk)
+    q_rope = q_rope.transpose(1, 2)
+    if indices is not None:  # each query has keys of its own: a batch of single queries
+        q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
+    out = with_sinks(
+        mla_plugin.decode,
+        q_nope_abs,
+        q_rope,
+        (keys.c_kv, keys.k_rope),
+        softmax_scale=head_dim_qk**-0.5 if scaling is None else scaling,
+        s_aux=s_aux,
+        host="transformers",
+        **keys.lengths,
+    )
+    return torch.einsum("bshr,hdr->bshd", out.view(batch_size, s_q, num_heads, -1), w_uv).contiguous()
+
+
+def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Tensor | None) -> Keys | None:
+    """All keys, or a range of them in each row; None for any other mask."""
+    if attention_mask is None:
+        return Keys(c_kv[:, 0], k_rope[:, 0], {})
+    if attention_mask.dtype != torch.int32:
+        return None
+    leftpad_kv, seqlens_kv = attention_mask[0, 0]
+    return Keys(c_kv[:, 0], k_rope[:, 0], {"leftpad_kv": leftpad_kv, "seqlens_kv": seqlens_kv})
+
+
+def _selected_keys(
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    indices: torch.Tensor,
+    v_head_dim: int,
+) -> Keys | None:
+    """Copies [B S_q, top_k, ..] of the latents that each query selected, those that the mask shows it first.
+
+    None where the mask may add to the scores or differs between heads, and where the copies are larger than K and V.
+    """
+    if mask is None or mask.shape[1] != 1 or not (mask.dtype == torch.bool or hasattr(mask, "is_pattern")):
+        return None
+    (batch_size, num_heads, s_q, head_dim_qk), s_kv = query.shape, c_kv.shape[2]
+    top_k, latent_dim = indices.shape[-1], c_kv.shape[-1] + k_rope.shape[-1]
+    if s_q * top_k * latent_dim > s_kv * num_heads * (head_dim_qk + v_head_dim):
+        return None
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    indices = indices.long()
+    visible = visible[:, 0, :, :s_kv].expand(batch_size, s_q, s_kv).gather(-1, indices)
+    order = visible.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    chosen = indices.gather(-1, order).flatten(1)  # [B, S_q top_k]
+    rows = torch.arange(batch_size, device=chosen.device)[:, None]
+    copies = (x[rows, 0, chosen].view(batch_size * s_q, top_k, -1) for x in (c_kv, k_rope))
+    return Keys(*copies, {"seqlens_kv": visible.sum(-1, dtype=torch.int32).flatten()})
+
+
+def _is_absorbable(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
+    """Whether ``kv_b_proj`` does nothing but multiply by a weight that can be split; the log says once why not."""
+    reason = next(_obstacles(module, query, c_kv, k_rope), None)
+    if reason is not None and not torch.compiler.is_compiling():
+        _say_once(f"{type(module).__name__} decodes over expanded K and V: {reason}")
+    return reason is None
+
+
+def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> Iterator[str]:
+    kv_b_proj = module.kv_b_proj
+    if type(kv_b_proj) is not torch.nn.Linear:
+        yield f"kv_b_proj is a {type(kv_b_proj).__name__}, only a plain nn.Linear can be absorbed"
+        return
+    weight = kv_b_proj.weight
+    if type(weight) not in (torch.nn.Parameter, torch.Tensor):
+        yield f"kv_b_proj.weight is a {type(weight).__name__}, only a plain tensor can be absorbed"
+    if kv_b_proj.bias is not None:
+        yield "kv_b_proj has a bias"
+    if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or "forward" in vars(kv_b_proj):
+        yield "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by"
+    if weight.device != query.device:
+        yield f"kv_b_proj.weight is on {weight.device}, the queries are on {query.device}"
+    expected = (query.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), c_kv.shape[3])
+    if weight.shape != expected:
+        yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
+    dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
+    if len(dtypes) > 1 or torch.is_autocast_enabled(query.device.type):
+        yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)
