@@ -10,6 +10,8 @@ import importlib
 import importlib.metadata
 
 from mla_plugin.api import attention
+from mla_plugin.decode_api import decode
+from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
 from mla_plugin.resolver import explain, resolve
@@ -38,6 +40,11 @@ __all__ = [
     "AttentionOutput",
     "AttentionRequest",
     "AttentionTensors",
+    "DecodeLengths",
+    "DecodeOutput",
+    "DecodePlan",
+    "DecodeRequest",
+    "DecodeTensors",
     "EnvironmentVariableError",
     "Gradients",
     "NoBackendError",
@@ -46,6 +53,7 @@ __all__ = [
     "Refused",
     "Residuals",
     "attention",
+    "decode",
     "explain",
     "hookimpl",
     "register",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mla_plugin.types import AttentionRequest
+from mla_plugin.types import AttentionRequest, Refused
+
+NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
+"""The answer to a decode request of a backend that computes none."""
 
 
 def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:

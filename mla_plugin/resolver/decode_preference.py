@@ -1,0 +1,51 @@
+"""The order in which backends are tried for a decode request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mla_plugin import environment
+from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.types import Platform
+
+FALLBACK = "sdpa"
+_DEFAULT = ("triton", "flashinfer", "fa3")
+
+
+def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
+    """Backends that a variable keeps off, and the variable."""
+    off = {}
+    if environment.parse("NVTE_MLA_TRITON", environ) == "0":
+        off["triton"] = "NVTE_MLA_TRITON=0"
+    for name in ("NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN"):
+        if not environment.parse(name, environ):
+            off["fa3"] = f"{name}=0"
+    if not environment.parse("NVTE_UNFUSED_ATTN", environ):
+        off[FALLBACK] = "NVTE_UNFUSED_ATTN=0"
+    return off
+
+
+def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...]:
+    """Fused built-in backends, fastest first."""
+    return _DEFAULT
+
+
+def order(
+    request: DecodeRequest, platform: Platform, priorities: Mapping[str, int], builtin: Sequence[str]
+) -> list[str]:
+    """Backends in the order in which they are tried.
+
+    Args:
+        request, platform: what is decided on.
+        priorities: the priority that each backend of another package asked for.
+        builtin: names of the built-in backends.
+    """
+    others = sorted(priorities, key=lambda name: -priorities[name])
+    fused = measured_order(request, platform) if platform.device_type == "cuda" else ()
+    return [
+        *(name for name in others if priorities[name] > 0),
+        *(name for name in fused if name in builtin),
+        *(name for name in others if priorities[name] == 0),
+        *([FALLBACK] if FALLBACK in builtin else []),
+        *(name for name in others if priorities[name] < 0),
+    ]
