@@ -11,8 +11,8 @@ batch                       mask                          runs as
 causal, nothing padded      None                          causal, the diagonal ends at the last query and key
 causal, padding or unused   bool [B, n]                   the tokens of each row moved to the front, with lengths
 cache slots
-causal over latents, few    int32 [1, 1, 2, B], the      absorbed, over the latents (``latent.attend``)
-queries, padding on the     range of keys of each row
+causal over latents, few    int32 [1, 1, 2 or 1, B],      absorbed, over the latents (``latent.attend``)
+queries, padding on the     the keys of each row
 left or unused slots
 causal, packed sequences    bool [B, 1, S_q, S_kv] with   packed (thd); so do ``cu_seq_lens_q`` without a mask
                             an attribute ``packing``

@@ -99,7 +99,7 @@ def attend(
         query: [B, H, S_q, qk_nope_head_dim + qk_rope_head_dim].
         c_kv: [B, 1, S_kv, kv_lora_rank], any strides.
         k_rope: [B, 1, S_kv, qk_rope_head_dim], any strides.
-        attention_mask: None, key ranges (``masks.key_ranges``) or, with ``indices``, a 4-D pattern.
+        attention_mask: None, key ranges (see ``masks``) or, with ``indices``, a 4-D pattern.
         indices: [B, S_q, top_k], the keys that a sparse layer selected.
         scaling: multiplies the scores; default head_dim_qk ** -0.5.
         s_aux: attention sinks [H].
@@ -143,8 +143,8 @@ def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Ten
         return Keys(c_kv[:, 0], k_rope[:, 0], {})
     if attention_mask.dtype != torch.int32:
         return None
-    leftpad_kv, seqlens_kv = attention_mask[0, 0]
-    return Keys(c_kv[:, 0], k_rope[:, 0], {"leftpad_kv": leftpad_kv, "seqlens_kv": seqlens_kv})
+    ranges = dict(zip(("leftpad_kv", "seqlens_kv"), attention_mask[0, 0], strict=False))
+    return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
 
 
 def _selected_keys(

@@ -108,8 +108,9 @@ def _decode_mask(
     """The mask of a forward that decodes over latents: whether it has a compact form, and that.
 
     The form is None, or the range of keys in each row where the rows are padded on the left or have slots to spare:
-    int32 [1, 1, 2, B], at [0, 0, 0] the first key that is a token, at [0, 0, 1] one more than the last query's. It has
-    four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes it ahead of the model.
+    int32 [1, 1, 1 or 2, B], at [0, 0, 0] the first key that is a token, at [0, 0, 1], with slots to spare, one more
+    than the last query's. It has four dimensions because transformers takes a mask of two for tokens, when ``generate``
+    makes it ahead of the model.
 
     The ranges stay on the device. That there is no other padding is read from it once per forward; without an
     ``attention_mask`` nothing is read, and the position in a static cache never is.
@@ -126,11 +127,14 @@ def _decode_mask(
         is_range, is_padded = torch.stack((is_range, first.any())).tolist()
         if not is_range:
             return False, None
-    if not is_padded and not isinstance(end, torch.Tensor) and end == kv_length:
+    is_full = not isinstance(end, torch.Tensor) and end == kv_length
+    if is_full and not is_padded:
         return True, None
-    ranges = torch.empty(2, batch_size, dtype=torch.int32, device=device)
-    ranges[0], ranges[1] = first, end
-    return True, ranges[None, None]
+    ranges = torch.empty(1, 1, 1 if is_full else 2, batch_size, dtype=torch.int32, device=device)
+    ranges[:, :, 0] = first
+    if not is_full:
+        ranges[:, :, 1] = end
+    return True, ranges
 
 
 def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:

@@ -8,9 +8,7 @@ from typing import Any, cast
 import torch
 
 
-def with_sinks(
-    attend: Callable[..., Any], *tensors: Any, s_aux: torch.Tensor | None, **arguments: Any
-) -> torch.Tensor:
+def with_sinks(attend: Callable[..., Any], *tensors: Any, s_aux: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
     """``attend(*tensors, **arguments)``, then the sinks.
 
     A sink adds exp(s_aux) to the softmax's denominator exp(lse), which scales the row by sigmoid(lse - s_aux).
