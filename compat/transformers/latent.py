@@ -1,8 +1,8 @@
 """Decoding over the latent cache: absorbed attention for the MLA models of transformers >= 5.15.
 
-Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step and for all heads,
-right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a layer, so that
-the attention function gets the latents and decides, call by call, which of two equal computations it runs:
+Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step, of all tokens,
+for all heads, right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a
+layer: the attention function gets the latents and decides, call by call, which of two equal computations it runs:
 
     expanded   K_nope = c_kv W_UK^T, V = c_kv W_UV^T;  softmax(q_nope K_nope^T + q_rope k_rope^T) V
     absorbed   softmax((q_nope W_UK) c_kv^T + q_rope k_rope^T) c_kv W_UV^T      (DeepSeek-V2, arXiv 2405.04434, 2.1.2)
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -53,12 +52,9 @@ def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_h
     return s_q * of_weights + s_q * s_kv * (2 * kv_lora_rank - expanded_dims) < s_kv * of_weights
 
 
-def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's method ``expand_kv``: the latents as they are, or what its class makes of them.
-
-    It has the name of the method that it replaces because pickle stores a bound method by that name.
-    """
-    return (kv_nope, k_rot) if gets_latents(self) else expand(self, kv_nope, k_rot)
+def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer calls in place of its method: the latents as they are, for the attention function to go on with."""
+    return (kv_nope, k_rot) if gets_latents(module) else expand(module, kv_nope, k_rot)
 
 
 def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,19 +63,19 @@ def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch
 
 
 def hand_over_latents(module: Any) -> None:
-    """Let the layer pass latents on from its next call; not where it has none, nor where others replaced the method."""
-    if hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
-        module.expand_kv = types.MethodType(expand_kv, module)
+    """Let the layer pass latents on from its next call.
+
+    Not where it has none, nor where someone else replaced the method, nor while gradients are wanted: a model that only
+    trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
+    """
+    if not torch.is_grad_enabled() and hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
+        module.expand_kv = functools.partial(expand_kv, module)
 
 
 def gets_latents(module: Any) -> bool:
-    """Whether the attention function gets latents from this layer now.
-
-    With gradients it gets K and V: checkpointing wants the operations of its first forward again, in their order.
-    """
+    """Whether this layer passes latents to the attention function: it was told to, and the function is still ours."""
     method = getattr(module, "expand_kv", None)
-    is_replaced = getattr(method, "__func__", None) is expand_kv
-    return is_replaced and not torch.is_grad_enabled() and module.config._attn_implementation == NAME
+    return getattr(method, "func", None) is expand_kv and module.config._attn_implementation == NAME
 
 
 def attend(
@@ -105,16 +101,19 @@ def attend(
         s_aux: attention sinks [H].
 
     Returns:
-        [B, S_q, H, v_head_dim], contiguous; None where K and V have to be made instead: for another mask, for more
-        queries than ``is_decode`` wants, or where ``kv_b_proj`` is no plain projection, which the log says once.
+        [B, S_q, H, v_head_dim], contiguous; None where K and V have to be made instead: for another mask, with
+        gradients (decode has no backward), for more queries than ``is_decode`` wants, or where ``kv_b_proj`` is no
+        plain projection, which the log says once.
     """
     dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
-    if not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
+    if torch.is_grad_enabled() or not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
         return None
+    if indices is None:
+        indices = _indices_within(module, attention_mask)
     if indices is None:
         keys = _keys_of(c_kv, k_rope, attention_mask)
     else:
-        keys = _selected_keys(query, c_kv, k_rope, attention_mask, indices, dim_v)
+        keys = _selected_keys(module, query, c_kv, k_rope, attention_mask, indices)
     if keys is None or not _is_absorbable(module, query, c_kv, k_rope):
         return None
     batch_size, num_heads, s_q, head_dim_qk = query.shape
@@ -147,23 +146,43 @@ def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Ten
     return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
 
 
+def _makes_its_mask(module: Any) -> bool:
+    """GLM-5 Next: its layers make an additive mask of the keys that they select, and pass that instead of indices."""
+    return hasattr(module, "build_attention_mask_from_topk")
+
+
+def _indices_within(module: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is None or not _makes_its_mask(module):
+        return None
+    most = module.config.index_topk + module.config.index_kpool - 1  # whole pools, and the last one as far as it goes
+    return mask[:, 0].topk(min(most, mask.shape[-1])).indices
+
+
+def _is_pattern(module: Any, mask: torch.Tensor | None) -> bool:
+    """Whether the mask does nothing but show and hide keys, from all heads alike."""
+    if mask is None or mask.ndim != 4 or mask.shape[1] != 1:
+        return False
+    return mask.dtype == torch.bool or hasattr(mask, "is_pattern") or _makes_its_mask(module)
+
+
 def _selected_keys(
+    module: Any,
     query: torch.Tensor,
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
     indices: torch.Tensor,
-    v_head_dim: int,
 ) -> Keys | None:
     """Copies [B S_q, top_k, ..] of the latents that each query selected, those that the mask shows it first.
 
-    None where the mask may add to the scores or differs between heads, and where the copies are larger than K and V.
+    None where the mask may add to the scores, and where the copies would take more memory than K and V.
     """
-    if mask is None or mask.shape[1] != 1 or not (mask.dtype == torch.bool or hasattr(mask, "is_pattern")):
+    if not _is_pattern(module, mask):
         return None
+    mask = cast(torch.Tensor, mask)
     (batch_size, num_heads, s_q, head_dim_qk), s_kv = query.shape, c_kv.shape[2]
     top_k, latent_dim = indices.shape[-1], c_kv.shape[-1] + k_rope.shape[-1]
-    if s_q * top_k * latent_dim > s_kv * num_heads * (head_dim_qk + v_head_dim):
+    if s_q * top_k * latent_dim > s_kv * num_heads * (head_dim_qk + module.v_head_dim):
         return None
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     indices = indices.long()
@@ -171,8 +190,8 @@ def _selected_keys(
     order = visible.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     chosen = indices.gather(-1, order).flatten(1)  # [B, S_q top_k]
     rows = torch.arange(batch_size, device=chosen.device)[:, None]
-    copies = (x[rows, 0, chosen].view(batch_size * s_q, top_k, -1) for x in (c_kv, k_rope))
-    return Keys(*copies, {"seqlens_kv": visible.sum(-1, dtype=torch.int32).flatten()})
+    c_kv, k_rope = (x[rows, 0, chosen].view(batch_size * s_q, top_k, x.shape[-1]) for x in (c_kv, k_rope))
+    return Keys(c_kv, k_rope, {"seqlens_kv": visible.sum(-1, dtype=torch.int32).flatten()})
 
 
 def _is_absorbable(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:

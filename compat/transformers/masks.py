@@ -90,7 +90,7 @@ def _tokens(
 
 def _decodes_latents(config: Any, sizes: dict[str, Any]) -> bool:
     """Whether the layers of this model attend to latents in a forward of these sizes."""
-    dims = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
+    dims: list[Any] = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
     return _CACHES_LATENTS and None not in dims and is_decode(sizes["q_length"], sizes["kv_length"], *dims)
 
 
@@ -115,7 +115,9 @@ def _decode_mask(
     The ranges stay on the device. That there is no other padding is read from it once per forward; without an
     ``attention_mask`` nothing is read, and the position in a static cache never is.
     """
-    end, first, is_padded = q_offset + q_length - kv_offset, 0, False
+    end = q_offset + q_length - kv_offset
+    first: int | torch.Tensor = 0
+    is_padded = False
     if attention_mask is not None:
         if torch.compiler.is_compiling():
             return False, None
@@ -123,8 +125,8 @@ def _decode_mask(
         position = torch.arange(tokens.shape[1], device=tokens.device)
         tokens = tokens & (position < end)
         first = end - tokens.sum(1)
-        is_range = (tokens == ((position >= first[:, None]) & (position < end))).all()
-        is_range, is_padded = torch.stack((is_range, first.any())).tolist()
+        in_range = (position >= first[:, None]) & (position < end)
+        is_range, is_padded = torch.stack(((tokens == in_range).all(), first.any())).tolist()
         if not is_range:
             return False, None
     is_full = not isinstance(end, torch.Tensor) and end == kv_length
