@@ -108,16 +108,18 @@ def attend(
     dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
     if torch.is_grad_enabled() or not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
         return None
+    if not _is_absorbable(module, query, c_kv, k_rope):
+        return None
     if indices is None:
         indices = _indices_within(module, attention_mask)
     if indices is None:
         keys = _keys_of(c_kv, k_rope, attention_mask)
     else:
         keys = _selected_keys(module, query, c_kv, k_rope, attention_mask, indices)
-    if keys is None or not _is_absorbable(module, query, c_kv, k_rope):
+    if keys is None:
         return None
     batch_size, num_heads, s_q, head_dim_qk = query.shape
-    w_uk, w_uv = module.kv_b_proj.weight.view(num_heads, dim_nope + dim_v, -1).split((dim_nope, dim_v), dim=1)
+    w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (num_heads, -1)).split((dim_nope, dim_v), dim=1)
     q_nope, q_rope = query.split((dim_nope, head_dim_qk - dim_nope), dim=-1)
     q_nope_abs = torch.einsum("bhsd,hdr->bshr", q_nope, w_uk)
     q_rope = q_rope.transpose(1, 2)
@@ -133,7 +135,7 @@ def attend(
         host="transformers",
         **keys.lengths,
     )
-    return torch.einsum("bshr,hdr->bshd", out.view(batch_size, s_q, num_heads, -1), w_uv).contiguous()
+    return torch.einsum("bshr,hdr->bshd", out.reshape(batch_size, s_q, num_heads, -1), w_uv).contiguous()
 
 
 def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Tensor | None) -> Keys | None:
