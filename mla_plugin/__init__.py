@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from mla_plugin import cache
 from mla_plugin.api import attention
 from mla_plugin.decode_api import decode
 from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
@@ -53,6 +54,7 @@ __all__ = [
     "Refused",
     "Residuals",
     "attention",
+    "cache",
     "decode",
     "explain",
     "hookimpl",

@@ -23,8 +23,9 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.spec": {"hooks", "types", "decode_types"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
-    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "refusals"},
+    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals"},
     "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "types", "decode_types", "refusals"},
+    "mla_plugin.packed": {"kernels", "types", "layout"},
     "mla_plugin.reference": {"types", "layout"},
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types", "decode_types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},
@@ -34,9 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.decode_ops": {
         *("resolver", "hooks.manager", "ops", "decode_checks", "environment", "types", "decode_types")
     },
+    "mla_plugin.cache": {"decode_checks", "environment", "kernels"},
     "mla_plugin.decode_api": {"decode_ops", "decode_checks", "decode_types"},
     "mla_plugin.api": {"resolver", "ops", "checks", "environment", "device", "types", "layout"},
-    "mla_plugin": {"api", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
+    "mla_plugin": {"api", "cache", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
     "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
     "mla_plugin.conformance": {
         *("dispatch", "hooks", "hooks.manager", "reference", "device", "types", "decode_types", "layout")
