@@ -19,11 +19,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
+from packaging.version import Version
 
 import mla_plugin
 from mla_plugin.compat.transformers.sinks import with_sinks
 
 NAME = "mla_plugin"
+
+_VERSION = Version(transformers.__version__)
+_DENSE_CACHE_LATENTS = Version("5.15") <= _VERSION
+_SPARSE_CACHE_LATENTS = Version("5.18") <= _VERSION
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +58,11 @@ def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_h
     return s_q * of_weights + s_q * s_kv * (2 * kv_lora_rank - expanded_dims) < s_kv * of_weights
 
 
+def caches_latents(config: Any) -> bool:
+    """Whether the cache of this model holds latents; before 5.18 sparse (DSA) models kept K and V, for all heads."""
+    return _DENSE_CACHE_LATENTS if getattr(config, "index_topk", None) is None else _SPARSE_CACHE_LATENTS
+
+
 def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a layer calls in place of its method: the latents as they are, for the attention function to go on with."""
     return (kv_nope, k_rot) if gets_latents(module) else expand(module, kv_nope, k_rot)
@@ -65,10 +76,12 @@ def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch
 def hand_over_latents(module: Any) -> None:
     """Let the layer pass latents on from its next call.
 
-    Not where it has none, nor where someone else replaced the method, nor while gradients are wanted: a model that only
-    trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
+    Not where its cache has none, nor where someone else replaced the method, nor while gradients are wanted: a model
+    that only trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
     """
-    if not torch.is_grad_enabled() and hasattr(type(module), "expand_kv") and "expand_kv" not in vars(module):
+    if torch.is_grad_enabled() or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
+        return
+    if caches_latents(module.config):
         module.expand_kv = functools.partial(expand_kv, module)
 
 

@@ -7,15 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from mla_plugin.compat.transformers.latent import is_decode
+from mla_plugin.compat.transformers.latent import caches_latents, is_decode
 
 MaskFunction: TypeAlias = Callable[..., torch.Tensor]
-
-_CACHES_LATENTS = Version(transformers.__version__) >= Version("5.15")
 
 
 def attention_mask_for(
@@ -91,7 +87,7 @@ def _tokens(
 def _decodes_latents(config: Any, sizes: dict[str, Any]) -> bool:
     """Whether the layers of this model attend to latents in a forward of these sizes."""
     dims: list[Any] = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
-    return _CACHES_LATENTS and None not in dims and is_decode(sizes["q_length"], sizes["kv_length"], *dims)
+    return caches_latents(config) and None not in dims and is_decode(sizes["q_length"], sizes["kv_length"], *dims)
 
 
 def _decode_mask(

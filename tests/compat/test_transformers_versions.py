@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The attention function itself calls nothing of transformers; caches hold latents since 5.15.
+# The attention function itself calls nothing of transformers; caches hold latents since 5.15, of sparse models 5.18.
 MODULES = {"4.57.6": ("masks", "models"), "5.15.0": ("masks", "models", "latent", "latent_layers", "latent_masks")}
 
 
