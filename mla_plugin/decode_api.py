@@ -34,7 +34,8 @@ def decode(
         q_rope: [B, S_q, H, Dr], the queries' rope part; Dr may be 0.
         kv_cache: a pair (c_kv [B, S_kv, R], k_rope [B, S_kv, Dr]), or one tensor [B, S_kv, R + Dr]; with ``page_table``
             pages instead of sequences: [pages, page_size, ..]. The last dimension is contiguous, other strides are
-            free.
+            free. Make it with torch.zeros: some backends multiply rows beyond a length by a weight of 0, which
+            leaves nothing of a finite number and NaN of a NaN.
         softmax_scale: positive; required, because R is not the original head_dim_qk: usually
             (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
         page_table: int32 [B, n], each sequence's pages in order; entries beyond its length are never followed.

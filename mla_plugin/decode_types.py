@@ -171,8 +171,8 @@ class DecodeTensors(NamedTuple):
         causal: as in ``DecodeRequest``.
         return_lse: as in ``DecodeRequest``; without it a backend may leave lse None.
         page_table: int32 [B, n]; entries beyond a sequence's length hold anything and are never followed.
-        seqlens_kv: int32 [B]; None: the sequences fill a contiguous cache. What the cache holds beyond a length, NaN
-            included, has no influence.
+        seqlens_kv: int32 [B]; None: the sequences fill a contiguous cache. What the cache holds beyond a length has no
+            influence as long as it is finite.
         leftpad_kv: int32 [B]; keys before it are not seen.
         lengths: where ``seqlens_kv`` came from, when it came as ``DecodeLengths``.
     """

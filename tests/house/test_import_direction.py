@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals"},
     "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "types", "decode_types", "refusals"},
     "mla_plugin.packed": {"kernels", "types", "layout"},
-    "mla_plugin.reference": {"types", "layout"},
+    "mla_plugin.reference": {"types", "decode_types", "layout"},
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types", "decode_types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},
     "mla_plugin.ops": {"dispatch", "resolver", "checks", "environment", "types", "layout"},

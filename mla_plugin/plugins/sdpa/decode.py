@@ -62,10 +62,10 @@ def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, le
     """The first ``length`` rows of some sequences' cache: [last - first, length, columns]."""
     if tensors.page_table is None:
         return cache[first:last, :length]
-    pages, page_size, columns = cache.shape
+    pages, page_size, _ = cache.shape
     # entries beyond a length hold anything
     used = tensors.page_table[first:last, : -(-length // page_size)].clamp(0, max(pages - 1, 0))
-    return cache[used].view(last - first, -1, columns)[:, :length]
+    return cache[used].flatten(1, 2)[:, :length]
 
 
 def _visible(tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:
