@@ -229,16 +229,15 @@ def flops(s_q: int, s_kv: int, rank: int, nope: int, v: int, absorbed: bool) -> 
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("s_kv", [1, 2, 50, 1000, 65536])
 def test_the_rule_counts_multiplications(dims, s_kv):
-    for s_q in {1, 2, 5, s_kv // 8, s_kv // 2, s_kv - 1, s_kv, 100, 170, 171, 400} - {0}:
+    for s_q in {1, 2, 5, s_kv // 8, s_kv // 2, s_kv - 1, s_kv, 63, 64, 73, 74, 170, 400} - {0}:
         if s_q <= s_kv:
-            assert latent.is_decode(s_q, s_kv, *dims) == (
-                flops(s_q, s_kv, *dims, True) < flops(s_q, s_kv, *dims, False)
-            )
+            expected = 2 * flops(s_q, s_kv, *dims, True) < flops(s_q, s_kv, *dims, False)
+            assert latent.is_decode(s_q, s_kv, *dims) == expected
 
 
 def test_where_the_rule_changes_for_deepseek_v3():
-    longest = [
-        max(s_q for s_q in range(s_kv) if latent.is_decode(s_q, s_kv, 512, 128, 128)) for s_kv in (256, 1024, 65536)
-    ]
-    assert longest == [102, 146, 170]
-    assert not any(latent.is_decode(s, s, *dims) for s in (1, 7, 4096) for dims in DIMS[:-1])
+    lengths = (3, 256, 1024, 65536)
+    most = [max(s_q for s_q in range(s_kv) if latent.is_decode(s_q, s_kv, 512, 128, 128)) for s_kv in lengths]
+    assert most == [1, 46, 63, 72]
+    assert not latent.is_decode(1, 2, 512, 128, 128)
+    assert not any(latent.is_decode(s, s, *dims) for s in (1, 7, 4096) for dims in DIMS)
