@@ -49,6 +49,11 @@ WRONG = {
         TypeError,
         r"seqlens_kv has dtype torch.int64.*seqlens_kv.to\(torch.int32\)",
     ),
+    "padding of another batch": (
+        spoil("leftpad_kv", lambda x: torch.ones(3, dtype=torch.int32, device=DEVICE)),
+        ValueError,
+        r"leftpad_kv has shape \[3\].*B=2",
+    ),
     "too wide": (
         lambda given: given.update(arguments(contiguous((1, 1, 2, 640, 0, 4), torch.float16))),
         ValueError,
@@ -63,7 +68,7 @@ def test_wrong_arguments(
 ) -> None:
     given = arguments(contiguous(SHAPE, torch.float16))
     mla_decode_attention(**given)
-    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
     apply(given)
     with pytest.raises(error, match=message):
         mla_decode_attention(**given)
@@ -90,7 +95,7 @@ def test_wrong_page_tables(
 ) -> None:
     given = arguments(paged(SHAPE, 16, torch.float16, [70, 9]))
     mla_decode_attention(**given)
-    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
     apply(given)
     with pytest.raises(error, match=message):
         mla_decode_attention(**given)
@@ -148,7 +153,7 @@ def test_the_operator_is_well_formed(page_size: int) -> None:
     inputs = contiguous(SHAPE, torch.float32)
     if page_size:
         inputs = paged(SHAPE, page_size, torch.float32, [70, 9])
-    arguments = (*inputs.tensors(), inputs.softmax_scale, True, inputs.page_table, inputs.seqlens_kv)
+    arguments = (*inputs.tensors(), inputs.softmax_scale, True, inputs.page_table, inputs.seqlens_kv, None)
     torch.library.opcheck(torch.ops.mla_plugin_kernels.decode_attention.default, arguments)
 
 
