@@ -57,11 +57,12 @@ def decode(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: an argument requires grad.
     """
-    if not isinstance(q_nope_abs, torch.Tensor):
-        raise TypeError(f"q_nope_abs is {type(q_nope_abs).__name__}; a torch.Tensor [B, S_q, H, R] is needed")
+    decode_checks.check_queries(q_nope_abs, q_rope)
     c_kv, k_rope = decode_checks.split_cache(kv_cache, q_nope_abs.shape[-1])
     decode_checks.check_scalars(softmax_scale, host)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_nope_abs, q_rope, c_kv, k_rope)):
+    if torch.is_grad_enabled() and (
+        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
+    ):
         raise NotImplementedError(
             "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
             "mla_plugin.attention on expanded keys and values"
@@ -69,7 +70,7 @@ def decode(
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
-    causal = causal and q_nope_abs.dim() == 4 and q_nope_abs.shape[1] > 1
+    causal = causal and q_nope_abs.shape[1] > 1
     if torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor:
         # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
         out, lse = decode_operator(

@@ -9,6 +9,15 @@ from mla_plugin.decode_types import DecodeTensors
 from mla_plugin.types import HOSTS
 
 
+def check_queries(q_nope_abs: torch.Tensor, q_rope: torch.Tensor) -> None:
+    """They are tensors of four dimensions."""
+    for name, x, layout in (("q_nope_abs", q_nope_abs, "[B, S_q, H, R]"), ("q_rope", q_rope, "[B, S_q, H, Dr]")):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor {layout} is needed")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}, {x.dim()} dimensions; it must be {layout}")
+
+
 def split_cache(
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,6 +34,10 @@ def split_cache(
         c_kv, k_rope = kv_cache
     except (TypeError, ValueError):
         raise TypeError(f"kv_cache is {type(kv_cache).__name__}; a tensor or a pair (c_kv, k_rope) is needed") from None
+    if not (isinstance(c_kv, torch.Tensor) and isinstance(k_rope, torch.Tensor)):
+        raise TypeError(
+            f"kv_cache is a pair of {type(c_kv).__name__} and {type(k_rope).__name__}; two tensors are needed"
+        )
     return c_kv, k_rope
 
 
@@ -89,8 +102,6 @@ def check_tensors(tensors: DecodeTensors) -> None:
 
 def _check_ranks(tensors: DecodeTensors) -> None:
     for name, rank, layout in (
-        ("q_nope_abs", 4, "[B, S_q, H, R]"),
-        ("q_rope", 4, "[B, S_q, H, Dr]"),
         ("c_kv", 3, "[B, S_kv, R], or [pages, page_size, R] with page_table"),
         ("k_rope", 3, "[B, S_kv, Dr], or [pages, page_size, Dr] with page_table"),
         ("page_table", 2, "[B, n]"),
@@ -98,7 +109,7 @@ def _check_ranks(tensors: DecodeTensors) -> None:
         ("leftpad_kv", 1, "[B]"),
     ):
         x = getattr(tensors, name)
-        if x is None and name in ("page_table", "seqlens_kv", "leftpad_kv"):
+        if x is None:
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor {layout} is needed")
@@ -135,7 +146,7 @@ def _check_last_stride(name: str, x: torch.Tensor) -> None:
 
 
 def check_values(tensors: DecodeTensors) -> None:
-    """Lengths fit the cache and pages exist. CPU only: it reads values."""
+    """Lengths fit the cache and pages exist. It reads values: on the CPU, and on a device that may be waited for."""
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
     if seqlens_kv is None:
         return

@@ -103,6 +103,10 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     return output
 
 
+def _checks_values() -> bool:
+    return environment.is_value_check_requested() and not torch.cuda.is_current_stream_capturing()
+
+
 def run(tensors: DecodeTensors, host: str, backend: str | None) -> DecodeOutput:
     """Check, resolve and compute; a call of a known layout goes straight to its backend."""
     q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
@@ -112,7 +116,7 @@ def run(tensors: DecodeTensors, host: str, backend: str | None) -> DecodeOutput:
         decode_checks.check_tensors(tensors)
         return _empty_output(tensors)
     plan, forward = _entry(tensors, host, backend)
-    if plan.request.device_type == "cpu":
+    if plan.request.device_type == "cpu" or _checks_values():
         decode_checks.check_values(tensors)
     return _check_output(forward(plan=plan, tensors=tensors), tensors, plan.forward_backend)
 

@@ -153,12 +153,17 @@ def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRe
             )
 
 
+def _reads_lengths(request: AttentionRequest) -> bool:
+    """Values are read where it costs nothing, and where the user accepts that the host waits."""
+    return request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested())
+
+
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors, request, backend = _split(args)
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
         output = _empty_output(tensors, request)
     else:
-        if request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested()):
+        if _reads_lengths(request):
             checks.check_length_values(tensors, request)
         plan = resolve(request, backend=backend)
         output = dispatch.forward(plan, tensors)

@@ -131,7 +131,8 @@ class Case:
         return self.is_packed and (self.rows_q is not None or self.rows_kv is not None)
 
     @property
-    def _has_lengths(self) -> bool:
+    def has_padding(self) -> bool:
+        """True when offsets say where the sequences lie."""
         return self.is_packed or "padding" in self.attn_mask_type
 
     def _lengths(self, side: Side) -> tuple[int, ...]:
@@ -176,7 +177,7 @@ class Case:
             is_training=is_training,
             deterministic=self.deterministic,
             return_lse=self.return_lse,
-            lengths_may_differ=self._has_lengths and self.seqlens_q != self.seqlens_kv,
+            lengths_may_differ=self.has_padding and self.seqlens_q != self.seqlens_kv,
         )
 
     def is_padding(self, side: Side) -> torch.Tensor:
@@ -213,8 +214,8 @@ class Case:
             k=k,
             v=v,
             softmax_scale=self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale,
-            cu_seqlens_q=_offsets(self.seqlens_q, device) if self._has_lengths else None,
-            cu_seqlens_kv=_offsets(self.seqlens_kv, device) if self._has_lengths else None,
+            cu_seqlens_q=_offsets(self.seqlens_q, device) if self.has_padding else None,
+            cu_seqlens_kv=_offsets(self.seqlens_kv, device) if self.has_padding else None,
             cu_seqlens_q_padded=_offsets(self._rows("q"), device) if self._pads_between_sequences else None,
             cu_seqlens_kv_padded=_offsets(self._rows("kv"), device) if self._pads_between_sequences else None,
             attention_mask=draw.attention_mask() if self.attn_mask_type == "arbitrary" else None,

@@ -40,7 +40,7 @@ class DecodeCase:
     lengths: tuple[int, ...] = (67, 1, 0, 130)
     seqlen_q: int = 1
     num_heads: int = 5
-    rank: int = 128
+    rank: int = 256
     rope: int = 64
     rows: int | None = None
     page_size: int | None = None

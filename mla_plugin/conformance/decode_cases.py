@@ -40,7 +40,8 @@ def _small() -> Iterator[DecodeCase]:
             yield DecodeCase(f"ranks_{rank}_{rope}-{place}", rank=rank, rope=rope, page_size=page_size)
     for page_size in PAGE_SIZES:
         for seqlen_q in (1, 2, 3, 4):
-            yield DecodeCase(f"page_{page_size}-queries_{seqlen_q}", page_size=page_size, seqlen_q=seqlen_q)
+            name = f"page_{page_size}-queries_{seqlen_q}"
+            yield DecodeCase(name, page_size=page_size, seqlen_q=seqlen_q, has_host_lengths=True)
     for seqlen_q in (1, 2, 4):
         yield DecodeCase(f"contiguous-queries_{seqlen_q}", seqlen_q=seqlen_q)
         yield DecodeCase(f"full_cache-queries_{seqlen_q}", seqlen_q=seqlen_q, lengths=(67, 67), has_seqlens_kv=False)

@@ -38,6 +38,8 @@ from mla_plugin.types import (
 )
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
+MARK = "_validate_head_dims"
+"""What its module has since the first version, and the one that flash-attn ships has not."""
 FIRST_VERSION = "4.0.0b5"
 NEEDS_NEW_CUTLASS, CUTLASS_MINIMUM = "4.0.0b24", "4.6.2"
 BLACKWELL_DIMS = {(192, 128): FIRST_VERSION, (64, 512): "4.0.0b9", (256, 256): "4.0.0b11"}
@@ -61,7 +63,9 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     dims = (request.head_dim_qk, request.head_dim_v)
     found = f"head_dim_qk={dims[0]}, head_dim_v={dims[1]} on compute_capability={platform.compute_capability}"
-    major = (platform.compute_capability or (0, 0))[0]
+    if platform.compute_capability is None or platform.compute_capability < (9, 0):
+        return
+    major = platform.compute_capability[0]
     largest = 256 if major == 9 else 128
     if dims[0] % 8 or dims[1] % 8:
         yield f"{found}, accepted are multiples of 8"
@@ -139,14 +143,16 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _library() -> Any:
+    """The module, if it is FlashAttention 4's and not that of flash-attn, which can overwrite it."""
     try:
         library = importlib.import_module(MODULE)
-        return library._flash_attn_bwd and library
+        getattr(library, MARK)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"{DISTRIBUTION} is installed, but {MODULE} is not its module ({error}); flash-attn may have overwritten "
-            f"it: pip install --force-reinstall --no-deps {DISTRIBUTION}, or MLA_PLUGIN_BLOCK=fa4 to leave it out"
+            f"{DISTRIBUTION} is installed, but {MODULE} is not its module ({error}): "
+            f"pip install --force-reinstall --no-deps {DISTRIBUTION}, or leave it out with MLA_PLUGIN_BLOCK=fa4"
         ) from error
+    return library
 
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> dict[str, Any]:

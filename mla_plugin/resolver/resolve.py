@@ -84,6 +84,8 @@ class _Survey:
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
         if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
+        if switch := preference.flash_switched_off(name, self.environ):
+            return TraceEntry(name, False, "environment", (switch,))
         if name == "triton" and self.platform.device_type != "cuda":
             return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
         if name == "triton":

@@ -66,7 +66,7 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     if isinstance(provider, providers.Vllm):
         call = _VllmOperator.of(torch.ops._vllm_fa3_C.fwd.default)
         out, lse = call(q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors)
-        return DecodeOutput(out, lse)
+        return DecodeOutput(out, _lse(lse) if tensors.return_lse else None)
     result = library.flash_attn_with_kvcache(
         q_rope,
         k_rope,
@@ -78,9 +78,14 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
         causal=tensors.causal,
         return_softmax_lse=tensors.return_lse,
     )
-    if isinstance(result, tuple):
-        return DecodeOutput(result[0], result[1])
-    return DecodeOutput(result, None)
+    if not tensors.return_lse:
+        return DecodeOutput(result[0] if isinstance(result, tuple) else result, None)
+    return DecodeOutput(result[0], _lse(result[1]))
+
+
+def _lse(lse: torch.Tensor) -> torch.Tensor:
+    """Some builds give +inf for a query that sees no key."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
 
 
 class _VllmOperator:
