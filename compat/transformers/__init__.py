@@ -5,20 +5,21 @@ Importing this module registers an attention function and a mask function under 
 
 The mask function describes a batch in the form that costs least:
 
-==========================  ============================  =====================================================
+==========================  ============================  =========================================================
 batch                       mask                          runs as
-==========================  ============================  =====================================================
+==========================  ============================  =========================================================
 causal, nothing padded      None                          causal, the diagonal ends at the last query and key
 causal, padding or unused   bool [B, n]                   the tokens of each row moved to the front, with lengths
 cache slots
-causal over latents, few    int32 [1, 1, 2 or 1, B],      absorbed, over the latents (``latent.attend``)
+causal over latents, few    int32 [1, 1, 1 or 2, B],      absorbed, over the latents (``latent.attend``)
 queries, padding on the     the keys of each row
 left or unused slots
 causal, packed sequences    bool [B, 1, S_q, S_kv] with   packed (thd); so do ``cu_seq_lens_q`` without a mask
                             an attribute ``packing``
 any other pattern           bool [B, 1, S_q, S_kv]        arbitrary mask; so does a 4-D mask of the caller
-sparse (DSA) model          additive, of the same shape   arbitrary mask, narrowed by the keys that the layer chose
-==========================  ============================  =====================================================
+sparse (DSA) model          additive, of the same shape   arbitrary mask, narrowed by the keys that the layer chose;
+                                                          few queries: absorbed, over the latents of those keys
+==========================  ============================  =========================================================
 
 A query that sees no key gives 0. Eager attention averages over all values there; such queries are padding in both.
 

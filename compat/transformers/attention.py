@@ -48,8 +48,8 @@ def attention_forward(
     Args:
         module: the attention layer; its ``is_causal`` is the default of ``is_causal``.
         query: [B, H, S_q, head_dim_qk].
-        key: [B, H_kv, S_kv, head_dim_qk].
-        value: [B, H_kv, S_kv, head_dim_v].
+        key: [B, H_kv, S_kv, head_dim_qk]; c_kv [B, 1, S_kv, R] of a layer that passes latents on (see ``latent``).
+        value: [B, H_kv, S_kv, head_dim_v]; k_rope [B, 1, S_kv, Dr] of such a layer.
         attention_mask: what ``attention_mask_for`` returned, or a 4-D mask of the caller, broadcastable to
             [B, H, S_q, S_kv]: bool (True = attend) or additive. A 4-D mask is the whole pattern.
         scaling: multiplies the scores; default head_dim_qk ** -0.5.
