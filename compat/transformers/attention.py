@@ -162,8 +162,8 @@ def _in_ranges(
     sliding_window: int | None,
 ) -> torch.Tensor:
     """Causal attention over a range of keys in each row, int32 [1, 1, 1 or 2, B]; the queries are its last ones."""
-    first, *rest = ranges[0, 0, :, :, None]  # [B, 1]
-    end = rest[0] if rest else torch.full_like(first, k.shape[1])
+    end, *padding = ranges[0, 0, :, :, None]  # [B, 1]
+    first = padding[0] if padding else torch.zeros_like(end)
     position = torch.arange(k.shape[1], device=k.device)
     tokens = (position >= first) & (position < end)
     q_tokens = end - q.shape[1] + torch.arange(q.shape[1], device=q.device) >= first

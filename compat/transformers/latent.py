@@ -161,7 +161,7 @@ def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Ten
         return Keys(c_kv[:, 0], k_rope[:, 0], {})
     if attention_mask.dtype != torch.int32:
         return None
-    ranges = dict(zip(("leftpad_kv", "seqlens_kv"), attention_mask[0, 0], strict=False))
+    ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
     return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
 
 

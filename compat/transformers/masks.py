@@ -103,10 +103,10 @@ def _decode_mask(
 ) -> tuple[bool, torch.Tensor | None]:
     """The mask of a forward that decodes over latents: whether it has a compact form, and that.
 
-    The form is None, or the range of keys in each row where the rows are padded on the left or have slots to spare:
-    int32 [1, 1, 1 or 2, B], at [0, 0, 0] the first key that is a token, at [0, 0, 1], with slots to spare, one more
-    than the last query's. It has four dimensions because transformers takes a mask of two for tokens, when ``generate``
-    makes it ahead of the model.
+    The form is None, or, where the rows are padded on the left or have slots to spare, the keys of each row: int32
+    [1, 1, 1 or 2, B], at [0, 0, 0] one more than the last query's, at [0, 0, 1], with padding, the first that is a
+    token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes it ahead
+    of the model.
 
     The ranges stay on the device. That there is no other padding is read from it once per forward; without an
     ``attention_mask`` nothing is read, and the position in a static cache never is.
@@ -125,13 +125,12 @@ def _decode_mask(
         is_range, is_padded = torch.stack(((tokens == in_range).all(), first.any())).tolist()
         if not is_range:
             return False, None
-    is_full = not isinstance(end, torch.Tensor) and end == kv_length
-    if is_full and not is_padded:
+    if not is_padded and not isinstance(end, torch.Tensor) and end == kv_length:
         return True, None
-    ranges = torch.empty(1, 1, 1 if is_full else 2, batch_size, dtype=torch.int32, device=device)
-    ranges[:, :, 0] = first
-    if not is_full:
-        ranges[:, :, 1] = end
+    ranges = torch.empty(1, 1, 2 if is_padded else 1, batch_size, dtype=torch.int32, device=device)
+    ranges[:, :, 0] = end
+    if is_padded:
+        ranges[:, :, 1] = first
     return True, ranges
 
 

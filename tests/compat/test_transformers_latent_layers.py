@@ -137,6 +137,17 @@ def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reaso
     assert not torch.equal(found, generate(fresh())) or change is with_a_subclass_as_weight
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_projection_that_cannot_be_absorbed_over_a_static_cache(padding, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    for each in (model, eager):
+        for layer in layers_of(each):
+            with_bias(layer)
+    found = generate(model, padding, cache_implementation="static")
+    assert spy.calls == {"expanded": 2 * NUM_NEW}
+    assert torch.equal(found, generate(eager, padding, cache_implementation="static"))
+
+
 def test_autocast_is_expanded(spy):
     model = fresh()
     past = prefill(model)

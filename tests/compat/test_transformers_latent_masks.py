@@ -43,8 +43,8 @@ def meaning(mask: torch.Tensor | None, q_length: int, kv_length: int) -> torch.T
     if mask is not None:
         assert mask.dtype == torch.int32
         assert mask.shape in ((1, 1, 1, 2), (1, 1, 2, 2))
-        first, *rest = mask[0, 0]
-        end = rest[0] if rest else end
+        end, *padding = mask[0, 0]
+        first = padding[0] if padding else first
     key = torch.arange(kv_length)
     last = (end[:, None] - q_length + torch.arange(q_length))[..., None]  # [2, q_length, 1]
     return (key >= first[:, None, None]) & (key <= last)
@@ -73,17 +73,19 @@ def test_it_says_what_the_dense_mask_says(make):
         assert torch.equal(meaning(mask, q_length, kv_length)[rows], expected[rows])
         if is_decode(q_length, kv_length, *DIMS.values()):
             forms.add(None if mask is None else (mask.dtype, mask.shape[-2] if mask.ndim == 4 else 0))
-    assert {None, (torch.int32, 2)} < forms
-    assert ((torch.bool, 0) if make is random_case else (torch.int32, 1)) in forms
+    assert {None, (torch.int32, 1)} < forms
+    assert ((torch.bool, 0) if make is random_case else (torch.int32, 2)) in forms
     assert ((torch.bool, 0) in forms) == (make is random_case)
 
 
 def test_ranges_by_hand():
     tokens = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
     growing = adapter.attention_mask_for(**arguments(1, 7, 6, attention_mask=tokens))
-    assert growing.tolist() == [[[[2, 0]]]]
+    assert growing.tolist() == [[[[7, 7], [2, 0]]]]
     static = adapter.attention_mask_for(**arguments(1, 9, torch.tensor(6), attention_mask=tokens))
-    assert static.tolist() == [[[[2, 0], [7, 7]]]]
+    assert static.tolist() == growing.tolist()
+    static = adapter.attention_mask_for(**arguments(1, 9, torch.tensor(6), attention_mask=tokens[1:].expand(2, 7)))
+    assert static.tolist() == [[[[7, 7]]]]
     assert adapter.attention_mask_for(**arguments(1, 7, 6, attention_mask=tokens[1:].expand(2, 7))) is None
     assert adapter.attention_mask_for(**arguments(1, 7, 6)) is None
 
@@ -98,7 +100,7 @@ def test_without_an_attention_mask_nothing_is_read(kv_length):
     """A tensor on the meta device has no values: to read one raises."""
     position = torch.tensor(6, device="meta")
     mask = adapter.attention_mask_for(**arguments(1, kv_length, position, device="meta"))
-    assert (mask.shape, mask.dtype, mask.device.type) == ((1, 1, 2, 2), torch.int32, "meta")
+    assert (mask.shape, mask.dtype, mask.device.type) == ((1, 1, 1, 2), torch.int32, "meta")
 
 
 def test_an_attention_mask_is_read_once(monkeypatch):
@@ -122,7 +124,7 @@ def test_a_traced_model_reads_nothing(monkeypatch):
     )
     assert adapter.attention_mask_for(**arguments(1, 5, 4)) is None
     ranges = adapter.attention_mask_for(**arguments(1, 5, torch.tensor(2)))
-    assert ranges.tolist() == [[[[0, 0], [3, 3]]]]
+    assert ranges.tolist() == [[[[3, 3]]]]
 
 
 def test_other_patterns_and_other_models_keep_their_masks():

@@ -382,7 +382,7 @@ def test_the_form_of_the_mask_lets_fused_backends_run(name, monkeypatch):
         "decode": {("bshd", "causal"), ("latent",) if is_latent else ("bshd", "no_mask")},
         "padded decode": {
             ("bshd", "padding_causal"),
-            ("latent", "leftpad_kv") if is_latent else ("bshd", "padding_causal_bottom_right"),
+            ("latent", "leftpad_kv", "seqlens_kv") if is_latent else ("bshd", "padding_causal_bottom_right"),
         },
     }
     plugin, found = trio(name).plugin, {}
