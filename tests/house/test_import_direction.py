@@ -34,6 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
     "mla_plugin.conformance": {"dispatch", "hooks", "hooks.manager", "reference", "device", "types", "layout"},
     "mla_plugin.compat": {API, "types"},
+    "mla_plugin.compat.transformer_engine": {API, "types", "environment"},
+    "mla_plugin.run": {API},
     "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", "checks", "types"},
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
