@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import torch
+
 _SLOT_OF_NVTE_PLUGIN = ("flash_attention", "get_attention_backend")
 _LOOKED_UP_BY_VALUE = ("NVTE_", "CommOverlap", "FP8Fwd", "FP8Bwd", "Float8Block")
 _DTYPES = (
@@ -21,6 +23,24 @@ _DTYPES = (
 def get_cudnn_version() -> int:
     """9.12.0, in cuDNN's encoding."""
     return 91200
+
+
+def convert_thd_to_bshd(
+    packed: torch.Tensor, cu_seqlens: torch.Tensor, batch_size: int, max_seqlen: int
+) -> torch.Tensor:
+    """[T, H, D] to [B, S, H, D]; rows behind a sequence's end are 0."""
+    dense = packed.new_zeros(batch_size, max_seqlen, *packed.shape[1:])
+    for row, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+        dense[row, : end - start] = packed[start:end]
+    return dense
+
+
+def convert_bshd_to_thd(dense: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[B, S, H, D] to [T, H, D]."""
+    packed = dense.new_zeros(num_tokens, *dense.shape[2:])
+    for row, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
+        packed[start:end] = dense[row, : end - start]
+    return packed
 
 
 def _source(name: str) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 VERSIONS = ("2.10.0", "2.12.0", "2.14.1", "2.16.1", "2.17.1", "2.19.0", "2.20.2")
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -57,11 +58,28 @@ def _stand_in(name: str) -> None:
     sys.modules[name] = module
 
 
+class OnDevice(torch.Tensor):
+    """A tensor of the CPU that says it is on a CUDA device, as TransformerEngine demands."""
+
+    is_cuda = property(lambda self: True)
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Inside, tensors that TransformerEngine makes on its CUDA device are made on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") in ("cuda", 0):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
 def pretend_capability(capability: tuple[int, int]) -> None:
     """Let PyTorch report a device of this compute capability."""
     properties = types.SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132, name="stub")
     torch.cuda.get_device_properties = lambda *args, **kwargs: properties
     torch.cuda.get_device_capability = lambda *args, **kwargs: capability
+    torch.cuda.current_device = lambda: 0
 
 
 def import_transformer_engine(version: str, capability: tuple[int, int] = (9, 0)) -> types.ModuleType:
