@@ -79,6 +79,7 @@ class Wrapper:
         if self._attention is not None and self._attention.forward is self._forward:
             self._attention.forward = self._original
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, as TransformerEngine's own up to 2.18
     def _run(self, module: Any, arguments: Arguments, wants_triton: bool, wants_filling: bool) -> torch.Tensor | None:
         """The attention on our kernels; None when TransformerEngine runs the call."""
         is_packed = (arguments["qkv_format"] or module.qkv_format) == "thd"

@@ -15,9 +15,8 @@ import torch
 
 _SLOT_OF_NVTE_PLUGIN = ("flash_attention", "get_attention_backend")
 _LOOKED_UP_BY_VALUE = ("NVTE_", "CommOverlap", "FP8Fwd", "FP8Bwd", "Float8Block")
-_DTYPES = (
-    "kByte kInt16 kInt32 kInt64 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat8E8M0 kFloat4E2M1"
-).split()
+_DTYPES = ("kByte", "kInt16", "kInt32", "kInt64", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2")
+_DTYPES += ("kFloat8E8M0", "kFloat4E2M1")
 
 
 def get_cudnn_version() -> int:

@@ -1,8 +1,8 @@
 """TransformerEngine's own Python, each released version, on a machine without a GPU.
 
-The wheel ``transformer_engine-<version>-py3-none-any.whl`` holds all of it (about 1 MB). ``folder_of`` fetches and unpacks
-one into a cache folder; ``import_transformer_engine`` imports it, with ``te_extension.py`` in the place of the compiled
-extension, on a pretended compute capability. A process imports one version.
+The wheel ``transformer_engine-<version>-py3-none-any.whl`` holds all of it (about 1 MB). ``folder_of`` fetches one and
+unpacks it into a cache folder; ``import_transformer_engine`` imports it, with ``te_extension.py`` in the place of the
+compiled extension, on a pretended compute capability. A process imports one version.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -47,6 +48,7 @@ def folder_of(version: str) -> Path:
         wheel.unlink()
         with contextlib.suppress(OSError):  # another process was faster
             work.rename(folder)
+        shutil.rmtree(work, ignore_errors=True)
     return folder
 
 

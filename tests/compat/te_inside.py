@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partialmethod
 from unittest.mock import Mock
 
 import pytest
@@ -395,9 +396,22 @@ def test_install_twice_and_uninstall(monkeypatch) -> None:
 def test_uninstall_below_a_later_wrapper(te_calls, triton_on, monkeypatch) -> None:
     ours = ATTENTION.forward
     with monkeypatch.context() as patch:
-        patch.setattr(ATTENTION, "forward", lambda self, *args, **kwargs: ours(self, *args, **kwargs))
+        patch.setattr(ATTENTION, "forward", partialmethod(ours))
         adapter._registration.uninstall()
         assert attention()(*tensors()) == 7.0
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_torch_compile(te_calls, monkeypatch, is_on) -> None:
+    """Unset, the wrapper adds no graph break; what is asked for runs at one."""
+    torch._dynamo.reset()
+    mla_plugin.register("transformer_engine")
+    if is_on:
+        monkeypatch.setenv("NVTE_MLA_TRITON", "1")
+    module, t = attention(), tensors()
+    compiled = torch.compile(lambda q, k, v: module(q, k, v) * 2, backend="eager", fullgraph=not is_on)
+    assert torch.equal(compiled(*t), module(*t) * 2)
+    assert bool(te_calls) != is_on
 
 
 # MLA_PLUGIN_TE=fill
