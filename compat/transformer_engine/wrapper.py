@@ -88,7 +88,8 @@ class Wrapper:
         call = read(module, arguments, compares_offsets=self._version < _COMPARES_OFFSETS_BEFORE)
         if call is None:
             return None
-        if wants_triton and _chosen(call.request, environment.gates()) == "triton":
+        is_mla = call.request.head_dim_qk != call.request.head_dim_v
+        if wants_triton and is_mla and _chosen(call.request, environment.gates()) == "triton":
             return _attend(call, "triton")
         backend = self._filling(module, call) if wants_filling else None
         return None if backend is None else _attend(call, backend)
