@@ -97,7 +97,6 @@ def is_left_unfused(module: Any, call: Call) -> bool:
     known = {
         "qkv_type": torch.Tensor,
         "qkv_dtype": request.dtype,
-        "nominal_dtype": request.dtype,
         "qkv_layout": "_".join([request.qkv_format] * 3),
         "batch_size": request.batch_size,
         "num_heads": request.num_heads,

@@ -232,7 +232,8 @@ def test_modules_that_transformer_engine_keeps(te_calls, triton_on, options) -> 
     assert len(te_calls) == 1
 
 
-def test_equal_head_dims_stay_with_transformer_engine(te_calls, triton_on) -> None:
+def test_equal_head_dims_stay_with_transformer_engine(te_calls, triton_on, monkeypatch) -> None:
+    monkeypatch.setattr(wrapper_module, "_chosen", Mock(side_effect=AssertionError("decided, and logged, in vain")))
     assert attention(dims=(16, 16))(*tensors(dims=(16, 16))) == 7.0
 
 
@@ -327,7 +328,7 @@ def test_arguments_by_position(te_calls, triton_on) -> None:
     assert len(te_calls) == 3
 
 
-@pytest.mark.parametrize("arguments", [{"no_such_argument": 1}, {"query_layer": torch.zeros(1)}])
+@pytest.mark.parametrize("arguments", [{"no_such_argument": 1}, {"query_layer": tensors()[0]}], ids=["new", "twice"])
 def test_wrong_arguments_are_transformer_engines_error(triton_on, arguments) -> None:
     with pytest.raises(TypeError, match=next(iter(arguments))):
         attention()(*tensors(), **arguments)
@@ -438,9 +439,10 @@ def release() -> tuple[int, int]:
     return tuple(map(int, VERSION.split(".")[:2]))
 
 
-def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch) -> None:
+@pytest.mark.parametrize("mask", ["padding_causal", "causal,padding"])
+def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch, mask) -> None:
     q, k, v = tensors(9, qkv_format="thd")
-    arguments = packed()
+    arguments = packed(attn_mask_type=mask)
     found = with_gradients(lambda *t: attention()(*t, **arguments), q, k, v)
     expected = with_gradients(lambda *t: mla_plugin.attention(*t, backend="sdpa", **arguments).flatten(-2), q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -515,6 +517,32 @@ def test_fills_nothing_that_transformer_engine_runs_fused(te_calls, fill, monkey
         assert module(*tensors(9, qkv_format="thd"), **packed()) == 7.0
     assert len(asked) == 1  # kept for the next call of the kind
     assert asked[0].head_dim_v == D_V
+
+
+@pytest.mark.parametrize("slots", [None, (6, 6)])
+def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch, slots) -> None:
+    """Every field of its AttentionParams, by TransformerEngine's own forward and by us."""
+    asked = []
+
+    def select(params):
+        asked.append({name: value for name, value in vars(params).items() if name not in ("fp8_meta", "qkv_type")})
+        return True, None, False, None, False, [True, False, True]
+
+    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
+    monkeypatch.setattr(te.FlashAttention, "forward", lambda self, *args, **kwargs: torch.tensor(7.0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    monkeypatch.setattr(wrapper_module, "_chosen", lambda request, gates: "triton")
+    module, t = attention(), tensors(12, qkv_format="thd", kind=te_host.OnDevice)
+    with te_host.CudaIsCpu():
+        assert module(*t, **packed(slots=slots)) == 7.0
+    ours, its_own = asked
+    assert ours == its_own
+
+
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_fills_packed_self_attention_alone(te_calls, fill, attention_type) -> None:
+    out = attention(attention_type=attention_type)(*tensors(9, qkv_format="thd"), **packed())
+    assert (out.dim() == 2) == (attention_type == "self")
 
 
 @pytest.mark.parametrize(
