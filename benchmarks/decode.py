@@ -6,51 +6,37 @@
 A loader takes no tensor and returns prepare(q [B, H, 576], kv [pages, 64, 576], page_table, seqlens, scale), which
 returns a callable without arguments that gives [B, H, 512]. What a loader raises is noted and that library left out.
 A result whose error against float64 is more than twice that of plain PyTorch in bfloat16 is not timed. Milliseconds are
-medians of ``triton.testing.do_bench``, which clears the L2 cache before each call; the rounds go through all libraries
-in turn, because a GPU's clock drifts between them. Writes benchmarks/results/decode_<gpu>.json, prints a table last.
+of calls in a CUDA graph, as serving engines make them, over several sets of inputs in turn, so that the L2 cache does
+not serve. Writes benchmarks/results/decode_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import itertools
+import functools
 import json
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
+from common import OURS, by_graph, error, in_turn, load_peers, parser, write
 
 from mla_plugin.kernels import mla_decode_attention
 
-RESULTS = Path(__file__).parent / "results"
-OURS = "mla-plugin"
 CASES = (
-    (1, 16, 4096),
-    (1, 128, 4096),
-    (32, 16, 4096),
-    (32, 128, 4096),
-    (128, 16, 8192),
-    (128, 128, 8192),
-    (1, 16, 65536),
-    (1, 128, 65536),
+    *((batch, heads, seqlen) for heads in (16, 128) for batch in (1, 32, 128) for seqlen in (4096, 8192)),
+    *((1, 16, 65536), (1, 128, 65536)),
 )
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "FlashMLA": ("flashmla_decode", ()),
     "FA3": ("fa3_decode", ()),
     "FlashInfer fa3": ("flashinfer_decode", ("fa3",)),
-    "FlashInfer fa2": ("flashinfer_decode", ("fa2",)),
     "vLLM Triton": ("vllm_triton_decode", ()),
 }
 RANK, ROPE, PAGE = 512, 64, 64
 SCALE = 192**-0.5
 ROTATED_BYTES = 256 << 20  # inputs that are smaller together come in several sets
+MOST_SETS = 16
 
 Call = Callable[[], torch.Tensor]
 
@@ -92,11 +78,6 @@ def plain(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def error(x: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative to the norm of the exact result."""
-    return ((x.double() - exact).norm() / exact.norm()).item()
-
-
 def ours(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, seqlens: torch.Tensor, scale: float) -> Call:
     """Our kernels, on views of the same tensors."""
     q_nope_abs, q_rope = q.unsqueeze(1).split([RANK, ROPE], -1)
@@ -110,21 +91,6 @@ def ours(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, seqlens: t
         return out[:, 0]
 
     return call
-
-
-def load_peers(folder: Path | None) -> tuple[dict[str, Prepare], dict[str, str]]:
-    """The libraries that can be loaded, and why the others cannot."""
-    if folder is None:
-        return {}, {}
-    sys.path.insert(0, str(folder.resolve()))
-    module = importlib.import_module("peers")
-    found, missing = {}, {}
-    for name, (loader, arguments) in PEERS.items():
-        try:
-            found[name] = getattr(module, loader)(*arguments)
-        except Exception as reason:  # of a library that is not there, in whatever way it says so
-            missing[name] = repr(reason)[:200]
-    return found, missing
 
 
 def correct_calls(libraries: dict[str, Prepare], sets: list[Inputs], row: dict[str, Any]) -> dict[str, list[Call]]:
@@ -147,16 +113,6 @@ def correct_calls(libraries: dict[str, Prepare], sets: list[Inputs], row: dict[s
     return calls
 
 
-def milliseconds(calls: list[Call]) -> float:
-    """Median of one call, going round the input sets."""
-    turn = itertools.cycle(calls)
-
-    def call() -> torch.Tensor:
-        return next(turn)()
-
-    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median"))
-
-
 def host_microseconds(call: Call, calls: int = 200) -> float:
     """Time on the host until a call returns; best of five runs, the GPU idle before each."""
     best = float("inf")
@@ -174,14 +130,11 @@ def measure(case: tuple[int, int, int], libraries: dict[str, Prepare], rounds: i
     """One row of the table."""
     batch, heads, seqlen = case
     cache_bytes = batch * seqlen * (RANK + ROPE) * 2
-    sets = [draw(case, "cuda", seed) for seed in range(min(16, -(-ROTATED_BYTES // cache_bytes)))]
-    row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": seqlen, "input_sets": len(sets), "error": {}, "refused": {}}
+    count = max(2, min(MOST_SETS, -(-ROTATED_BYTES // cache_bytes)))
+    sets = [draw(case, "cuda", seed) for seed in range(count)]
+    row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": seqlen, "input_sets": count, "error": {}, "refused": {}}
     calls = correct_calls(libraries, sets, row)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, prepared in calls.items():
-            times[name].append(milliseconds(prepared))
-    row["ms"] = {name: statistics.median(found) for name, found in times.items()}
+    row["ms"] = in_turn({name: functools.partial(by_graph, prepared) for name, prepared in calls.items()}, rounds)
     row["gb_per_s"] = {name: cache_bytes / ms * 1e-6 for name, ms in row["ms"].items()}
     operations = 2 * batch * heads * seqlen * (2 * RANK + ROPE)
     row["tflop_per_s"] = {name: operations / ms * 1e-9 for name, ms in row["ms"].items()}
@@ -211,32 +164,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure every case, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=Path, help="folder with peers.py")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
-    peers, missing = load_peers(options.peers)
+    peers, missing = load_peers(options.peers, PEERS)
     rows = []
     for case in CASES:
         rows.append(measure(case, {OURS: ours, **peers}, options.rounds))
         print(json.dumps(rows[-1]), flush=True)
-    gpu = torch.cuda.get_device_name()
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
-    record = {
-        "benchmark": "decode",
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "commit": commit.strip(),
-        "rows": rows,
-        "not_loaded": missing,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"decode_{gpu.replace(' ', '_')}.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(write("decode", {"rows": rows, "not_loaded": missing}, options.commit))
     for name, reason in missing.items():
         print(f"{name}: {reason}")
     print(table(rows))

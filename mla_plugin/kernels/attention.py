@@ -88,15 +88,20 @@ _operator = torch.ops.mla_plugin_kernels.prefill_forward.default
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without its dispatcher, which costs as much CPU time as the launch itself."""
+    """The operators without their dispatcher, which costs as much CPU time as the launches themselves."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output = _forward(*args)
         _setup_context(ctx, args, output)
+        ctx.mark_non_differentiable(output[1])
         return output
 
-    backward = staticmethod(_autograd)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        arguments = (*ctx.saved_tensors, dout, *ctx.options)
+        return (*_backward(*arguments), None, None, None)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float) -> None:

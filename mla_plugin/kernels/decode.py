@@ -44,6 +44,7 @@ def _load_keys(
     block,
     row,
     keys,
+    lowest,
     last,
     stride_block,
     stride_row: tl.constexpr,
@@ -52,11 +53,13 @@ def _load_keys(
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Columns C0 .. C0 + C of BLOCK_N keys: [BLOCK_N, C].
 
-    FULL tiles come through the descriptor; others by pointers, and keys from ``last`` on are 0 whatever memory holds.
+    FULL tiles come through the descriptor; others by pointers, and keys outside ``lowest`` .. ``last`` are 0 whatever
+    memory holds.
     """
     if FULL:
         return descriptor.load([block, row, C0]).reshape(BLOCK_N, C)
@@ -73,9 +76,35 @@ def _load_keys(
             offsets = block.to(tl.int64) * stride_block + row.to(tl.int64) * stride_row
             pointers = base + offsets[:, None] + columns[None, :]
         exists = keys[:, None] < last
+        if LEFTPAD:
+            exists = exists & (keys[:, None] >= lowest)
         if C0 + C > D:
             exists = exists & (columns[None, :] < D)
         return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def _scores(q, keys, PRECISION: tl.constexpr):
+    """q keys^T [BLOCK_M, BLOCK_N]. In float32 blocks of 128 columns are summed on their own, then together.
+
+    One sum over 512 columns rounds three times as much as PyTorch's product.
+    """
+    if PRECISION == "ieee" and q.shape[1] > 128:
+        blocks: tl.constexpr = q.shape[1] // 128
+        q_blocks = q.reshape(q.shape[0], blocks, 128).permute(1, 0, 2)
+        key_blocks = keys.reshape(keys.shape[0], blocks, 128).permute(1, 2, 0)
+        return tl.sum(tl.dot(q_blocks, key_blocks, input_precision=PRECISION), 0)
+    else:
+        return tl.dot(q, keys.T, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In float32 the product is summed on its own: one rounding of the long sum instead of one a term."""
+    if PRECISION == "ieee":
+        return acc + tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a.to(b.dtype), b, acc)
 
 
 @triton.jit
@@ -95,6 +124,7 @@ def _fold_keys(
     page_table,
     b,
     first,
+    lowest,
     last,
     visible,
     scale_log2,
@@ -111,40 +141,48 @@ def _fold_keys(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
 
-    FULL tiles are seen whole by every row; in others a row sees the keys below its ``visible``.
+    FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
     """
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
         block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
+        # fmt: off
         c0 = _load_keys(
-            C_kv, desc_c0, block, row, keys, last, stride_cb, stride_cn, 0, R0, R, PAGE_SIZE, BLOCK_N, FULL
+            C_kv, desc_c0, block, row, keys, lowest, last, stride_cb, stride_cn,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
         )  # [BLOCK_N, R0]
-        s = tl.dot(q0, c0.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
         if R1 > 0:
             c1 = _load_keys(
-                C_kv, desc_c1, block, row, keys, last, stride_cb, stride_cn, R0, R1, R, PAGE_SIZE, BLOCK_N, FULL
+                C_kv, desc_c1, block, row, keys, lowest, last, stride_cb, stride_cn,
+                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
             )  # [BLOCK_N, R1]
-            s = tl.dot(q1, c1.T, s, input_precision=PRECISION)
+            s = _add_product(s, q1, c1.T, PRECISION)
         if ROPE > 0:
             k = _load_keys(
-                K_rope, desc_k, block, row, keys, last, stride_kb, stride_kn, 0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, FULL
+                K_rope, desc_k, block, row, keys, lowest, last, stride_kb, stride_kn,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
             )  # [BLOCK_N, ROPE]
-            s = tl.dot(q_rope, k.T, s, input_precision=PRECISION)
+            s = _add_product(s, q_rope, k.T, PRECISION)
+        # fmt: on
         if not FULL:
             s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
+            if LEFTPAD:
+                s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
         # a row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN
         shift = new_max if FULL else tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(p, 1)
-        acc0 = tl.dot(p.to(c0.dtype), c0, acc0 * rescale[:, None], input_precision=PRECISION)
+        acc0 = _add_product(acc0 * rescale[:, None], p, c0, PRECISION)
         if R1 > 0:
-            acc1 = tl.dot(p.to(c1.dtype), c1, acc1 * rescale[:, None], input_precision=PRECISION)
+            acc1 = _add_product(acc1 * rescale[:, None], p, c1, PRECISION)
         row_max = new_max
     return acc0, acc1, row_max, row_sum
 
@@ -166,13 +204,14 @@ def decode_kernel(
     Q_rope,
     C_kv,
     K_rope,
+    page_table,
+    seqlens_kv,
+    leftpad_kv,
+    Out,
+    Lse,
     desc_c0,
     desc_c1,
     desc_k,
-    page_table,
-    seqlens_kv,
-    Out,
-    Lse,
     softmax_scale,
     num_heads,
     seqlen_q,
@@ -203,13 +242,16 @@ def decode_kernel(
     ONE_SPLIT: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program: BLOCK_M (query, head) rows of one sequence over one split of its keys.
 
-    Grid: (row tiles x splits x sequences,). With one split, Out and Lse are the results. With more, Out is float32
-    [B, num_splits, S_q * H, R] and Lse, in log2, [B, num_splits, S_q * H]; a split without keys writes -inf there and
-    leaves its part of Out as it is.
+    Grid: (row tiles x splits x sequences,). With one split, Out and Lse (None: not wanted) are the results. With more,
+    Out is the workspace: float32 sums [B, num_splits, S_q * H, R] and after them their lse in log2
+    [B, num_splits, S_q * H]; a split without keys writes -inf there and leaves its sums as they are.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
     num_rows = seqlen_q * num_heads
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
@@ -219,6 +261,16 @@ def decode_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < num_rows
 
+    # before anything that depends on the length, so that both are fetched at the same time
+    q_base = Q_nope_abs + b64 * stride_qb
+    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
+    q1 = q0
+    if R1 > 0:
+        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
+    q_rope = q0
+    if ROPE > 0:
+        q_rope_base = Q_rope + b64 * stride_rb
+        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     length = capacity
     if seqlens_kv is not None:
         length = tl.minimum(tl.load(seqlens_kv + b), capacity)
@@ -230,64 +282,63 @@ def decode_kernel(
         seen_by_all += tile * BLOCK_M // num_heads + 1 - seqlen_q
         last += tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // num_heads + 1 - seqlen_q, 0)
     # the true length is shared out, so a sequence far below the capacity still fills all the splits it can
-    tiles_per_split = tl.cdiv(tl.cdiv(tl.maximum(last, 0), BLOCK_N), num_splits)
-    first = split * tiles_per_split * BLOCK_N
+    lowest = 0
+    if leftpad_kv is not None:
+        lowest = tl.maximum(tl.load(leftpad_kv + b), 0)
+    origin = lowest // BLOCK_N * BLOCK_N
+    tiles_per_split = tl.cdiv(tl.cdiv(tl.maximum(last - origin, 0), BLOCK_N), num_splits)
+    first = origin + split * tiles_per_split * BLOCK_N
     last = tl.minimum(last, first + tiles_per_split * BLOCK_N)
 
     out_rows = (b64 * num_splits + split) * num_rows + rows
     if not ONE_SPLIT:
+        parts_lse = Out + (tl.num_programs(0) // row_tiles).to(tl.int64) * num_rows * R
         if first >= last:
-            tl.store(Lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
+            tl.store(parts_lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
             return
     scale_log2 = softmax_scale * 1.4426950408889634
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
-    q_base = Q_nope_abs + b64 * stride_qb
-    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
-    q1 = q0
-    if R1 > 0:
-        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
-    q_rope = q0
-    if ROPE > 0:
-        q_rope_base = Q_rope + b64 * stride_rb
-        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     pages = page_table
     if PAGE_SIZE > 0:
         pages = page_table + b64 * stride_pt
+    LEFTPAD: tl.constexpr = leftpad_kv is not None
     # fmt: off
     if TMA:
         full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
         acc0, acc1, row_max, row_sum = _fold_keys(
             acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-            first, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, True,
+            first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
         )
         first = full_last
     acc0, acc1, row_max, row_sum = _fold_keys(
         acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-        first, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-        R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False,
+        first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+        R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
     )
     # fmt: on
+    if DEPENDENT:
+        # the combine kernel starts beside the stores below; earlier it takes room from this one, 2 % at B 32, S_kv 4096
+        tl.extra.cuda.gdc_launch_dependents()
     empty = row_sum == 0.0
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
     lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
     _store_columns(Out, out_rows, exists, acc0 * inverse[:, None], 0, R0, R)
     if R1 > 0:
         _store_columns(Out, out_rows, exists, acc1 * inverse[:, None], R0, R1, R)
-    if ONE_SPLIT:
+    if not ONE_SPLIT:
+        tl.store(parts_lse + out_rows, lse_log2, mask=exists)
+    elif Lse is not None:
         lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
         tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
-    else:
-        tl.store(Lse + out_rows, lse_log2, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
     Parts,
-    PartsLse,
     Out,
     Lse,
     num_heads,
@@ -296,20 +347,28 @@ def combine_kernel(
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program: BLOCK_R columns of one (query, head) row, summed over the splits. Grid: (rows x sequences, columns).
 
-    The part of a split that saw no key (lse -inf) was never written, so it is not read.
+    Parts is the workspace of ``decode_kernel``. The sums of a split that saw no key (lse -inf) were never written, so
+    they count as 0 whatever memory holds. Lse may be None.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     num_rows = seqlen_q * num_heads
     row = tl.program_id(0) % num_rows
     b64 = (tl.program_id(0) // num_rows).to(tl.int64)
     splits = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts = (b64 * num_splits + splits) * num_rows + row
-    lse_log2 = tl.load(PartsLse + parts, mask=splits < num_splits, other=float("-inf"))
-    written = (lse_log2 != float("-inf"))[:, None] & (columns[None, :] < R)
-    x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=written, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
+    parts_lse = Parts + tl.num_programs(0).to(tl.int64) * num_splits * R
+    lse_log2 = tl.load(parts_lse + parts, mask=splits < num_splits, other=float("-inf"))
+    exists = (splits < num_splits)[:, None] & (columns[None, :] < R)
+    # not masked by the lse, which would have to arrive first
+    x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=exists, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
+    x = tl.where((lse_log2 != float("-inf"))[:, None], x, 0.0)
     highest = tl.max(lse_log2, 0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(lse_log2 - shift)
@@ -317,6 +376,6 @@ def combine_kernel(
     empty = total == 0.0
     out = tl.sum(x * weights[:, None], 0) / tl.where(empty, 1.0, total)
     tl.store(Out + (b64 * num_rows + row) * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
-    if tl.program_id(1) == 0:
+    if (Lse is not None) and tl.program_id(1) == 0:
         lse = tl.where(empty, float("-inf"), (shift + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
         tl.store(Lse + (b64 * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)

@@ -10,7 +10,7 @@ from mla_plugin.kernels.decode_checks import check_arguments
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
 _library.define(
     "decode_attention(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
-    "bool is_causal, Tensor? page_table, Tensor? seqlens_kv) -> (Tensor out, Tensor lse)"
+    "bool is_causal, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv) -> (Tensor out, Tensor lse)"
 )
 _library.impl("decode_attention", decode_launch.decode, "CompositeExplicitAutograd")
 
@@ -24,8 +24,9 @@ def _fake(
     is_causal: bool,
     page_table: torch.Tensor | None,
     seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv)
+    check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     batch, seqlen_q, heads, _ = q_nope_abs.shape
     out = q_nope_abs.new_empty(q_nope_abs.shape)
     return out, q_nope_abs.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
@@ -45,6 +46,7 @@ def mla_decode_attention(
     is_causal: bool = False,
     page_table: torch.Tensor | None = None,
     seqlens_kv: torch.Tensor | None = None,
+    leftpad_kv: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Absorbed MLA over the compressed cache: softmax(scale (q_nope_abs c_kv^T + q_rope k_rope^T)) c_kv.
@@ -67,6 +69,8 @@ def mla_decode_attention(
             page_size; multiples of 64 are fastest.
         seqlens_kv: int32 [B], keys of each sequence, at most n * page_size or S_kv; None: S_kv (not with a page table).
             What the cache holds beyond a length has no influence.
+        leftpad_kv: int32 [B], keys at the start of each sequence that no query sees, as in a left-padded batch; they
+            count in seqlens_kv, and what the cache holds there has no influence. None: 0.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -90,6 +94,6 @@ def mla_decode_attention(
         )
     # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
     traced = torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor
-    run = _operator if traced else decode_launch.decode
-    out, lse = run(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv)
-    return (out, lse) if return_lse else out
+    arguments = (q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv, leftpad_kv)
+    out, lse = _operator(*arguments) if traced else decode_launch.decode(*arguments, return_lse)
+    return (out, lse) if return_lse and lse is not None else out

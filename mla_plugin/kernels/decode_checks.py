@@ -18,6 +18,7 @@ def check_arguments(
     k_rope: torch.Tensor,
     page_table: torch.Tensor | None,
     seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
 ) -> None:
     """Raise ValueError or TypeError unless the arguments fit each other and the kernels."""
     _check_ranks(q_nope_abs, q_rope, c_kv, k_rope)
@@ -46,9 +47,10 @@ def check_arguments(
             raise ValueError("page_table without seqlens_kv; a paged cache needs the lengths: int32 [B]")
         _check_indices("page_table", page_table, (batch, page_table.shape[-1] if page_table.dim() else 0))
         tensors["page_table"] = page_table
-    if seqlens_kv is not None:
-        _check_indices("seqlens_kv", seqlens_kv, (batch,))
-        tensors["seqlens_kv"] = seqlens_kv
+    for name, counts in (("seqlens_kv", seqlens_kv), ("leftpad_kv", leftpad_kv)):
+        if counts is not None:
+            _check_indices(name, counts, (batch,))
+            tensors[name] = counts
     if any(x.device != q_nope_abs.device for x in tensors.values()):
         given = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
         raise ValueError(f"{given}; all must be on one device: move them with .to({str(q_nope_abs.device)!r})")

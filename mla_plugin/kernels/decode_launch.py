@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mla_plugin.kernels import decode_tiles
 from mla_plugin.kernels.decode import combine_kernel, decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
-from mla_plugin.kernels.launch import on_device_of
+from mla_plugin.kernels.launch import Launch, descriptor, on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
@@ -24,8 +24,6 @@ _COMBINE_ELEMENTS = 4096  # of float32 that one program of the combine kernel ho
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
 
-_Grid = tuple[int, int, int]
-
 
 class _Device(NamedTuple):
     """What the launch must know of a device."""
@@ -33,18 +31,20 @@ class _Device(NamedTuple):
     kind: str
     processors: int
     has_descriptors: bool
+    has_dependent_launch: bool  # a kernel may start before the one before it has ended
 
 
 @functools.cache
 def _device(device: torch.device) -> _Device:
     if _INTERPRETED:
-        return _Device("Hopper", 8, False)
+        return _Device("Hopper", 8, False, False)
     if device.type != "cuda":
         raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
     capability = (properties.major, properties.minor)
     kind = card(capability, properties.shared_memory_per_block_optin)
-    return _Device(kind, properties.multi_processor_count, capability >= (9, 0))
+    is_hopper_or_newer = capability >= (9, 0)
+    return _Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,29 +73,19 @@ class _Plan:
 
     Attributes:
         out_shape, lse_shape: of the results.
-        parts_shape: [B, splits, rows] of the sums that the combine kernel reads.
-        grid, scalars, options: of the decode kernel; ``scalars`` are its arguments after softmax_scale.
-        combine_grid, combine_scalars: of the combine kernel.
+        workspace: float32 elements between the two kernels; 0 with one split.
+        split, combine: the launches of the two kernels.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
-        reusable: every pointer is a multiple of 16 bytes, so two calls with this plan look alike to Triton.
-        compiled, compiled_combine: the kernels after the first launch of a reusable plan. Launching them directly skips
-            Triton's look at each argument, half of a launch's time on the host.
     """
 
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    parts_shape: tuple[int, int, int]
-    grid: _Grid
-    scalars: tuple[Any, ...]
-    options: dict[str, int]
-    combine_grid: _Grid
-    combine_scalars: tuple[int, ...]
+    workspace: int
+    split: Launch
+    combine: Launch
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
-    reusable: bool
-    compiled: Any = None
-    compiled_combine: Any = None
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:
@@ -109,12 +99,18 @@ def _descriptors_can_read(cache: torch.Tensor) -> bool:
     return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
 
 
+def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
+    dependent: dict[str, int | None] = {"launch_pdl": True} if device.has_dependent_launch else {}
+    return {"num_warps": num_warps, **others, **dependent}
+
+
 def _make_plan(
     q_nope_abs: torch.Tensor,
     q_rope: torch.Tensor,
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
     page_table: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
     is_causal: bool,
     aligned: bool,
 ) -> _Plan:
@@ -133,6 +129,7 @@ def _make_plan(
     by_descriptors = (
         device.has_descriptors
         and aligned
+        and leftpad_kv is None
         and tile.block_m >= 64
         and page_size % tile.block_n == 0
         and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
@@ -140,29 +137,35 @@ def _make_plan(
         and (rope == 0 or _descriptors_can_read(k_rope))
     )
     stages = tile.paged_stages if page_size else tile.num_stages
-    options = {"num_warps": tile.num_warps, "num_stages": stages}
-    if tile.max_registers is not None:
-        options["maxnreg"] = tile.max_registers
     block_splits = triton.next_power_of_2(splits)
     block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    split_arguments = (
+        *(heads, seqlen_q, capacity, splits),
+        *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
+        *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
+        *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
+        "ieee" if c_kv.dtype == torch.float32 else "tf32",
+        device.has_dependent_launch,
+    )
+    combine_arguments = (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch)
     return _Plan(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=(batch, heads, seqlen_q),
-        parts_shape=(batch, splits, rows),
-        grid=(row_tiles * splits * batch, 1, 1),
-        scalars=(
-            *(heads, seqlen_q, capacity, splits),
-            *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
-            *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
-            *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
-            "ieee" if c_kv.dtype == torch.float32 else "tf32",
+        workspace=batch * splits * rows * (rank + 1) if splits > 1 else 0,
+        split=Launch(
+            decode_kernel,
+            (row_tiles * splits * batch, 1, 1),
+            split_arguments,
+            _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
         ),
-        options=options,
-        combine_grid=(rows * batch, triton.cdiv(rank, block_rank), 1),
-        combine_scalars=(heads, seqlen_q, splits, rank, block_rank, block_splits),
+        combine=Launch(
+            combine_kernel,
+            (rows * batch, triton.cdiv(rank, block_rank), 1),
+            combine_arguments,
+            _options(device, 4),
+        ),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
-        reusable=aligned,
     )
 
 
@@ -176,38 +179,22 @@ def _plan(
     k_rope: torch.Tensor,
     page_table: torch.Tensor | None,
     seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
     is_causal: bool,
+    return_lse: bool,
 ) -> _Plan:
     """The plan of a call; the arguments are checked when their layout is seen for the first time."""
-    tensors = [x for x in (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv) if x is not None]
-    aligned = not any(x.data_ptr() % 16 for x in tensors)
-    layout = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    key = (aligned, is_causal, page_table is None, *layout)
+    tensors = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
+    aligned = (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0
+    layout = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    key = (aligned, is_causal, return_lse, *layout)
     plan = _plans.get(key)
     if plan is None:
-        check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv)
+        check_arguments(*tensors)
         if len(_plans) >= _MAX_PLANS:  # a contiguous cache has a new shape at every token
             _plans.clear()
-        plan = _plans[key] = _make_plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, is_causal, aligned)
+        plan = _plans[key] = _make_plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, leftpad_kv, is_causal, aligned)
     return plan
-
-
-class _Address:
-    """Stands for a tensor in a cached descriptor, which must not keep a cache's memory alive."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, int], block: tuple[int, int, int]
-) -> TensorDescriptor:
-    return TensorDescriptor(_Address(address, dtype), list(shape), [*strides, 1], list(block))
 
 
 def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
@@ -222,16 +209,8 @@ def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple
             found.append(TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width]))
         else:
             block = (1, plan.block_n, width)
-            found.append(_cached_descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
+            found.append(descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
     return tuple(found)
-
-
-def _launch(kernel: Any, compiled: Any, grid: _Grid, arguments: tuple[Any, ...], options: dict[str, int]) -> Any:
-    """Launch; returns the compiled kernel (None under the interpreter)."""
-    if compiled is None:
-        return kernel[grid](*arguments, **options)
-    compiled[grid](*arguments)
-    return compiled
 
 
 def decode(
@@ -243,26 +222,23 @@ def decode(
     is_causal: bool,
     page_table: torch.Tensor | None,
     seqlens_kv: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [B, S_q, H, R] and lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
-    plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, is_causal)
+    leftpad_kv: torch.Tensor | None,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
+    plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, is_causal, return_lse)
     out = q_nope_abs.new_empty(plan.out_shape)
-    lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32)
+    lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32) if return_lse else None
     if out.numel() == 0:
         return out, lse
-    parts, parts_lse = out, lse
-    if plan.parts_shape[1] > 1:
-        parts = q_nope_abs.new_empty((*plan.parts_shape, plan.out_shape[-1]), dtype=torch.float32)
-        parts_lse = q_nope_abs.new_empty(plan.parts_shape, dtype=torch.float32)
     descriptors = _descriptors(plan, c_kv, k_rope)
-    tensors = (q_nope_abs, q_rope, c_kv, k_rope, *descriptors, page_table, seqlens_kv, parts, parts_lse)
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
+    inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     with on_device_of(q_nope_abs):
-        compiled = _launch(decode_kernel, plan.compiled, plan.grid, (*tensors, scale, *plan.scalars), plan.options)
-        compiled_combine = None
-        if parts is not out:
-            arguments = (parts, parts_lse, out, lse, *plan.combine_scalars)
-            compiled_combine = _launch(combine_kernel, plan.compiled_combine, plan.combine_grid, arguments, {})
-    if plan.reusable:
-        plan.compiled, plan.compiled_combine = compiled, compiled_combine
+        if plan.workspace == 0:
+            plan.split(*inputs, out, lse, *descriptors, scale)
+        else:
+            parts = q_nope_abs.new_empty(plan.workspace, dtype=torch.float32)
+            plan.split(*inputs, parts, None, *descriptors, scale)
+            plan.combine(parts, out, lse)
     return out, lse

@@ -71,10 +71,10 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (576, DecodeTile(32, 32, 8, 2, 3, 1)),
     ),
     # float32 products run on the ordinary units: small tiles keep the unrolled products short
-    ("Hopper", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
-    ("227 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
-    ("163 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
-    ("99 KiB", 4): ((576, DecodeTile(16, 16, 8, 2, 2, 1)),),
+    ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
+    ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
+    ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
+    ("99 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
 }
 
 

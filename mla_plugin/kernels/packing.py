@@ -69,11 +69,6 @@ def pick(values: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
     return values[b], values[h], values[s]
 
 
-def strides_of(x: torch.Tensor, qkv_format: str) -> tuple[int, int, int]:
-    """Strides of the sequence, head and token dimensions."""
-    return pick(x.stride(), qkv_format)
-
-
 def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
     """The same of a contiguous tensor of this shape."""
     strides = [1]
@@ -97,9 +92,9 @@ def lse_like(q: torch.Tensor, batch: int, heads: int, packing: Packing) -> torch
     return q.new_empty((batch, heads, packing.max_seqlen_q), dtype=torch.float32)
 
 
-def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    """Strides between sequences and between heads."""
-    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
+def lse_strides(q_shape: Sequence[int], heads: int, max_seqlen_q: int, qkv_format: str) -> tuple[int, int]:
+    """Strides of ``lse_like`` between sequences and between heads."""
+    return (0, q_shape[0]) if qkv_format == "thd" else (heads * max_seqlen_q, max_seqlen_q)
 
 
 def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tensor:
@@ -137,10 +132,9 @@ def launch_options(tile: tiles.Tile) -> dict[str, int | None]:
     return options
 
 
-def is_wide(packing: Packing, *tensors: torch.Tensor) -> bool:
-    """One tile of some tensor spans more than an int32 offset reaches."""
-    token = 0 if packing.packed else AXES[packing.qkv_format][2]
-    return any(x.stride(token) >= WIDE_STRIDE for x in tensors)
+def is_wide(*strides: tuple[int, int, int]) -> bool:
+    """One tile of some tensor, given by its (sequence, head, token) strides, spans more than int32 offsets reach."""
+    return max(token for _, _, token in strides) >= WIDE_STRIDE
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -11,14 +11,15 @@ from mla_plugin.kernels import tiles
 from mla_plugin.kernels.forward import attention_forward_kernel
 from mla_plugin.kernels.launch import Launch, on_device_of
 from mla_plugin.kernels.packing import (
-    WIDE_STRIDE,
     Packing,
     card_of,
     columns_of,
     contiguous_strides,
     dot_precision,
+    is_wide,
     launch_options,
     lse_like,
+    lse_strides,
     output_like,
     pick,
     sizes_of,
@@ -43,14 +44,13 @@ def _forward_launch(
     (q_shape, _, v_shape), (batch, heads, kv_heads) = shapes, sizes
     max_seqlen_q, max_seqlen_kv, left, right, bottom_right = sight
     out_strides = contiguous_strides((*q_shape[:-1], v_shape[-1]), layout)
-    lse_strides = (0, q_shape[0]) if layout == "thd" else (heads * max_seqlen_q, max_seqlen_q)
     picked = [pick(stride, layout) for stride in strides]
     columns = columns_of(q_shape[-1], v_shape[-1])
     if tile is None:
         tile = tiles.tile_for(tiles.FORWARD, card_of(device), dtype.itemsize, sum(columns))
     arguments = (
         *(stride for three in (*picked, out_strides) for stride in three),
-        *lse_strides,
+        *lse_strides(q_shape, heads, max_seqlen_q, layout),
         heads,
         max_seqlen_q,
         max_seqlen_kv,
@@ -69,7 +69,7 @@ def _forward_launch(
         left >= 0,
         right >= 0,
         dot_precision(dtype),
-        max(three[2] for three in (*picked, out_strides)) >= WIDE_STRIDE,
+        is_wide(*picked, out_strides),
     )
     grid = (triton.cdiv(max_seqlen_q, tile.block_m) * heads * batch, 1, 1)
     return Launch(attention_forward_kernel, grid, arguments, launch_options(tile))

@@ -3,48 +3,72 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.backward_rows import delta_kernel
-from mla_plugin.kernels.launch import on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, descriptor, on_device_of
 from mla_plugin.kernels.packing import (
-    AXES,
     Packing,
     columns_of,
+    contiguous_strides,
     dot_precision,
     is_wide,
     launch_options,
     lse_strides,
     output_like,
+    pick,
     sizes_of,
     static_tile,
-    strides_of,
 )
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tuning import measured_tile
 
 _DELTA_ROWS = 64
+_MAX_KINDS = 4096
+_Three = tuple[int, int, int]  # of the sequence, head and token dimensions
+_Call = tuple[Launch, tuple[object, ...]]
 
 
-def _descriptors(
-    x: torch.Tensor, layout: str, rows: int, columns: tuple[int, int]
-) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """Tensor descriptors over [B, H, S, D] for the two blocks of columns; None when the hardware cannot take x."""
-    b, h, s = AXES[layout]
-    shape = [x.shape[b], x.shape[h], x.shape[s], x.shape[-1]]
-    strides = [x.stride(b), x.stride(h), x.stride(s), 1]
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(stride <= 0 or stride % unit for stride in strides[:3]):
-        return None
-    first = TensorDescriptor(x, shape, strides, [1, 1, rows, columns[0]])
-    second = TensorDescriptor(x, shape, strides, [1, 1, rows, columns[1]]) if columns[1] else first
-    return first, second
+class _Kind(NamedTuple):
+    """What the launches of a backward are worked out from, once: everything but the memory of its tensors."""
+
+    dtype: torch.dtype
+    device: torch.device
+    layout: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    q_strides: _Three
+    k_strides: _Three
+    v_strides: _Three
+    out_strides: _Three
+    dout_strides: _Three
+    sizes: _Three  # sequences, query heads, key-value heads
+    sight: tuple[int, int, int, int, bool]
+    has_lengths: bool
+    has_dlse: bool
+    softmax_scale: float
+    by_descriptors: bool
+
+    @property
+    def packed(self) -> bool:
+        return self.layout == "thd"
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        return columns_of(self.q_shape[-1], self.v_shape[-1])
+
+    @property
+    def lse_strides(self) -> tuple[int, int]:
+        """Between sequences and between heads."""
+        return lse_strides(self.q_shape, self.sizes[1], self.sight[0], self.layout)
 
 
 @functools.cache
@@ -52,20 +76,41 @@ def _has_tensor_memory_access(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _sources(
-    tensors: tuple[torch.Tensor, ...], columns: tuple[int, int, int, int], tile: tiles.Tile, packing: Packing
-) -> tuple[list[object], bool]:
+def _can_be_described(tensors: tuple[torch.Tensor, ...], strides: tuple[_Three, ...]) -> bool:
+    """The hardware's rule: memory and strides in steps of 16 bytes."""
+    bits, unit = 0, 16 // tensors[0].element_size()
+    for x, three in zip(tensors, strides, strict=True):
+        bits |= x.data_ptr()
+        if any(stride <= 0 or stride % unit for stride in three):
+            return False
+    return bits % 16 == 0
+
+
+def _described(x: torch.Tensor, strides: _Three, layout: str, rows: int, columns: tuple[int, int]) -> list[object]:
+    """Descriptors over [B, H, S, D] for the two blocks of columns."""
+    shape = (*pick(x.shape, layout), x.shape[-1])
+    first = descriptor(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, columns[0]))
+    second = first
+    if columns[1]:
+        second = descriptor(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, columns[1]))
+    return [first, second]
+
+
+def _sources(kind: _Kind, tensors: tuple[torch.Tensor, ...], tile: tiles.Tile) -> list[object]:
     """q, k, v, dout for a backward kernel, each twice: as descriptors where that is possible, else as pointers.
 
     Descriptors are 2 to 8 % faster on an H200. Packed sequences and padded batches need masks that they lack.
     """
-    rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
-    halves = (columns[:2], columns[:2], columns[2:], columns[2:])
-    if tile.suits_descriptors and packing.cu_seqlens_q is None and _has_tensor_memory_access(tensors[0].device):
-        found = [_descriptors(x, packing.qkv_format, r, half) for x, r, half in zip(tensors, rows, halves, strict=True)]
-        if all(pair is not None for pair in found):
-            return [descriptor for pair in found if pair is not None for descriptor in pair], True
-    return [x for tensor in tensors for x in (tensor, tensor)], False
+    if not (kind.by_descriptors and tile.suits_descriptors):
+        return [x for tensor in tensors for x in (tensor, tensor)]
+    found: list[object] = []
+    strides = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides)
+    halves = (kind.columns[:2], kind.columns[:2], kind.columns[2:], kind.columns[2:])
+    for x, three, rows, columns in zip(
+        tensors, strides, (tile.block_m, tile.block_n, tile.block_n, tile.block_m), halves, strict=True
+    ):
+        found += _described(x, three, kind.layout, rows, columns)
+    return found
 
 
 def _heads_together(batch_heads: int) -> int:
@@ -93,153 +138,176 @@ def backward(
     dv = output_like(v, v.shape[-1], packing)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    kind = _kind_of(q, k, v, out, dout, dlse, softmax_scale, packing)
+    inputs, offsets = (q, k, v, dout), packing.offsets()
+    lse = lse.contiguous()
+    rows = (torch.empty_like(lse), torch.empty_like(lse))
+    dlse = None if dlse is None else dlse.contiguous()
+
+    def call_kv(tile: tiles.Tile) -> _Call:
+        return _kv_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dk, dv, *offsets)
+
+    def call_q(tile: tiles.Tile) -> _Call:
+        return _q_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dq, *offsets)
+
     with on_device_of(q):
-        rows = _row_statistics(out, lse, dout, dlse, packing)
-        for kernel, launch in (
-            ("backward_kv", functools.partial(_backward_kv, q, k, v, dout, rows, dk, dv, softmax_scale, packing)),
-            ("backward_q", functools.partial(_backward_q, q, k, v, dout, rows, dq, softmax_scale, packing)),
-        ):
-            launch(measured_tile(kernel, q, v, packing, launch) if tuned else static_tile(kernel, q, v))
+        calls: list[_Call] = [(_delta_launch(kind), (out, dout, lse, dlse, *rows))]
+        if tuned:
+            _run(*calls.pop())  # what is measured needs the row statistics
+            calls += [
+                _measured("backward_kv", call_kv, q, v, packing),
+                _measured("backward_q", call_q, q, v, packing),
+            ]
+        else:
+            calls += [call_kv(static_tile("backward_kv", q, v)), call_q(static_tile("backward_q", q, v))]
+        if q.is_cuda:
+            compile_together(calls, q.device)
+        for call in calls:
+            _run(*call)
     return dq, dk, dv
 
 
-def _row_statistics(
-    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, packing: Packing
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """lse in log2 and delta, both in lse's shape."""
-    batch, heads, _ = sizes_of(out, out, packing)
-    sequences = 1 if packing.packed else batch
-    num_rows = out.shape[0] if packing.packed else packing.max_seqlen_q
-    lse_log2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    dlse = None if dlse is None else dlse.contiguous()
-    grid = (triton.cdiv(num_rows, _DELTA_ROWS) * heads * sequences,)
-    delta_kernel[grid](
-        out,
-        dout,
-        lse,
-        dlse,
-        lse_log2,
-        delta,
-        *strides_of(out, packing.qkv_format),
-        *strides_of(dout, packing.qkv_format),
-        *lse_strides(lse),
+def _run(launch: Launch, arguments: tuple[object, ...]) -> None:
+    launch(*arguments)
+
+
+def _measured(
+    kernel: str,
+    call: Callable[[tiles.Tile], _Call],
+    q: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+) -> _Call:
+    return call(measured_tile(kernel, q, v, packing, lambda tile: _run(*call(tile))))
+
+
+def _kind_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    softmax_scale: float,
+    packing: Packing,
+) -> _Kind:
+    layout = packing.qkv_format
+    q_strides, k_strides, v_strides, dout_strides = (pick(x.stride(), layout) for x in (q, k, v, dout))
+    described = (
+        packing.cu_seqlens_q is None
+        and _has_tensor_memory_access(q.device)
+        and _can_be_described((q, k, v, dout), (q_strides, k_strides, v_strides, dout_strides))
+    )
+    return _Kind(
+        q.dtype,
+        q.device,
+        layout,
+        q.shape,
+        k.shape,
+        v.shape,
+        q_strides,
+        k_strides,
+        v_strides,
+        pick(out.stride(), layout),
+        dout_strides,
+        sizes_of(q, k, packing),
+        packing.sight,
+        packing.cu_seqlens_q is not None,
+        dlse is not None,
+        softmax_scale,
+        described,
+    )
+
+
+@functools.lru_cache(maxsize=_MAX_KINDS)
+def _delta_launch(kind: _Kind) -> Launch:
+    """Writes lse in log2 and delta, both in lse's shape."""
+    batch, heads, _ = kind.sizes
+    sequences, num_rows = (1, kind.q_shape[0]) if kind.packed else (batch, kind.sight[0])
+    head_dim_v = kind.v_shape[-1]
+    arguments = (
+        *kind.out_strides,
+        *kind.dout_strides,
+        *kind.lse_strides,
         heads,
         num_rows,
-        out.shape[-1],
-        *split_head_dim(out.shape[-1]),
+        head_dim_v,
+        *split_head_dim(head_dim_v),
         _DELTA_ROWS,
-        dlse is not None,
-        is_wide(packing, out, dout),
-        num_warps=4,
+        kind.has_dlse,
+        is_wide(kind.out_strides, kind.dout_strides),
     )
-    return lse_log2, delta
+    grid = (triton.cdiv(num_rows, _DELTA_ROWS) * heads * sequences, 1, 1)
+    return Launch(delta_kernel, grid, arguments, {"num_warps": 4})
 
 
-def _backward_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    softmax_scale: float,
-    packing: Packing,
-    tile: tiles.Tile,
-) -> None:
-    batch, heads, kv_heads = sizes_of(q, k, packing)
-    columns = columns_of(q.shape[-1], v.shape[-1])
-    sources, tma = _sources((q, k, v, dout), columns, tile, packing)
-    dense = packing.cu_seqlens_q is None
-    layout = packing.qkv_format
-    grid = (triton.cdiv(packing.max_seqlen_kv, tile.block_n) * kv_heads * batch,)
-    attention_backward_kv_kernel[grid](
-        *sources,
-        *rows,
-        dk,
-        dv,
-        *packing.offsets(),
-        *strides_of(q, layout),
-        *strides_of(k, layout),
-        *strides_of(v, layout),
-        *strides_of(dout, layout),
-        *strides_of(dk, layout),
-        *strides_of(dv, layout),
-        *lse_strides(rows[0]),
+@functools.lru_cache(maxsize=_MAX_KINDS)
+def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
+    batch, heads, kv_heads = kind.sizes
+    max_seqlen_q, max_seqlen_kv, left, right, bottom_right = kind.sight
+    inputs = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides)
+    outputs = (contiguous_strides(kind.k_shape, kind.layout), contiguous_strides(kind.v_shape, kind.layout))
+    arguments = (
+        *(stride for three in (*inputs, *outputs) for stride in three),
+        *kind.lse_strides,
         kv_heads,
-        packing.max_seqlen_q,
-        packing.max_seqlen_kv,
-        packing.window_left,
-        packing.window_right,
-        softmax_scale,
-        q.shape[-1],
-        v.shape[-1],
-        *columns,
+        max_seqlen_q,
+        max_seqlen_kv,
+        left,
+        right,
+        kind.softmax_scale,
+        kind.q_shape[-1],
+        kind.v_shape[-1],
+        *kind.columns,
         heads // kv_heads,
         tile.block_m,
         tile.block_n,
-        packing.packed,
-        not dense,
-        packing.bottom_right,
-        packing.window_left >= 0,
-        packing.window_right >= 0,
-        dot_precision(q.dtype),
-        dense and packing.max_seqlen_q % tile.block_m == 0,
-        dense and packing.max_seqlen_kv % tile.block_n == 0,
+        kind.packed,
+        kind.has_lengths,
+        bottom_right,
+        left >= 0,
+        right >= 0,
+        dot_precision(kind.dtype),
+        not kind.has_lengths and max_seqlen_q % tile.block_m == 0,
+        not kind.has_lengths and max_seqlen_kv % tile.block_n == 0,
         _heads_together(batch * kv_heads),
-        is_wide(packing, q, k, v, dout, dk, dv),
-        tma,
-        **launch_options(tile),
+        is_wide(*inputs, *outputs),
+        kind.by_descriptors and tile.suits_descriptors,
     )
+    grid = (triton.cdiv(max_seqlen_kv, tile.block_n) * kv_heads * batch, 1, 1)
+    return Launch(attention_backward_kv_kernel, grid, arguments, launch_options(tile))
 
 
-def _backward_q(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    dq: torch.Tensor,
-    softmax_scale: float,
-    packing: Packing,
-    tile: tiles.Tile,
-) -> None:
-    batch, heads, kv_heads = sizes_of(q, k, packing)
-    columns = columns_of(q.shape[-1], v.shape[-1])
-    sources, tma = _sources((q, k, v, dout), columns, tile, packing)
-    layout = packing.qkv_format
-    grid = (triton.cdiv(packing.max_seqlen_q, tile.block_m) * heads * batch,)
-    attention_backward_q_kernel[grid](
-        *sources,
-        *rows,
-        dq,
-        *packing.offsets(),
-        *strides_of(q, layout),
-        *strides_of(k, layout),
-        *strides_of(v, layout),
-        *strides_of(dout, layout),
-        *strides_of(dq, layout),
-        *lse_strides(rows[0]),
+@functools.lru_cache(maxsize=_MAX_KINDS)
+def _q_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
+    batch, heads, kv_heads = kind.sizes
+    max_seqlen_q, max_seqlen_kv, left, right, bottom_right = kind.sight
+    inputs = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides)
+    dq_strides = contiguous_strides(kind.q_shape, kind.layout)
+    arguments = (
+        *(stride for three in (*inputs, dq_strides) for stride in three),
+        *kind.lse_strides,
         heads,
-        packing.max_seqlen_q,
-        packing.max_seqlen_kv,
-        packing.window_left,
-        packing.window_right,
-        softmax_scale,
-        q.shape[-1],
-        v.shape[-1],
-        *columns,
+        max_seqlen_q,
+        max_seqlen_kv,
+        left,
+        right,
+        kind.softmax_scale,
+        kind.q_shape[-1],
+        kind.v_shape[-1],
+        *kind.columns,
         heads // kv_heads,
         tile.block_m,
         tile.block_n,
-        packing.packed,
-        packing.cu_seqlens_q is not None,
-        packing.bottom_right,
-        packing.window_left >= 0,
-        packing.window_right >= 0,
-        dot_precision(q.dtype),
+        kind.packed,
+        kind.has_lengths,
+        bottom_right,
+        left >= 0,
+        right >= 0,
+        dot_precision(kind.dtype),
         _heads_together(batch * heads),
-        is_wide(packing, q, k, v, dout, dq),
-        tma,
-        **launch_options(tile),
+        is_wide(*inputs, dq_strides),
+        kind.by_descriptors and tile.suits_descriptors,
     )
+    grid = (triton.cdiv(max_seqlen_q, tile.block_m) * heads * batch, 1, 1)
+    return Launch(attention_backward_q_kernel, grid, arguments, launch_options(tile))

@@ -42,7 +42,7 @@ def jobs() -> list[Job]:
             if columns < 576 or itemsize == 4:
                 continue
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
-            if tile.block_m == 16:
+            if tile.block_m <= 16:
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, descriptors=True))
@@ -57,8 +57,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": "*fp32", "Lse": "*fp32", "softmax_scale": "fp32"}
-    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None}
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": "*fp32", "softmax_scale": "fp32"}
+    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None, "Lse": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
         types["desc_c0"] = f"tensordesc<{dtype}[1, {tile.block_n}, {first}]>"
@@ -68,6 +68,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "ONE_SPLIT": False}
     constants |= {"TMA": job.descriptors, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    constants["DEPENDENT"] = job.capability >= 90
     return types, constants
 
 
@@ -79,6 +80,8 @@ def compile_job(job: Job) -> Usage:
     options = {"num_warps": job.tile.num_warps, "num_stages": constants["STAGES"]}
     if job.tile.max_registers is not None:
         options["maxnreg"] = job.tile.max_registers
+    if constants["DEPENDENT"]:
+        options["launch_pdl"] = True
     return compile_for(job.capability, decode_kernel, types, constants, options)
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from mla_plugin.kernels import decode_launch, mla_decode_attention
-from tests.kernels.decode_cases import DEVICE, DTYPES, Inputs, assert_as_good_as_pytorch, contiguous, paged
+from tests.kernels.decode_cases import (
+    DEVICE,
+    DTYPES,
+    Inputs,
+    assert_as_good_as_pytorch,
+    contiguous,
+    paged,
+    with_leftpad,
+)
 
 SHAPES = {
     "few_heads": (2, 1, 4, 64, 16, 200),
@@ -85,6 +93,19 @@ def test_lengths_of_a_contiguous_cache(is_causal: bool, splits: int) -> None:
 
 def test_two_column_blocks_over_splits(splits: int) -> None:
     check(paged((2, 1, 4, 96, 16, 140), 16, torch.float32, [140, 65]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("page_size", [0, 7, 64])
+def test_keys_at_the_start_that_no_query_sees(page_size: int, is_causal: bool, splits: int) -> None:
+    """Up to all of them."""
+    shape, lengths = (5, 2, 7, 64, 16, 140), [140, 139, 66, 1, 20]
+    inputs = paged(shape, page_size, torch.float16, lengths) if page_size else contiguous(shape, torch.float16, lengths)
+    check(with_leftpad(inputs, [1, 64, 65, 1, 30]), is_causal)
+
+
+def test_leftpad_with_many_rows() -> None:
+    check(with_leftpad(contiguous((2, 1, 40, 64, 16, 200), torch.float16), [0, 70]))
 
 
 @pytest.mark.usefixtures("descriptors")

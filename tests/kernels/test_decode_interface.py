@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin.kernels import decode_launch, decode_tiles, mla_decode_attention, tiles
+from mla_plugin.kernels import decode_launch, decode_tiles, launch, mla_decode_attention, tiles
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
 
 SHAPE = (2, 2, 4, 64, 16, 70)
@@ -49,6 +49,11 @@ WRONG = {
         TypeError,
         r"seqlens_kv has dtype torch.int64.*seqlens_kv.to\(torch.int32\)",
     ),
+    "padding of another batch": (
+        spoil("leftpad_kv", lambda x: torch.ones(3, dtype=torch.int32, device=DEVICE)),
+        ValueError,
+        r"leftpad_kv has shape \[3\].*B=2",
+    ),
     "too wide": (
         lambda given: given.update(arguments(contiguous((1, 1, 2, 640, 0, 4), torch.float16))),
         ValueError,
@@ -63,7 +68,7 @@ def test_wrong_arguments(
 ) -> None:
     given = arguments(contiguous(SHAPE, torch.float16))
     mla_decode_attention(**given)
-    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
     apply(given)
     with pytest.raises(error, match=message):
         mla_decode_attention(**given)
@@ -90,7 +95,7 @@ def test_wrong_page_tables(
 ) -> None:
     given = arguments(paged(SHAPE, 16, torch.float16, [70, 9]))
     mla_decode_attention(**given)
-    monkeypatch.setattr(decode_launch, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
     apply(given)
     with pytest.raises(error, match=message):
         mla_decode_attention(**given)
@@ -148,7 +153,7 @@ def test_the_operator_is_well_formed(page_size: int) -> None:
     inputs = contiguous(SHAPE, torch.float32)
     if page_size:
         inputs = paged(SHAPE, page_size, torch.float32, [70, 9])
-    arguments = (*inputs.tensors(), inputs.softmax_scale, True, inputs.page_table, inputs.seqlens_kv)
+    arguments = (*inputs.tensors(), inputs.softmax_scale, True, inputs.page_table, inputs.seqlens_kv, None)
     torch.library.opcheck(torch.ops.mla_plugin_kernels.decode_attention.default, arguments)
 
 
@@ -165,9 +170,9 @@ def test_a_fake_tensor_goes_through_the_operator() -> None:
 
 def test_a_descriptor_keeps_no_cache_alive() -> None:
     """Cached by address, with a stand-in for the tensor; the launch reads address and dtype from it."""
-    first = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    again = decode_launch._cached_descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    other = decode_launch._cached_descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    first = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    again = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
+    other = launch.descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
     assert first is again
     assert first.base.data_ptr() == 4096
     assert first.base.dtype == torch.bfloat16

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
+from triton.runtime import _async_compile
 
-from mla_plugin.kernels.launch import Launch, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, on_device_of
 
 GRID = (7, 1, 1)
 
@@ -59,11 +61,11 @@ def misaligned() -> torch.Tensor:
 
 
 def test_the_first_aligned_call_goes_through_triton_and_the_next_past_it(kernel: Kernel, launch: Launch) -> None:
-    first, second = (aligned(), None), (aligned(), None)
-    launch(*first)
-    launch(*second)
-    assert kernel.calls == [((*first, "size", 3), {"num_warps": 8})]
-    assert kernel.compiled.calls == [(*second, "size", 3)]
+    first, second = aligned(), aligned()
+    launch(first, None, 0.5)
+    launch(second, None, 0.7)
+    assert kernel.calls == [((first, None, 0.5, "size", 3), {"num_warps": 8})]
+    assert kernel.compiled.calls == [(second.data_ptr(), None, 0.7, "size", 3)]
 
 
 def test_a_misaligned_tensor_is_inspected_every_time_and_leaves_the_known_kernel_alone(
@@ -83,3 +85,44 @@ def test_a_misaligned_tensor_is_inspected_every_time_and_leaves_the_known_kernel
 
 def test_tensors_on_the_cpu_need_no_device() -> None:
     assert isinstance(on_device_of(aligned()), contextlib.nullcontext)
+
+
+class Compilable(Kernel):
+    """A jitted function that can be compiled and loaded without a launch, here only while another is."""
+
+    def __init__(self, meeting: threading.Barrier, loads: list[object]) -> None:
+        super().__init__()
+        self.meeting = meeting
+        self.loads = loads
+        self.finished: list[object] = []
+
+    def warmup(self, *arguments: object, grid: tuple[int, ...], **options: object) -> object:
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        return mode.submit(id(self), self._compile, lambda _: self.finished.append((arguments, grid, options)))
+
+    def _compile(self) -> Compilable:
+        self.meeting.wait(timeout=20)
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        if grid == (1, 1, 1):  # what loads a compiled kernel
+            self.meeting.wait(timeout=20)
+            self.loads.append(self)
+        return super().__getitem__(GRID)
+
+
+def test_kernels_are_compiled_and_loaded_side_by_side_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(devices.append(device)))
+    meeting, loads = threading.Barrier(2), []
+    kernels = [Compilable(meeting, loads), Compilable(meeting, loads)]
+    calls = [(Launch(kernel, GRID, ("size",), {"num_warps": 4}), (n,)) for n, kernel in enumerate(kernels)]
+    compile_together(calls, torch.device("cuda", 1))
+    assert [kernel.finished for kernel in kernels] == [[((n, "size"), GRID, {"num_warps": 4})] for n in range(2)]
+    assert set(loads) == set(kernels)
+    assert devices == [torch.device("cuda", 1)] * 2
+    assert all(kernel.calls == [] for kernel in kernels)
+    compile_together(calls, torch.device("cuda", 1))  # nothing is left to do: no compile would ever meet another
+    calls[0][0](0)
+    assert kernels[0].calls == [((0, "size"), {"num_warps": 4})]

@@ -1,0 +1,89 @@
+"""The prefill kernels where only a GPU will do: tensors of more than 2^31 elements, and many runs of the same call."""
+
+import pytest
+import torch
+
+from mla_plugin.kernels import mla_attention, prefill, prefill_backward
+from mla_plugin.kernels.packing import Packing
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+BFLOAT16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def error(x: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def rows_of_one_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The last len(q) queries of one causal sequence: their out and dq, and what they add to dk and dv."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    scores = (q @ k.T) * SCALE
+    future = torch.ones(scores.shape, dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
+    out = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(dtype)))
+
+
+def test_more_than_2_31_elements() -> None:
+    """A long sequence of 128 heads: q, k, v, out and their gradients all reach beyond 32-bit offsets."""
+    seqlen, heads, last = 2**31 // (128 * 128) + 77, 128, 40
+    q, k = (torch.randn(1, seqlen, heads, 192, **BFLOAT16).requires_grad_() for _ in range(2))
+    v = torch.randn(1, seqlen, heads, 128, **BFLOAT16).requires_grad_()
+    assert v.numel() > 2**31
+    out = mla_attention(q, k, v, is_causal=True)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    for head in (0, heads - 1):
+        arguments = (q[0, -last:, head], k[0, :, head], v[0, :, head], dout[0, -last:, head])
+        exact, plain = (rows_of_one_head(*arguments, dtype) for dtype in (torch.float64, torch.bfloat16))
+        # the last keys are seen by the last queries alone, so their gradients are whole
+        found = (out[0, -last:, head], q.grad[0, -last:, head], k.grad[0, -last:, head], v.grad[0, -last:, head])
+        for x, wanted, reference in zip(found, exact, plain, strict=True):
+            assert error(x, wanted[-last:]) <= 2 * error(reference[-last:], wanted[-last:])
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+def test_strides_beyond_2_31_elements(qkv_format: str) -> None:
+    """Small tensors whose sequences, heads and tokens lie far apart, against the same values side by side."""
+    sizes = {"bshd": (2, 130, 3), "sbhd": (130, 2, 3), "bhsd": (2, 3, 130)}[qkv_format]
+
+    def far_apart(width: int) -> torch.Tensor:
+        step = (2**31 // (sizes[0] * sizes[1] * sizes[2]) + 8) // 8 * 8
+        buffer = torch.empty(step * sizes[0] * sizes[1] * sizes[2], **BFLOAT16)
+        assert buffer.numel() > 2**31
+        x = buffer.as_strided((*sizes, width), (step * sizes[1] * sizes[2], step * sizes[2], step, 1))
+        return x.copy_(torch.randn(*sizes, width, **BFLOAT16))
+
+    tensors = [far_apart(width) for width in (192, 192, 128, 128)]
+    results = []
+    for q, k, v, dout in (tensors, [x.contiguous() for x in tensors]):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = mla_attention(*leaves, is_causal=True, qkv_format=qkv_format)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for x, wanted in zip(*results, strict=True):
+        assert torch.isfinite(wanted).all()
+        assert error(x, wanted.double()) < 1e-3  # tensor descriptors or not: a few bits of the sums at most
+
+
+@pytest.mark.parametrize("deterministic_on_purpose", [False, True])
+def test_twenty_runs_agree_bit_for_bit(deterministic_on_purpose: bool) -> None:
+    """Packed sequences of odd lengths, one empty, grouped heads: forward and backward."""
+    torch.use_deterministic_algorithms(deterministic_on_purpose, warn_only=True)
+    cu_seqlens = torch.tensor([0, 700, 700, 701, 1500], device="cuda", dtype=torch.int32)
+    q = torch.randn(1500, 8, 192, **BFLOAT16)
+    k, v = torch.randn(1500, 2, 192, **BFLOAT16), torch.randn(1500, 2, 128, **BFLOAT16)
+    dout = torch.randn(1500, 8, 128, **BFLOAT16)
+    packing = Packing("thd", 800, 800, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, window_right=0)
+
+    def run() -> list[torch.Tensor]:
+        out, lse = prefill.forward(q, k, v, SCALE, packing)
+        return [out, lse, *prefill_backward.backward(q, k, v, out, lse, dout, None, SCALE, packing)]
+
+    first = run()
+    assert all(torch.isfinite(x).all() for x in first)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    torch.use_deterministic_algorithms(False)
