@@ -26,6 +26,7 @@ from mla_plugin.types import (
     Plan,
     Platform,
     Refused,
+    Registration,
     Residuals,
 )
 
@@ -34,7 +35,7 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
     __version__ = "0+unknown"
 
-_HOSTS = ("megatron", "transformers")
+_HOSTS = ("megatron", "transformer_engine", "transformers")
 
 __all__ = [
     "Accepted",
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "Platform",
     "Refused",
+    "Registration",
     "Residuals",
     "attention",
     "cache",
@@ -63,12 +65,16 @@ __all__ = [
 ]
 
 
-def register(host: str) -> None:
-    """Plug into a host framework's attention registry.
+def register(host: str) -> Registration | None:
+    """Plug into a host framework's attention registry; a second call changes nothing.
 
     Args:
         host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every MLA
-            layer of Megatron-Core that is built afterwards attends through the plugin.
+            layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
+            DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
+
+    Returns:
+        for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for the other hosts.
 
     Raises:
         ValueError: there is no adapter for the host.
@@ -76,4 +82,5 @@ def register(host: str) -> None:
     """
     if host not in _HOSTS:
         raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(_HOSTS)}")
-    importlib.import_module(f"mla_plugin.compat.{host}").register()
+    registration: Registration | None = importlib.import_module(f"mla_plugin.compat.{host}").register()
+    return registration

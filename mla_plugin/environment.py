@@ -32,6 +32,10 @@ def _is_one(text: str) -> bool:
     return text == "1"
 
 
+def _is_fill(text: str) -> bool:
+    return text == "fill"
+
+
 def _is_not_zero(text: str) -> bool:
     return text != "0"
 
@@ -197,6 +201,22 @@ VARIABLES: tuple[Variable, ...] = (
         _ONE,
         False,
         "Every host decides as strictly as TransformerEngine: nothing runs that its own selection would not allow.",
+    ),
+    _ours(
+        "MLA_PLUGIN_TE",
+        _is_fill,
+        'exactly "fill"; anything else is off',
+        False,
+        "Inside TransformerEngine, run the calls for which it has no backend or only its quadratic one.",
+    ),
+    Variable(
+        "MLA_PLUGIN_NVTE_PLUGIN",
+        _text,
+        "the name of a module with load_plugins()",
+        None,
+        "Another plugin for TransformerEngine's one slot, loaded when NVTE_PLUGIN names this library.",
+        "import",
+        "mla-plugin",
     ),
 )
 

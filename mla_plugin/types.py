@@ -6,6 +6,7 @@ be cached. Names and mask spellings are TransformerEngine's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -286,3 +287,21 @@ class NoBackendError(RuntimeError):
     def __init__(self, message: str, trace: tuple[TraceEntry, ...] = ()) -> None:
         super().__init__(message)
         self.trace = trace
+
+
+class Registration:
+    """What ``mla_plugin.register`` did to a host, and the way back.
+
+    Attributes:
+        host: the host's name.
+    """
+
+    def __init__(self, host: str, undo: Callable[[], None]) -> None:
+        self.host = host
+        self._undo: Callable[[], None] | None = undo
+
+    def uninstall(self) -> None:
+        """Give the host back what was its own; calling it again does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()

@@ -56,6 +56,7 @@ def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> li
     The conditions are those of NVIDIA/TransformerEngine pull request 2950.
     """
     capability = platform.compute_capability
+    is_too_old = "triton-interpreter" not in platform.tools and (capability is None or capability < (8, 0))
     conditions = (
         (request.fp8, "FP8"),
         (request.dropout_p != 0.0, f"dropout_p={request.dropout_p} != 0"),
@@ -66,7 +67,7 @@ def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> li
         (request.has_kv_cache, "KV cache"),
         (request.qkv_format not in ("bshd", "sbhd"), f"qkv_format={request.qkv_format}, not bshd or sbhd"),
         (request.head_dim_qk == request.head_dim_v, f"head_dim_qk == head_dim_v == {request.head_dim_v}"),
-        (capability is None or capability < (8, 0), f"compute capability {capability} < (8, 0)"),
+        (is_too_old, f"compute capability {capability} < (8, 0)"),
     )
     return [reason for holds, reason in conditions if holds]
 

@@ -44,6 +44,8 @@ ALLOWED: dict[str, set[str]] = {
         *("dispatch", "hooks", "hooks.manager", "reference", "device", "types", "decode_types", "layout")
     },
     "mla_plugin.compat": {API, "types", "decode_types"},
+    "mla_plugin.compat.transformer_engine": {API, "types", "environment"},
+    "mla_plugin.run": {API},
     "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", "checks", "types", "decode_types"},
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}

@@ -109,3 +109,5 @@ def test_the_opt_in_holds_for_plain_mla() -> None:
     for changes in ({}, {"qkv_format": "sbhd"}, {"attn_mask_type": "no_mask"}, {"dtype": torch.float32}):
         assert triton_opt_in_obstacles(mla_request(**changes), A100) == []
     assert triton_opt_in_obstacles(mla_request(), CPU) == ["compute capability None < (8, 0)"]
+    interpreter = replace(CPU, tools=frozenset({"triton-interpreter"}))
+    assert triton_opt_in_obstacles(mla_request(), interpreter) == []

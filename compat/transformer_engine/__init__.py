@@ -1,0 +1,93 @@
+"""TransformerEngine (PyTorch) 2.10 and newer: MLA calls of its ``DotProductAttention`` on our kernels, on request.
+
+``mla_plugin.register("transformer_engine")`` wraps ``DotProductAttention.forward`` once, on the class, so that
+TransformerEngine's own layers and Megatron's subclass go through it. Three ways lead there, and they can meet:
+
+==================================================  ===================================================================
+in a program that can be edited                     ``mla_plugin.register("transformer_engine")``
+in one that cannot                                  ``python -m mla_plugin.run train.py ...``
+from the environment, TransformerEngine >= 2.20     ``NVTE_PLUGIN=mla_plugin.compat.transformer_engine``
+==================================================  ===================================================================
+
+Without one of the two variables below the wrapper calls TransformerEngine's own forward and does nothing else. Both
+are read at every call.
+
+=========================  ============================================================================================
+``NVTE_MLA_TRITON=1``      the Triton kernels, where the conditions of NVIDIA/TransformerEngine pull request 2950 hold
+``MLA_PLUGIN_TE=fill``     the table in ``gaps``: only where TransformerEngine has no backend, or its quadratic one
+=========================  ============================================================================================
+
+Every other call is TransformerEngine's, with the arguments untouched. ``call`` lists what that is.
+
+The wrapper stands above TransformerEngine's selection instead of taking the slot that ``NVTE_PLUGIN`` fills
+(``transformer_engine_torch.flash_attention`` and ``get_attention_backend``): the slot holds one plugin, is asked only
+when the parameters of a call differ from the last one's, so a variable that changes goes unnoticed, and does not exist
+before 2.20. A plugin in the slot keeps it and sees every call that is handed over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+from packaging.version import Version
+
+from mla_plugin import environment
+from mla_plugin.compat.transformer_engine.arrival import when_imported
+from mla_plugin.compat.transformer_engine.wrapper import Wrapper
+from mla_plugin.types import Registration
+
+MINIMUM_VERSION = Version("2.10")
+MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+"""Where DotProductAttention is defined, in every supported version."""
+
+_registration: Registration | None = None
+
+
+def register() -> Registration:
+    """Wrap ``DotProductAttention.forward``, now or when TransformerEngine is imported; a second call changes nothing.
+
+    Returns:
+        the registration; its ``uninstall()`` gives TransformerEngine its own forward back.
+
+    Raises:
+        ImportError: TransformerEngine is not installed or older than 2.10.
+    """
+    global _registration
+    if _registration is None:
+        version = _installed_version()
+        wrapper = Wrapper(version)
+        forget = when_imported(MODULE, wrapper.install)
+
+        def undo() -> None:
+            global _registration
+            _registration = None
+            forget()
+            wrapper.uninstall()
+
+        _registration = Registration("transformer_engine", undo)
+    return _registration
+
+
+def load_plugins() -> None:
+    """TransformerEngine >= 2.20 calls this while it is imported, when ``NVTE_PLUGIN`` names this module.
+
+    The plugin that ``MLA_PLUGIN_NVTE_PLUGIN`` names is loaded first; whatever fills TransformerEngine's slot stays in
+    it. An error becomes TransformerEngine's own warning that the plugin failed to load.
+    """
+    other = environment.read("MLA_PLUGIN_NVTE_PLUGIN")
+    if isinstance(other, str):
+        importlib.import_module(other).load_plugins()
+    register()
+
+
+def _installed_version() -> Version:
+    try:
+        version = Version(importlib.metadata.version("transformer_engine"))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(
+            "transformer_engine is not installed: pip install --no-build-isolation transformer-engine[pytorch]"
+        ) from error
+    if version < MINIMUM_VERSION:
+        raise ImportError(f"transformer_engine {version} is installed, mla_plugin needs >= {MINIMUM_VERSION}")
+    return version

@@ -1,0 +1,141 @@
+"""The wrapper around ``DotProductAttention.forward`` and the decisions it makes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from packaging.version import Version
+
+import mla_plugin
+from mla_plugin import environment
+from mla_plugin.compat.transformer_engine import gaps
+from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, read
+from mla_plugin.types import AttentionRequest, NoBackendError
+
+logger = logging.getLogger("mla_plugin")
+
+_COMPARES_OFFSETS_BEFORE = Version("2.18")
+_DECISIONS_KEPT = 4096
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _switches() -> tuple[bool, bool]:
+    """Whether NVTE_MLA_TRITON and MLA_PLUGIN_TE ask for something; a compiled program keeps what it was traced with."""
+    return environment.read("NVTE_MLA_TRITON") == "1", bool(environment.read("MLA_PLUGIN_TE"))
+
+
+@functools.lru_cache(maxsize=_DECISIONS_KEPT)
+def _chosen(request: AttentionRequest, gates: environment.Gates) -> str | None:
+    """The backend that this library chooses; None where it has none. ``gates`` keeps old decisions out of reach."""
+    try:
+        return mla_plugin.resolve(request).forward_backend
+    except (NoBackendError, mla_plugin.EnvironmentVariableError):  # TransformerEngine has its own word on both
+        return None
+
+
+class Wrapper:
+    """Puts itself around the class's forward, and takes itself away again.
+
+    Args:
+        version: of TransformerEngine.
+    """
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
+        self._attention: Any = None
+        self._original: Callable[..., Any] | None = None
+        self._forward: Callable[..., Any] | None = None
+        self._is_installed = False
+        self._unfused: dict[tuple[AttentionRequest, environment.Gates, object], bool] = {}
+
+    def install(self, module: ModuleType) -> None:
+        """Wrap the forward of the DotProductAttention that the module defines."""
+        self._attention = module.DotProductAttention
+        self._original = original = self._attention.forward
+        signature = Signature(original)
+
+        @functools.wraps(original)
+        def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
+            wants_triton, wants_filling = _switches()
+            if self._is_installed and (wants_triton or wants_filling):
+                arguments = signature.bind(args, kwargs)
+                if arguments is not None:
+                    out = self._run(attention, arguments, wants_triton, wants_filling)
+                    if out is not None:
+                        return out
+            return original(attention, *args, **kwargs)
+
+        self._forward = self._attention.forward = forward
+        self._is_installed = True
+
+    def uninstall(self) -> None:
+        """Give the class its own forward back; a later wrapper around this one stays, and finds it passing through."""
+        self._is_installed = False
+        if self._attention is not None and self._attention.forward is self._forward:
+            self._attention.forward = self._original
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, as TransformerEngine's own up to 2.18
+    def _run(self, module: Any, arguments: Arguments, wants_triton: bool, wants_filling: bool) -> torch.Tensor | None:
+        """The attention on our kernels; None when TransformerEngine runs the call."""
+        is_packed = (arguments["qkv_format"] or module.qkv_format) == "thd"
+        if is_packed and not wants_filling:  # packed sequences are no case for NVTE_MLA_TRITON
+            return None
+        call = read(module, arguments, compares_offsets=self._version < _COMPARES_OFFSETS_BEFORE)
+        if call is None:
+            return None
+        is_mla = call.request.head_dim_qk != call.request.head_dim_v
+        if wants_triton and is_mla and _chosen(call.request, environment.gates()) == "triton":
+            return _attend(call, "triton")
+        backend = self._filling(module, call) if wants_filling else None
+        return None if backend is None else _attend(call, backend)
+
+    def _filling(self, module: Any, call: Call) -> str | None:
+        """The backend that fills a gap of TransformerEngine; None where there is none to fill."""
+        found = gaps.candidates(call, torch.cuda.get_device_capability(call.q.device), self._version)
+        if not found:
+            return None
+        gates = environment.gates()
+        backend = _chosen(call.request.replace(host="direct"), gates)
+        gap = next((gap for gap in found if backend in gap.runs), None)
+        if gap is None:
+            return None
+        return backend if self._is_left_unfused(module, call, gates, gap) else None
+
+    def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates, gap: gaps.Gap) -> bool:
+        """TransformerEngine's own answer, asked once for each kind of call."""
+        key = (call.request.replace(is_training=module.training), gates, gap)
+        if key not in self._unfused:
+            if len(self._unfused) >= _DECISIONS_KEPT:
+                self._unfused.clear()
+            self._unfused[key] = gaps.is_left_unfused(module, call)
+            if self._unfused[key]:
+                logger.info("MLA_PLUGIN_TE=fill: %s (%s) for %s", gap.name, gap.source, call.request)
+        return self._unfused[key]
+
+
+def _attend(call: Call, backend: str) -> torch.Tensor:
+    """Run the call and merge heads and head_dim_v, as TransformerEngine returns them: [..., H * head_dim_v]."""
+    request = call.request
+    lengths = cast("dict[str, Any]", call.lengths)
+    with torch.autocast(request.device_type, enabled=False):  # TransformerEngine computes in the dtype of its inputs
+        out = mla_plugin.attention(
+            call.q,
+            call.k,
+            call.v,
+            softmax_scale=call.softmax_scale,
+            attn_mask_type=request.attn_mask_type,
+            qkv_format=request.qkv_format,
+            max_seqlen_q=request.max_seqlen_q,
+            max_seqlen_kv=request.max_seqlen_kv,
+            pad_between_seqs=request.pad_between_seqs,
+            deterministic=request.deterministic,
+            backend=backend,
+            host="transformer_engine",
+            **lengths,
+        )
+    return cast(torch.Tensor, out).flatten(-2)

@@ -1,0 +1,578 @@
+"""What holds inside one version of TransformerEngine; ``test_transformer_engine`` runs this file once for each.
+
+TransformerEngine's unfused attention really runs here, on the CPU; of its other backends the selection runs. Head
+dimensions are small and float32, for Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from functools import partialmethod
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import mla_plugin
+from mla_plugin.compat import transformer_engine as adapter
+from mla_plugin.compat.transformer_engine import wrapper as wrapper_module
+from tests.compat import te_host
+
+VERSION = os.environ["TE_VERSION"]
+te = te_host.import_transformer_engine(VERSION)
+ATTENTION = te.DotProductAttention
+ORIGINAL = ATTENTION.forward
+PARAMETERS = inspect.signature(ORIGINAL).parameters
+H, D_QK, D_V = 2, 24, 16
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch):
+    """TransformerEngine without us, its cached selection forgotten; flash-attn is absent, cuDNN is switched off."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setattr(te_host.torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    te._attention_backends["attention_params"] = None
+    yield
+    if adapter._registration is not None:
+        adapter._registration.uninstall()
+    assert ATTENTION.forward is ORIGINAL
+
+
+@pytest.fixture
+def triton_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    mla_plugin.register("transformer_engine")
+    monkeypatch.setenv("NVTE_MLA_TRITON", "1")
+
+
+@pytest.fixture
+def te_calls():
+    """Calls that reach TransformerEngine's own forward, which answers 7; ask for it before the wrapper is installed."""
+    calls = []
+
+    def forward(self, *args, **kwargs):
+        calls.append((args, kwargs))
+        return torch.tensor(7.0)
+
+    forward.__signature__ = inspect.signature(ORIGINAL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ATTENTION, "forward", forward)
+        yield calls
+        if adapter._registration is not None:
+            adapter._registration.uninstall()
+
+
+def attention(cls=ATTENTION, dims=(D_QK, D_V), groups: int = H, **options) -> torch.nn.Module:
+    with pytest.MonkeyPatch.context() as patch, te_host.CudaIsCpu():
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        return cls(H, dims, num_gqa_groups=groups, **{"qkv_format": "bshd", **options})
+
+
+def tensors(s_q=5, s_kv=None, qkv_format="bshd", groups=H, dims=(D_QK, D_V), seed=0, kind=torch.Tensor):
+    generator = torch.Generator().manual_seed(seed)
+    s_kv = s_q if s_kv is None else s_kv
+    made = []
+    for length, heads, dim in ((s_q, H, dims[0]), (s_kv, groups, dims[0]), (s_kv, groups, dims[1])):
+        shape = {"bshd": (2, length), "sbhd": (length, 2), "thd": (length,)}[qkv_format]
+        made.append(torch.randn(*shape, heads, dim, generator=generator).as_subclass(kind).requires_grad_())
+    return made
+
+
+def with_gradients(run, q, k, v) -> list[torch.Tensor]:
+    """Output and gradients, plain tensors."""
+    for x in (q, k, v):
+        x.grad = None
+    out = run(q, k, v)
+    (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+    return [x.detach().as_subclass(torch.Tensor) for x in (out, q.grad, k.grad, v.grad)]
+
+
+def direct(attn_mask_type="causal", **options):
+    """The same attention through the direct entry."""
+
+    def run(q, k, v):
+        return mla_plugin.attention(q, k, v, attn_mask_type=attn_mask_type, backend="triton", **options).flatten(-2)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("qkv_format", "mask", "lengths", "groups"),
+    [
+        ("bshd", "causal", (5, 5), H),
+        ("sbhd", "causal", (7, 7), 1),
+        ("bshd", "no_mask", (1, 3), H),
+        ("sbhd", "causal_bottom_right", (3, 7), H),
+        ("bshd", "causal", (7, 3), H),
+    ],
+)
+def test_equals_the_direct_call(te_calls, triton_on, qkv_format, mask, lengths, groups) -> None:
+    module = attention(qkv_format=qkv_format, attn_mask_type=mask, groups=groups, softmax_scale=0.3)
+    q, k, v = tensors(*lengths, qkv_format, groups)
+    found = with_gradients(module, q, k, v)
+    expected = with_gradients(direct(mask, qkv_format=qkv_format, softmax_scale=0.3), q, k, v)
+    assert found[0].shape == (*q.shape[:2], H * D_V)
+    assert found[0].is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not te_calls
+
+
+def test_equals_transformer_engines_own_attention(triton_on, monkeypatch) -> None:
+    module = attention(qkv_format="sbhd")
+    q, k, v = tensors(qkv_format="sbhd", kind=te_host.OnDevice)
+    found = with_gradients(module, *(x.detach().as_subclass(torch.Tensor).requires_grad_() for x in (q, k, v)))
+    monkeypatch.delenv("NVTE_MLA_TRITON")
+    with te_host.CudaIsCpu():
+        expected = with_gradients(module, q, k, v)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, calls: list) -> list:
+    """What TransformerEngine's selection is asked, what reaches its backend, and the results, of some calls."""
+    log: list = []
+
+    def plain(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else repr(value) if callable(value) else value
+
+    with monkeypatch.context() as patch:
+        select, run = te.dpa_utils.get_attention_backend, te.UnfusedDotProductAttention.forward
+
+        def get_attention_backend(params):
+            fields = {name: plain(value) for name, value in vars(params).items() if name != "fp8_meta"}
+            log.append(("selection", fields, select(params)))
+            return select(params)
+
+        def forward(self, *args, **kwargs):
+            named = {name: plain(value) for name, value in kwargs.items() if name not in ("fp8_meta", "quantizers")}
+            log.append(("unfused", [plain(value) for value in args[1:]], named))
+            return run(self, *args, **kwargs)
+
+        patch.setattr(te.dpa_utils, "get_attention_backend", get_attention_backend)
+        patch.setattr(te.UnfusedDotProductAttention, "forward", forward)
+        te._attention_backends["attention_params"] = None
+        for options, arguments in calls:
+            module = attention(**options)
+            q, k, v = tensors(qkv_format=options.get("qkv_format", "bshd"), kind=te_host.OnDevice)
+            with te_host.CudaIsCpu():
+                log.append([x.tolist() for x in with_gradients(lambda *t, m=module, a=arguments: m(*t, **a), q, k, v)])
+    return log
+
+
+def test_unset_or_other_values_change_nothing(monkeypatch) -> None:
+    padding = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
+    padding[1, ..., 3:] = True
+    calls = [
+        ({}, {}),
+        ({"qkv_format": "sbhd", "attn_mask_type": "no_mask"}, {"attn_mask_type": "causal_bottom_right"}),
+        ({"attn_mask_type": "padding_causal"}, {"attention_mask": padding}),
+        ({"window_size": (2, 0)}, {"checkpoint_core_attention": False}),
+        ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.ones(1, H, 5, 5)}),
+    ]
+    expected = recorded(monkeypatch, calls)
+    assert [entry[0] for entry in expected if isinstance(entry, tuple)].count("unfused") == len(calls)
+    mla_plugin.register("transformer_engine")
+    for text in (None, "0", "true", ""):
+        if text is not None:
+            monkeypatch.setenv("NVTE_MLA_TRITON", text)
+            monkeypatch.setenv("MLA_PLUGIN_TE", text)
+        assert recorded(monkeypatch, calls) == expected
+
+
+def kept_by_arguments() -> list:
+    bias = torch.zeros(1, H, 5, 5)
+    cu_seqlens = torch.tensor([0, 5, 10], dtype=torch.int32)
+    cases = [
+        ("bias", {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}),
+        ("alibi", {"core_attention_bias_type": "alibi"}),
+        ("alibi_slopes", {"core_attention_bias_type": "alibi", "alibi_slopes": torch.ones(H)}),
+        ("inference_params", {"inference_params": object()}),
+        ("num_splits", {"num_splits": 2}),
+        ("window", {"window_size": (2, 0)}),
+        ("arbitrary", {"attn_mask_type": "arbitrary", "attention_mask": bias.bool()}),
+        ("padding", {"attn_mask_type": "padding_causal", "attention_mask": bias[:, 0, 0].bool()}),
+        ("thd", {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens}),
+        ("longest", {"max_seqlen_q": 3}),
+        ("bhsd", {"qkv_format": "bhsd"}),
+        ("score_mod", {"score_mod": abs}),
+        ("softcap", {"softcap": 30.0}),
+        ("thd_attention_policies", {"thd_attention_policies": [{}]}),
+        ("qkv_layer", {"qkv_layer": bias, "query_layer": None, "key_layer": None, "value_layer": None}),
+        ("kv_layer", {"kv_layer": bias, "key_layer": None, "value_layer": None}),
+        ("query", {"query_layer": None}),
+        ("dtype", {"value_layer": tensors()[2].double()}),
+        ("rank", {"query_layer": tensors()[0][0]}),
+    ]
+    return [pytest.param(a, id=name) for name, a in cases if a.keys() <= PARAMETERS.keys()]
+
+
+@pytest.mark.parametrize("arguments", kept_by_arguments())
+def test_arguments_that_transformer_engine_keeps(te_calls, triton_on, arguments) -> None:
+    arguments = {**dict(zip(("query_layer", "key_layer", "value_layer"), tensors(), strict=True)), **arguments}
+    assert attention()(**arguments) == 7.0
+    ((args, kwargs),) = te_calls
+    assert args == ()
+    assert kwargs.keys() == arguments.keys()
+    assert all(kwargs[name] is arguments[name] for name in arguments)
+
+
+KEPT_MODULES = [
+    {"attention_dropout": 0.1},
+    {"softmax_type": "off-by-one"},
+    {"return_max_logit": True},
+    {"window_size": (3, 0)},
+    {"attn_mask_type": "arbitrary"},
+    *([{"softcap": 20.0}] if "softcap" in inspect.signature(ATTENTION).parameters else []),
+]
+
+
+@pytest.mark.parametrize("options", KEPT_MODULES, ids=str)
+def test_modules_that_transformer_engine_keeps(te_calls, triton_on, options) -> None:
+    assert attention(**{"attention_dropout": 0.0, **options})(*tensors()) == 7.0
+    assert len(te_calls) == 1
+
+
+def test_equal_head_dims_stay_with_transformer_engine(te_calls, triton_on, monkeypatch) -> None:
+    monkeypatch.setattr(wrapper_module, "_chosen", Mock(side_effect=AssertionError("decided, and logged, in vain")))
+    assert attention(dims=(16, 16))(*tensors(dims=(16, 16))) == 7.0
+
+
+def test_head_dims_that_the_module_does_not_declare_are_transformer_engines_error(triton_on) -> None:
+    with te_host.CudaIsCpu(), pytest.raises(AssertionError):
+        attention(dims=(32, 16))(*tensors(kind=te_host.OnDevice))
+
+
+def test_fp8_contexts_stay_with_transformer_engine(te_calls, triton_on, monkeypatch) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    module = attention()
+    for name in ("is_fp8_enabled", "is_fp8_calibration"):
+        with monkeypatch.context() as patch:
+            patch.setattr(FP8GlobalStateManager, name, lambda: True)
+            assert module(*tensors()) == 7.0
+    quantized = type("Float8Tensor", (torch.Tensor,), {"__module__": "transformer_engine.pytorch.tensor"})
+    assert module(*tensors(kind=quantized)) == 7.0
+    assert len(te_calls) == 3
+
+
+def test_onnx_export_stays_with_transformer_engine(te_calls, triton_on) -> None:
+    from transformer_engine.pytorch.export import onnx_export
+
+    module = attention()
+    with onnx_export(True):
+        assert module(*tensors()) == 7.0
+
+
+@pytest.mark.parametrize(("sizes", "is_kept"), [([2], True), ([1], False), ([1, 2], True)])
+def test_context_parallel_groups_stay_unless_of_one_process(te_calls, triton_on, monkeypatch, sizes, is_kept) -> None:
+    module = attention()
+    groups = [Mock(size=size) for size in sizes]
+    module.cp_group = groups[0] if len(groups) == 1 else groups
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
+    module(*tensors())
+    assert len(te_calls) == is_kept
+
+
+def test_arguments_without_effect_do_not_keep_a_call(te_calls, triton_on) -> None:
+    """A flash-like kernel has nothing to recompute, and a mask tensor is read for padding and arbitrary masks alone."""
+    q, k, v = tensors()
+    expected = with_gradients(attention(), q, k, v)
+    for arguments in (
+        {"checkpoint_core_attention": True},
+        {"attention_mask": torch.ones(2, 1, 1, 5, dtype=torch.bool)},
+        {"window_size": (-1, -1), "attn_mask_type": "causal"},
+        {"window_size": (-1, 0), "max_seqlen_q": 5, "max_seqlen_kv": 5, "fast_zero_fill": False},
+    ):
+        found = with_gradients(lambda *t, a=arguments: attention()(*t, **a), q, k, v)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not te_calls
+
+
+def test_graph_capture_is_no_obstacle(te_calls, triton_on) -> None:
+    from transformer_engine.pytorch import graph
+
+    graph.set_capture_start()
+    try:
+        attention()(*tensors())
+    finally:
+        graph.set_capture_end()
+    assert not te_calls
+
+
+def test_mask_spellings(te_calls, triton_on) -> None:
+    q, k, v = tensors(3, 5)
+    for mask in ("causal", "causal_bottom_right", "causal,bottom_right"):
+        expected = direct(mask.replace(",", "_"))(q, k, v)
+        assert torch.equal(attention(attn_mask_type="no_mask")(q, k, v, attn_mask_type=mask), expected)
+    assert torch.equal(attention()(q, k, v, attn_mask_type="no_mask"), direct("no_mask")(q, k, v))
+    assert attention()(*tensors(), attn_mask_type="causal,padding", attention_mask=torch.zeros(1)) == 7.0
+
+
+def test_autocast_does_not_change_the_dtype(triton_on) -> None:
+    q, k, v = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention()(q, k, v)
+    assert torch.equal(out, direct()(q, k, v))
+
+
+def test_arguments_by_position(te_calls, triton_on) -> None:
+    """Each version has its own order: a value that keeps the call is found wherever it stands."""
+    q, k, v = tensors()
+    values = {"query_layer": q, "key_layer": k, "value_layer": v, "attn_mask_type": "no_mask"}
+    names = list(PARAMETERS)[1:]
+    defaults = [values.get(name, PARAMETERS[name].default) for name in names]
+    assert torch.equal(attention()(*defaults), direct("no_mask")(q, k, v))
+    for name, value in (("core_attention_bias_type", "alibi"), ("num_splits", 3), ("inference_params", object())):
+        positional = [value if other == name else default for other, default in zip(names, defaults, strict=True)]
+        assert attention()(*positional) == 7.0
+    assert len(te_calls) == 3
+
+
+@pytest.mark.parametrize("arguments", [{"no_such_argument": 1}, {"query_layer": tensors()[0]}], ids=["new", "twice"])
+def test_wrong_arguments_are_transformer_engines_error(triton_on, arguments) -> None:
+    with pytest.raises(TypeError, match=next(iter(arguments))):
+        attention()(*tensors(), **arguments)
+
+
+def test_too_many_arguments_are_transformer_engines_error(triton_on) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        attention()(*tensors(), *[None] * len(PARAMETERS))
+
+
+def test_a_subclass_that_calls_its_parent(triton_on) -> None:
+    class MegatronLike(ATTENTION):
+        def forward(self, query, key, value, attention_mask):
+            return super().forward(query, key, value, attention_mask, qkv_format="sbhd")
+
+    q, k, v = tensors(qkv_format="sbhd")
+    assert torch.equal(attention(MegatronLike)(q, k, v, None), direct(qkv_format="sbhd")(q, k, v))
+
+
+def test_alternating_shapes_and_training(te_calls, triton_on) -> None:
+    module = attention()
+    runs = [(tensors(length), training) for length in (3, 6) for training in (True, False)]
+    expected = [direct()(*t).detach() for t, _ in runs]
+    for _ in range(2):
+        for (t, training), wanted in zip(runs, expected, strict=True):
+            module.train(training)
+            with torch.set_grad_enabled(training):
+                assert torch.equal(module(*t), wanted)
+    assert not te_calls
+
+
+def test_the_variable_is_read_at_every_call(te_calls, monkeypatch) -> None:
+    mla_plugin.register("transformer_engine")
+    module, t = attention(), tensors()
+    for text, is_ours in (("1", True), ("0", False), ("1", True), ("true", False), (None, False), ("1", True)):
+        monkeypatch.delenv("NVTE_MLA_TRITON", raising=False)
+        if text is not None:
+            monkeypatch.setenv("NVTE_MLA_TRITON", text)
+        te_calls.clear()
+        out = module(*t)
+        assert (out.dim() == 3, len(te_calls)) == ((True, 0) if is_ours else (False, 1))
+
+
+@pytest.mark.parametrize("name", ["MLA_PLUGIN_BLOCK", "MLA_PLUGIN_BACKEND"])
+def test_another_choice_of_backend_is_respected(te_calls, triton_on, monkeypatch, name) -> None:
+    monkeypatch.setenv(name, {"MLA_PLUGIN_BLOCK": "triton", "MLA_PLUGIN_BACKEND": "sdpa"}[name])
+    assert attention()(*tensors()) == 7.0
+
+
+def test_install_twice_and_uninstall(monkeypatch) -> None:
+    first = mla_plugin.register("transformer_engine")
+    wrapped = ATTENTION.forward
+    assert mla_plugin.register("transformer_engine") is first
+    assert ATTENTION.forward is wrapped
+    assert wrapped.__wrapped__ is ORIGINAL
+    assert inspect.signature(wrapped) == inspect.signature(ORIGINAL)
+    first.uninstall()
+    assert ATTENTION.forward is ORIGINAL
+    second = mla_plugin.register("transformer_engine")
+    first.uninstall()  # done already
+    assert ATTENTION.forward.__wrapped__ is ORIGINAL
+    second.uninstall()
+    assert ATTENTION.forward is ORIGINAL
+
+
+def test_uninstall_below_a_later_wrapper(te_calls, triton_on, monkeypatch) -> None:
+    ours = ATTENTION.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(ATTENTION, "forward", partialmethod(ours))
+        adapter._registration.uninstall()
+        assert attention()(*tensors()) == 7.0
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_torch_compile(te_calls, monkeypatch, is_on) -> None:
+    """Unset, the wrapper adds no graph break; what is asked for runs at one."""
+    torch._dynamo.reset()
+    mla_plugin.register("transformer_engine")
+    if is_on:
+        monkeypatch.setenv("NVTE_MLA_TRITON", "1")
+    module, t = attention(), tensors()
+    compiled = torch.compile(lambda q, k, v: module(q, k, v) * 2, backend="eager", fullgraph=not is_on)
+    assert torch.equal(compiled(*t), module(*t) * 2)
+    assert bool(te_calls) != is_on
+
+
+# MLA_PLUGIN_TE=fill
+
+
+def packed(lengths=(4, 5), slots=None, **options) -> dict:
+    """Arguments for packed self-attention."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    arguments = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "max_seqlen_q": 5, "max_seqlen_kv": 5}
+    arguments |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    if slots is not None:
+        offsets = torch.tensor([0, *slots]).cumsum(0, dtype=torch.int32)
+        arguments |= {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets}
+    return {**arguments, **options}
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    mla_plugin.register("transformer_engine")
+    monkeypatch.setenv("MLA_PLUGIN_TE", "fill")
+
+
+def release() -> tuple[int, int]:
+    return tuple(map(int, VERSION.split(".")[:2]))
+
+
+@pytest.mark.parametrize("mask", ["padding_causal", "causal,padding"])
+def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch, mask) -> None:
+    q, k, v = tensors(9, qkv_format="thd")
+    arguments = packed(attn_mask_type=mask)
+    found = with_gradients(lambda *t: attention()(*t, **arguments), q, k, v)
+    expected = with_gradients(lambda *t: mla_plugin.attention(*t, backend="sdpa", **arguments).flatten(-2), q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not te_calls
+    monkeypatch.delenv("MLA_PLUGIN_TE")
+    assert attention()(q, k, v, **arguments) == 7.0
+
+
+def test_the_filled_gap_equals_transformer_engines_unfused_attention(fill, monkeypatch) -> None:
+    q, k, v = tensors(9, qkv_format="thd", kind=te_host.OnDevice)
+    plain = [x.detach().as_subclass(torch.Tensor).requires_grad_() for x in (q, k, v)]
+    found = with_gradients(lambda *t: attention()(*t, **packed()), *plain)
+    monkeypatch.delenv("MLA_PLUGIN_TE")
+    with te_host.CudaIsCpu():
+        if release() < (2, 11):  # before that, its unfused attention takes no packed sequences
+            with pytest.raises(ValueError, match="No dot product attention backend"):
+                attention()(q, k, v, **packed())
+            return
+        expected = with_gradients(lambda *t: attention()(*t, **packed()), q, k, v)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_fills_padding_between_sequences_before_hopper(te_calls, fill, monkeypatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "triton")  # what a GPU would choose
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    q, k, v = tensors(12, qkv_format="thd")
+    arguments = packed(slots=(6, 6))
+    found = with_gradients(lambda *t: attention()(*t, **arguments), q, k, v)
+    expected = with_gradients(lambda *t: mla_plugin.attention(*t, backend="triton", **arguments).flatten(-2), q, k, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not te_calls
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    assert attention()(q, k, v, **arguments) == 7.0
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch):
+    """Pretends a backend that the CPU lacks; the test sees which one would have run."""
+
+    def pretend(backend: str) -> None:
+        monkeypatch.setattr(wrapper_module, "_chosen", lambda request, gates: backend)
+        monkeypatch.setattr(wrapper_module, "_attend", lambda call, backend: torch.tensor(ord(backend[-1])))
+
+    return pretend
+
+
+def test_fills_flash_attention_3_with_lengths_before_2_16(te_calls, fill, chosen) -> None:
+    chosen("fa3")
+    out = attention()(*tensors(12, qkv_format="thd"), **packed(slots=(6, 6)))
+    assert out == (ord("3") if release() < (2, 16) else 7.0)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_fills_flash_attention_2_with_padded_v_before_2_17(te_calls, fill, chosen, qkv_format) -> None:
+    chosen("fa2")
+    arguments = packed(attn_mask_type="padding") if qkv_format == "thd" else {}
+    out = attention()(*tensors(9, qkv_format=qkv_format), **arguments)
+    assert out == (ord("2") if release() < (2, 17) else 7.0)
+
+
+def test_fills_nothing_that_transformer_engine_runs_fused(te_calls, fill, monkeypatch) -> None:
+    asked = []
+
+    def select(params):
+        asked.append(params)
+        return True, None, False, None, False, [True, False, True]
+
+    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
+    module = attention()
+    for _ in range(2):
+        assert module(*tensors(9, qkv_format="thd"), **packed()) == 7.0
+    assert len(asked) == 1  # kept for the next call of the kind
+    assert asked[0].head_dim_v == D_V
+
+
+@pytest.mark.parametrize("slots", [None, (6, 6)])
+def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch, slots) -> None:
+    """Every field of its AttentionParams, by TransformerEngine's own forward and by us."""
+    asked = []
+
+    def select(params):
+        asked.append({name: value for name, value in vars(params).items() if name not in ("fp8_meta", "qkv_type")})
+        return True, None, False, None, False, [True, False, True]
+
+    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
+    monkeypatch.setattr(te.FlashAttention, "forward", lambda self, *args, **kwargs: torch.tensor(7.0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    monkeypatch.setattr(wrapper_module, "_chosen", lambda request, gates: "triton")
+    module, t = attention(), tensors(12, qkv_format="thd", kind=te_host.OnDevice)
+    with te_host.CudaIsCpu():
+        assert module(*t, **packed(slots=slots)) == 7.0
+    ours, its_own = asked
+    assert ours == its_own
+
+
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_fills_packed_self_attention_alone(te_calls, fill, attention_type) -> None:
+    out = attention(attention_type=attention_type)(*tensors(9, qkv_format="thd"), **packed())
+    assert (out.dim() == 2) == (attention_type == "self")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask_type": "padding"},
+        {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int64)},
+        {"attn_mask_type": "causal"},
+        {"max_seqlen_q": 4},
+        {"window_size": (2, 0)},
+    ],
+    ids=str,
+)
+def test_fills_no_other_packed_call(te_calls, fill, options) -> None:
+    assert attention()(*tensors(9, qkv_format="thd"), **packed(**options)) == 7.0
+
+
+def test_padding_between_sequences_is_found_as_this_version_finds_it(te_calls, fill) -> None:
+    """Up to 2.17 by value, later by which tensors were given; without padding the packed gap is filled."""
+    same = {"cu_seqlens_q_padded": packed()["cu_seqlens_q"], "cu_seqlens_kv_padded": packed()["cu_seqlens_q"]}
+    out = attention()(*tensors(9, qkv_format="thd"), **packed(**same))
+    assert (out.dim() == 2) == (release() < (2, 18))
+    arguments = packed()
+    same = {"cu_seqlens_q_padded": arguments["cu_seqlens_q"], "cu_seqlens_kv_padded": arguments["cu_seqlens_q"]}
+    assert attention()(*tensors(9, qkv_format="thd"), **arguments, **same).dim() == 2
+
+
+def test_the_longest_sequence_is_found_when_left_out(te_calls, fill) -> None:
+    arguments = packed(max_seqlen_q=None, max_seqlen_kv=None)
+    q, k, v = tensors(9, qkv_format="thd")
+    expected = mla_plugin.attention(q, k, v, backend="sdpa", **packed()).flatten(-2)
+    assert torch.equal(attention()(q, k, v, **arguments), expected)
+    assert not te_calls

@@ -1,0 +1,186 @@
+"""The TransformerEngine adapter inside seven released versions of its Python, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mla_plugin
+from mla_plugin.compat.transformer_engine.arrival import when_imported
+from mla_plugin.compat.transformer_engine.gaps import GAPS
+from tests.compat import te_host
+from tests.house.project import ROOT
+
+
+def run(*command: str, version: str, also: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python in the checkout, with Triton's interpreter and this version of TransformerEngine on its path."""
+    environ = {
+        name: text for name, text in os.environ.items() if not name.startswith(("NVTE_", "MLA_PLUGIN_", "PYTEST"))
+    }
+    environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "TE_VERSION": version}
+    environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(te_host.folder_of(version)), str(also)))
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=ROOT, env=environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("version", te_host.VERSIONS)
+def test_inside(version: str) -> None:
+    done = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/compat/te_inside.py", version=version
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"\d\d+ passed.* in .*", summary), summary  # nothing skipped, nothing left out
+    assert "skipped" not in summary
+
+
+IN_THE_SLOT = """
+import json, os, sys, torch, warnings
+from tests.compat import te_host, te_other_plugin
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    te = te_host.import_transformer_engine(os.environ["TE_VERSION"])
+if "register" in sys.argv:
+    import mla_plugin
+    mla_plugin.register("transformer_engine")
+torch.cuda.is_available, real = (lambda: True), torch.cuda.is_available
+mla, plain = (te.DotProductAttention(2, d, qkv_format="bshd", attention_dropout=0.0) for d in ((24, 16), (16, 16)))
+torch.cuda.is_available = real
+wrapped = te.DotProductAttention.forward.__code__.co_filename.endswith("wrapper.py")
+outs = []
+for text in ("1", "0"):
+    os.environ["NVTE_MLA_TRITON"] = text
+    for module, dims in ((mla, (24, 24, 16)), (plain, (16, 16, 16))):
+        kind = torch.Tensor if wrapped and text == "1" and module is mla else te_host.OnDevice
+        q, k, v = (torch.ones(1, 3, 2, d).as_subclass(kind) for d in dims)
+        v = v * torch.arange(3).view(1, 3, 1, 1)
+        with te_host.CudaIsCpu():
+            outs.append(module(q, k, v).as_subclass(torch.Tensor)[0, -1, 0].item())
+print(json.dumps({
+    "outs": outs, "runs": len(te_other_plugin.RUNS), "selections": len(te_other_plugin.SELECTIONS),
+    "flash": te.FlashAttention.__name__,
+    "warnings": [str(w.message) for w in caught if "NVTE_PLUGIN" in str(w.message)],
+    "wrapped": wrapped,
+}))
+"""
+OURS, OTHER = "mla_plugin.compat.transformer_engine", "tests.compat.te_other_plugin"
+
+
+def in_the_slot(*arguments: str, version: str = "2.20.2", **variables: str) -> dict:
+    """MLA and other attention, with NVTE_MLA_TRITON=1 and then without; 1.0 is attention, 2.0 the other plugin."""
+    done = run("-W", "ignore", "-c", IN_THE_SLOT, *arguments, version=version, NVTE_FUSED_ATTN="0", **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_nvte_plugin_installs_the_wrapper() -> None:
+    found = in_the_slot(NVTE_PLUGIN=OURS)
+    assert found["wrapped"]
+    assert found["warnings"] == []
+    assert found["flash"] == "FlashAttention"
+    assert found["outs"] == pytest.approx([1.0] * 4)
+    assert found["runs"] == found["selections"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [((), {"NVTE_PLUGIN": OURS, "MLA_PLUGIN_NVTE_PLUGIN": OTHER}), (("register",), {"NVTE_PLUGIN": OTHER})],
+    ids=["both in the slot", "registered above the slot"],
+)
+def test_another_plugin_keeps_the_slot(arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    found = in_the_slot(*arguments, **variables)
+    assert found["wrapped"]
+    assert found["flash"] == "CountingFlashAttention"
+    assert found["outs"] == pytest.approx([1.0, 2.0, 2.0, 2.0])
+    assert found["runs"] == 3
+
+
+def test_another_plugin_that_fails_is_reported_by_transformer_engine() -> None:
+    found = in_the_slot(NVTE_PLUGIN=OURS, MLA_PLUGIN_NVTE_PLUGIN="no_such_plugin")
+    assert not found["wrapped"]
+    assert len(found["warnings"]) == 1
+    assert "no_such_plugin" in found["warnings"][0]
+
+
+PROGRAM = """
+import json, os, sys
+from tests.compat import te_host
+first = sys.path[0] if __spec__ is None else ""
+before = [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+te = te_host.import_transformer_engine(os.environ["TE_VERSION"])
+wrapped = te.DotProductAttention.forward.__code__.co_filename.endswith("wrapper.py")
+print(json.dumps([__name__, sys.argv, first, before, wrapped]))
+sys.exit(3)
+"""
+
+
+def test_run_wraps_a_program_that_knows_nothing_of_us(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    script = str(tmp_path / "train.py")
+    for program, name, first in ((script, script, str(tmp_path)), ("train", script, "")):
+        options = ["-m"] if program == "train" else []
+        done = run("-m", "mla_plugin.run", *options, program, "--lr", "-m", version="2.19.0", also=tmp_path)
+        assert done.returncode == 3, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == ["__main__", [name, "--lr", "-m"], first, [], True]
+
+
+def test_run_names_what_is_missing() -> None:
+    done = run("-m", "mla_plugin.run", "no_such_program.py", version="2.19.0")
+    assert done.returncode == 2
+    assert "no_such_program.py" in done.stderr
+    assert "-m" in done.stderr
+
+
+def test_register_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportError, match=r"not installed.*pip install"):
+        mla_plugin.register("transformer_engine")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.9.0")
+    with pytest.raises(ImportError, match=r"2\.9\.0 is installed.*>= 2\.10"):
+        mla_plugin.register("transformer_engine")
+
+
+def test_nothing_is_imported_by_registering() -> None:
+    code = (
+        "import sys, mla_plugin; handle = mla_plugin.register('transformer_engine'); waiting = len(sys.meta_path); "
+        "handle.uninstall(); handle.uninstall(); print(waiting - len(sys.meta_path), handle.host, "
+        "[name for name in sys.modules if name.startswith('transformer_engine')])"
+    )
+    done = run("-c", code, version="2.19.0")
+    assert done.stdout.split() == ["1", "transformer_engine", "[]"], done.stderr
+
+
+def test_an_import_calls_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "arriving.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    forget = when_imported("arriving", lambda module: seen.append(module.value))
+    forget_too = when_imported("never_arriving", seen.append)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("never_arriving")
+    importlib.import_module("arriving")
+    assert seen == [1]
+    importlib.reload(sys.modules["arriving"])
+    assert seen == [1]
+    when_imported("arriving", lambda module: seen.append(2))
+    assert seen == [1, 2]
+    forget()
+    forget_too()
+    monkeypatch.delitem(sys.modules, "arriving")
+
+
+def test_the_table_of_gaps() -> None:
+    for gap in GAPS:
+        assert "NVIDIA/TransformerEngine" in gap.source
+        assert gap.versions.contains("2.10.0")
+        assert gap.runs
+    assert len({gap.name for gap in GAPS}) == len(GAPS)
+    packed = next(gap for gap in GAPS if "unfused" in gap.name)
+    assert packed.versions.contains("2.21.0.dev0", prereleases=True)
