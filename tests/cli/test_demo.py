@@ -13,6 +13,7 @@ import torch
 
 import mla_plugin
 from mla_plugin.cli import demo, main
+from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeTensors
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.types import AttentionOutput, AttentionTensors, Plan
 
@@ -43,9 +44,11 @@ class Falsifier:
     """Multiplies every output; eager attention, which runs no hook, is then different."""
 
     @mla_plugin.hookimpl(wrapper=True)
-    def forward(self, plan: Plan, tensors: AttentionTensors) -> Generator[None, AttentionOutput, AttentionOutput]:
+    def forward(
+        self, plan: Plan | DecodePlan, tensors: AttentionTensors | DecodeTensors
+    ) -> Generator[None, AttentionOutput | DecodeOutput, AttentionOutput | DecodeOutput]:
         output = yield
-        return AttentionOutput(output.out * 1.01, output.lse)
+        return type(output)(output.out * 1.01, output.lse)
 
 
 def test_attention_that_is_off_by_a_hundredth_fails(capsys: pytest.CaptureFixture[str]) -> None:
