@@ -188,6 +188,13 @@ def _fold_keys(
 
 
 @triton.jit
+def _lse_of_parts(Parts, num_parts, R: tl.constexpr):
+    """Where the log-sum-exps of the parts begin: float32, after num_parts rows of R columns, at an even element."""
+    elements = tl.cdiv(num_parts.to(tl.int64) * R, 2) * 2
+    return (Parts + elements).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
 def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Store x [len(rows), C] into columns C0 .. C0 + C of rows of D contiguous elements."""
     columns = C0 + tl.arange(0, C)
@@ -247,8 +254,8 @@ def decode_kernel(
     """One program: BLOCK_M (query, head) rows of one sequence over one split of its keys.
 
     Grid: (row tiles x splits x sequences,). With one split, Out and Lse (None: not wanted) are the results. With more,
-    Out is the workspace: float32 sums [B, num_splits, S_q * H, R] and after them their lse in log2
-    [B, num_splits, S_q * H]; a split without keys writes -inf there and leaves its sums as they are.
+    Out is the workspace: the splits' results [B, num_splits, S_q * H, R] in the inputs' dtype, and after them their lse
+    in log2, float32 [B, num_splits, S_q * H]; a split without keys writes -inf there and leaves its result as it is.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
@@ -292,7 +299,7 @@ def decode_kernel(
 
     out_rows = (b64 * num_splits + split) * num_rows + rows
     if not ONE_SPLIT:
-        parts_lse = Out + (tl.num_programs(0) // row_tiles).to(tl.int64) * num_rows * R
+        parts_lse = _lse_of_parts(Out, tl.num_programs(0) // row_tiles * num_rows, R)
         if first >= last:
             tl.store(parts_lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
             return
@@ -351,8 +358,8 @@ def combine_kernel(
 ):
     """One program: BLOCK_R columns of one (query, head) row, summed over the splits. Grid: (rows x sequences, columns).
 
-    Parts is the workspace of ``decode_kernel``. The sums of a split that saw no key (lse -inf) were never written, so
-    they count as 0 whatever memory holds. Lse may be None.
+    Parts is the workspace of ``decode_kernel``. The result of a split that saw no key (lse -inf) was never written,
+    so it counts as 0 whatever memory holds. Lse may be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -363,12 +370,12 @@ def combine_kernel(
     splits = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts = (b64 * num_splits + splits) * num_rows + row
-    parts_lse = Parts + tl.num_programs(0).to(tl.int64) * num_splits * R
+    parts_lse = _lse_of_parts(Parts, tl.num_programs(0) * num_splits, R)
     lse_log2 = tl.load(parts_lse + parts, mask=splits < num_splits, other=float("-inf"))
     exists = (splits < num_splits)[:, None] & (columns[None, :] < R)
     # not masked by the lse, which would have to arrive first
     x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=exists, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
-    x = tl.where((lse_log2 != float("-inf"))[:, None], x, 0.0)
+    x = tl.where((lse_log2 != float("-inf"))[:, None], x.to(tl.float32), 0.0)
     highest = tl.max(lse_log2, 0)
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(lse_log2 - shift)

@@ -57,7 +57,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": "*fp32", "softmax_scale": "fp32"}
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": f"*{dtype}", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None, "Lse": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
