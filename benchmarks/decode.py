@@ -7,7 +7,8 @@ A loader takes no tensor and returns prepare(q [B, H, 576], kv [pages, 64, 576],
 returns a callable without arguments that gives [B, H, 512]. What a loader raises is noted and that library left out.
 A result whose error against float64 is more than twice that of plain PyTorch in bfloat16 is not timed. Milliseconds are
 of calls in a CUDA graph, as serving engines make them, over several sets of inputs in turn, so that the L2 cache does
-not serve. Writes benchmarks/results/decode_<gpu>.json, prints a table last.
+not serve; a library that cannot be captured is timed by events. Writes benchmarks/results/decode_<gpu>.json, prints a
+table last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import OURS, by_graph, error, in_turn, load_peers, parser, write
+from common import OURS, by_events, by_graph, error, in_turn, load_peers, parser, write
 
 from mla_plugin.kernels import mla_decode_attention
 
@@ -113,6 +114,16 @@ def correct_calls(libraries: dict[str, Prepare], sets: list[Inputs], row: dict[s
     return calls
 
 
+def timer(name: str, calls: list[Call], row: dict[str, Any]) -> Callable[[], float]:
+    """By a graph, or by events for a library that cannot be captured, which is noted in ``row``."""
+    try:
+        by_graph(calls, replays=1)
+    except RuntimeError as reason:
+        row["not_captured"][name] = repr(reason)[:200]
+        return functools.partial(by_events, calls[0])
+    return functools.partial(by_graph, calls)
+
+
 def host_microseconds(call: Call, calls: int = 200) -> float:
     """Time on the host until a call returns; best of five runs, the GPU idle before each."""
     best = float("inf")
@@ -132,9 +143,10 @@ def measure(case: tuple[int, int, int], libraries: dict[str, Prepare], rounds: i
     cache_bytes = batch * seqlen * (RANK + ROPE) * 2
     count = max(2, min(MOST_SETS, -(-ROTATED_BYTES // cache_bytes)))
     sets = [draw(case, "cuda", seed) for seed in range(count)]
-    row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": seqlen, "input_sets": count, "error": {}, "refused": {}}
+    row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": seqlen, "input_sets": count, "error": {}}
+    row |= {"refused": {}, "not_captured": {}}
     calls = correct_calls(libraries, sets, row)
-    row["ms"] = in_turn({name: functools.partial(by_graph, prepared) for name, prepared in calls.items()}, rounds)
+    row["ms"] = in_turn({name: timer(name, prepared, row) for name, prepared in calls.items()}, rounds)
     row["gb_per_s"] = {name: cache_bytes / ms * 1e-6 for name, ms in row["ms"].items()}
     operations = 2 * batch * heads * seqlen * (2 * RANK + ROPE)
     row["tflop_per_s"] = {name: operations / ms * 1e-9 for name, ms in row["ms"].items()}

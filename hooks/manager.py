@@ -16,6 +16,10 @@ from mla_plugin.hooks import PROJECT_NAME, spec
 ENTRY_POINT_GROUP = "mla_plugin"
 BUILTIN_BACKENDS: dict[str, str] = {
     "triton": "mla_plugin.plugins.triton",
+    "fa3": "mla_plugin.plugins.fa3",
+    "fa4": "mla_plugin.plugins.fa4",
+    "fa2": "mla_plugin.plugins.fa2",
+    "flashinfer": "mla_plugin.plugins.flashinfer",
     "cudnn": "mla_plugin.plugins.cudnn",
     "sdpa": "mla_plugin.plugins.sdpa",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookspec
 from mla_plugin.types import (
     Accepted,
@@ -23,22 +24,32 @@ from mla_plugin.types import (
 
 
 @hookspec
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:  # type: ignore[empty-body]
+def select_backend(  # type: ignore[empty-body]
+    request: AttentionRequest | DecodeRequest, platform: Platform
+) -> Accepted | Refused:
     """Say whether this backend can compute the request on the platform, and if not, every reason why.
 
     Called once for each new request; the answer is cached, so it must depend on the two arguments alone. Every backend
     answers (not firstresult). It must not touch a device, import a heavy package or compile: ``platform`` says what is
     installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``.
+
+    There are two kinds of requests, attention over expanded keys and values and decode over the compressed cache. A
+    backend that computes one kind refuses the other: ``"DecodeRequest, accepted is AttentionRequest"``.
     """
 
 
 @hookspec(firstresult=True)
-def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:  # type: ignore[empty-body]
+def forward(  # type: ignore[empty-body]
+    plan: Plan | DecodePlan, tensors: AttentionTensors | DecodeTensors
+) -> AttentionOutput | DecodeOutput:
     """Compute attention. Called only on the backend that ``plan.forward_backend`` names; the arguments are checked.
 
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
     strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device.
+
+    A decode request comes with ``DecodeTensors`` and gives a ``DecodeOutput``, under the same rules; the call may be
+    captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.
     """
 
 
@@ -46,7 +57,7 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:  # type: 
 def backward(  # type: ignore[empty-body]
     plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """Compute the gradients. Called only on the backend that ``plan.backward_backend`` names.
+    """Compute the gradients; decode has none. Called only on the backend that ``plan.backward_backend`` names.
 
     ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse. The forward may
     have been computed by another backend: only ``out`` and ``lse`` tie the two. Padded rows of the gradients are 0.

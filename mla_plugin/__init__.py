@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 
+from mla_plugin import cache
 from mla_plugin.api import attention
+from mla_plugin.decode_api import decode
+from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
 from mla_plugin.resolver import explain, resolve
@@ -32,13 +35,18 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
     __version__ = "0+unknown"
 
-_HOSTS = ("transformer_engine", "transformers")
+_HOSTS = ("megatron", "transformer_engine", "transformers")
 
 __all__ = [
     "Accepted",
     "AttentionOutput",
     "AttentionRequest",
     "AttentionTensors",
+    "DecodeLengths",
+    "DecodeOutput",
+    "DecodePlan",
+    "DecodeRequest",
+    "DecodeTensors",
     "EnvironmentVariableError",
     "Gradients",
     "NoBackendError",
@@ -48,6 +56,8 @@ __all__ = [
     "Registration",
     "Residuals",
     "attention",
+    "cache",
+    "decode",
     "explain",
     "hookimpl",
     "register",
@@ -59,12 +69,12 @@ def register(host: str) -> Registration | None:
     """Plug into a host framework's attention registry; a second call changes nothing.
 
     Args:
-        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``.
-            ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
+        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every MLA
+            layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
+            DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:
-        for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for a host that only
-        gained a name.
+        for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for the other hosts.
 
     Raises:
         ValueError: there is no adapter for the host.

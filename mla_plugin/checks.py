@@ -1,7 +1,7 @@
 """What a call must satisfy before anything runs: every error says what was given, what is accepted, what to do.
 
-Shapes, dtypes and devices are checked before the operator, so torch.compile sees them. Values of tensors (monotone
-cumulative lengths) are checked inside the operator, and only on the CPU, where that costs no synchronisation.
+Shapes, dtypes and devices are checked before the operator, so torch.compile sees them. Values of tensors (growing
+offsets) are checked inside the operator: on the CPU, where that costs no synchronisation, and with MLA_PLUGIN_CHECK=1.
 """
 
 from __future__ import annotations
@@ -209,7 +209,10 @@ def check_options(softmax_scale: float, dropout_p: float, host: str) -> None:
 
 
 def check_length_values(tensors: AttentionTensors, request: AttentionRequest) -> None:
-    """Cumulative lengths start at 0, never fall, stay inside the tensors and max_seqlen. CPU only: it reads values."""
+    """Cumulative lengths start at 0, never fall, stay inside the tensors and max_seqlen.
+
+    It reads values, which makes the host wait for a CUDA device: there it runs with MLA_PLUGIN_CHECK=1 only.
+    """
     qkv_format = request.qkv_format
     tokens = TOKENS[qkv_format]
     for side, x, longest, cu, padded in (

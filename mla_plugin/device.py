@@ -33,6 +33,20 @@ DISTRIBUTIONS: tuple[str, ...] = (
 )
 """Distributions whose version a decision or ``mla-plugin doctor`` may depend on."""
 
+FLASH_ATTENTION_PROVIDERS: dict[str, tuple[tuple[str, str], ...]] = {
+    "fa2": (("flash-attn", "flash_attn.flash_attn_interface"),),
+    "fa3": (
+        ("flash-attn-3", "flash_attn_interface"),
+        ("vllm", "vllm.vllm_flash_attn"),
+        ("sgl-kernel", "sgl_kernel.flash_attn"),
+    ),
+    "fa4": (("flash-attn-4", "flash_attn.cute.interface"),),
+}
+"""(distribution, module) of the packages that carry each version of FlashAttention, in the order of preference.
+
+By distribution, because ``flash-attn`` ships an old ``flash_attn/cute`` that is not FlashAttention 4.
+"""
+
 TOOLS = ("nvcc", "ninja")
 
 
@@ -68,9 +82,13 @@ def nvidia_driver_version() -> str | None:
 
 @functools.cache
 def build_tools() -> frozenset[str]:
-    """Build tools found on the PATH, and ``triton-interpreter`` when Triton runs its kernels on the CPU."""
-    interpreter = {"triton-interpreter"} if environment.read("TRITON_INTERPRET") else set()
-    return frozenset(tool for tool in TOOLS if shutil.which(tool)) | interpreter
+    """Build tools on the PATH or in CUDA's folder; ``triton-interpreter`` when Triton runs its kernels on the CPU."""
+    found = {tool for tool in TOOLS if shutil.which(tool)}
+    if any((Path(home) / "bin" / "nvcc").exists() for home in environment.cuda_homes()):
+        found.add("nvcc")
+    if environment.read("TRITON_INTERPRET"):
+        found.add("triton-interpreter")
+    return frozenset(found)
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:

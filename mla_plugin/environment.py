@@ -185,6 +185,16 @@ VARIABLES: tuple[Variable, ...] = (
         "Use this backend and no other; a request that it refuses raises with its reasons.",
     ),
     _ours("MLA_PLUGIN_BLOCK", _names, "backend names, separated by commas", (), "Backends that are never used."),
+    Variable(
+        "MLA_PLUGIN_CHECK",
+        _is_one,
+        _ONE,
+        False,
+        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU; every call that "
+        "has them then waits for the device.",
+        "call",
+        "mla-plugin",
+    ),
     _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,
@@ -278,6 +288,12 @@ def assignments() -> dict[str, str]:
     return {name: text for name, text in sorted(os.environ.items()) if name.startswith(("MLA_PLUGIN_", "NVTE_"))}
 
 
+def cuda_homes() -> tuple[str, ...]:
+    """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
+    named = tuple(os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
+    return named[:1] or ("/usr/local/cuda",)
+
+
 def is_deterministic_requested() -> bool:
     """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
     return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
@@ -286,6 +302,11 @@ def is_deterministic_requested() -> bool:
 def is_autotuning_requested() -> bool:
     """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
     return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+
+
+def is_value_check_requested() -> bool:
+    """True when MLA_PLUGIN_CHECK is "1"."""
+    return bool(read("MLA_PLUGIN_CHECK"))
 
 
 def check_selection(environ: Mapping[str, str]) -> None:

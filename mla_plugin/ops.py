@@ -54,6 +54,7 @@ def _request(
     dtype: torch.dtype,
     device: torch.device,
     bias_shape: str | None,
+    lengths_may_differ: bool,
     deterministic_process: bool,
     options: tuple[Any, ...],
 ) -> AttentionRequest:
@@ -85,7 +86,15 @@ def _request(
         deterministic=deterministic or deterministic_process,
         return_lse=return_lse,
         host=host,
+        lengths_may_differ=lengths_may_differ,
     )
+
+
+def _may_differ(cu_q: torch.Tensor | None, cu_kv: torch.Tensor | None) -> bool:
+    """Queries and keys have offsets of their own; autograd hands a saved tensor back as another object."""
+    if cu_q is None or cu_kv is None or cu_q is cu_kv:
+        return False
+    return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
 
 
 def _split(args: tuple[Any, ...]) -> tuple[AttentionTensors, AttentionRequest, str | None]:
@@ -98,7 +107,16 @@ def _split(args: tuple[Any, ...]) -> tuple[AttentionTensors, AttentionRequest, s
     sequences = None if cu_q is None else cu_q.shape[0] - 1
     deterministic = torch.are_deterministic_algorithms_enabled() or environment.is_deterministic_requested()
     request = _request(
-        q.shape, k.shape, v.shape[-1], sequences, q.dtype, q.device, _bias_shape(bias), deterministic, options
+        q.shape,
+        k.shape,
+        v.shape[-1],
+        sequences,
+        q.dtype,
+        q.device,
+        _bias_shape(bias),
+        _may_differ(cu_q, cu_kv),
+        deterministic,
+        options,
     )
     return tensors, request, options[-1]
 
@@ -135,12 +153,17 @@ def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRe
             )
 
 
+def _reads_lengths(request: AttentionRequest) -> bool:
+    """Values are read where it costs nothing, and where the user accepts that the host waits."""
+    return request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested())
+
+
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors, request, backend = _split(args)
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
         output = _empty_output(tensors, request)
     else:
-        if request.has_padding and request.device_type == "cpu":
+        if _reads_lengths(request):
             checks.check_length_values(tensors, request)
         plan = resolve(request, backend=backend)
         output = dispatch.forward(plan, tensors)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from mla_plugin.decode_types import DecodeOutput, DecodeTensors
 from mla_plugin.layout import to_bhsd
 from mla_plugin.types import ATTN_MASK_TYPES, AttentionOutput, AttentionRequest, AttentionTensors, Gradients
 
@@ -200,3 +201,42 @@ def _check(request: AttentionRequest, tensors: AttentionTensors) -> None:
                 f"attn_mask_type={request.attn_mask_type!r}, bias_type={request.bias_type!r} and {name} "
                 f"{'missing' if given is None else 'given'}; {'give' if wanted else 'leave out'} {name}"
             )
+
+
+def decode(tensors: DecodeTensors, *, compute_dtype: torch.dtype = torch.float64) -> DecodeOutput:
+    """Absorbed attention over the compressed cache, one sequence after the other.
+
+    Args:
+        tensors: a decode call, cache contiguous or paged; what the cache and the page table hold beyond a length is
+            never read.
+        compute_dtype: dtype of every intermediate and of the result.
+
+    Returns:
+        out [B, S_q, H, R] and lse [B, H, S_q] in ``compute_dtype``; a query that sees no key has out 0 and lse -inf.
+    """
+    q = torch.cat([tensors.q_nope_abs, tensors.q_rope], -1).to(compute_dtype)
+    batch, seqlen_q, heads, _ = q.shape
+    rank = tensors.c_kv.shape[-1]
+    out = q.new_zeros((batch, seqlen_q, heads, rank))
+    lse = q.new_full((batch, heads, seqlen_q), -torch.inf)
+    leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
+    for b, leftpad in enumerate(leftpads):
+        rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)
+        for i in range(seqlen_q):
+            end = len(rows) - seqlen_q + i + 1 if tensors.causal else len(rows)
+            if end <= leftpad:
+                continue
+            keys = rows[leftpad:end].to(compute_dtype)  # [keys, R + Dr]
+            scores = (q[b, i] @ keys.T) * tensors.softmax_scale  # [H, keys]
+            out[b, i] = scores.softmax(-1) @ keys[:, :rank]
+            lse[b, :, i] = scores.logsumexp(-1)
+    return DecodeOutput(out, lse)
+
+
+def _cache_rows(cache: torch.Tensor, tensors: DecodeTensors, sequence: int) -> torch.Tensor:
+    """The rows of one sequence: [its length, columns]."""
+    length = cache.shape[1] if tensors.seqlens_kv is None else int(tensors.seqlens_kv[sequence])
+    if tensors.page_table is None:
+        return cache[sequence, :length]
+    pages = tensors.page_table[sequence, : -(-length // cache.shape[1])]
+    return cache[pages.long()].flatten(0, 1)[:length]

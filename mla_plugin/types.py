@@ -51,6 +51,8 @@ class AttentionRequest:
         window_size: (left, right) tokens around the diagonal that a query sees; -1 means unlimited.
         bottom_right_diagonal: True when the diagonal of a causal mask or a window ends at the last query and last key.
         pad_between_seqs: ``thd`` only: padded offsets differ from the true lengths.
+        lengths_may_differ: nothing says that each sequence has as many queries as keys; False when one tensor of
+            offsets serves both. Kernels that know one alignment of the diagonal need it.
         bias_type, bias_shape, bias_requires_grad: additive bias; the shape broadcasts to [B, H, S_q, S_kv].
         dropout_p: dropout probability applied in this call (0.0 in evaluation).
         is_training: a backward will follow.
@@ -98,6 +100,7 @@ class AttentionRequest:
     context_parallel: bool = False
     cp_comm_type: str = "p2p"
     cp_size: int = 1
+    lengths_may_differ: bool = False
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -6,6 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl, ops
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.resolver.resolve import resolve
+from tests.requests import mla_request
 
 LAYOUTS = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (9, 4)}
 KV = {"bshd": (2, 7, 2), "sbhd": (7, 2, 2), "bhsd": (2, 2, 7), "thd": (12, 2)}
@@ -317,3 +319,37 @@ def test_requests_describe_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (request.num_heads, request.num_kv_heads, request.head_dim_qk, request.head_dim_v) == (4, 2, 24, 16)
         assert request.is_training
     assert seen[4].bias_shape == "b11s"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "mask", "check", "reads"),
+    [
+        ("cpu", "padding", None, True),
+        ("cpu", "causal", "1", False),
+        ("cuda", "padding", None, False),
+        ("cuda", "padding", "true", False),
+        ("cuda", "padding_causal", "1", True),
+    ],
+)
+def test_lengths_are_read_where_it_costs_nothing_or_is_asked_for(
+    device_type: str, mask: str, check: str | None, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if check is not None:
+        monkeypatch.setenv("MLA_PLUGIN_CHECK", check)
+    assert ops._reads_lengths(mla_request(device_type=device_type, attn_mask_type=mask)) == reads
+
+
+def test_one_tensor_of_offsets_for_both_sides_says_that_lengths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(request: AttentionRequest, *, backend: str | None) -> Plan:
+        seen.append(request.lengths_may_differ)
+        return resolve(request, backend=backend)
+
+    monkeypatch.setattr(ops, "resolve", spy)
+    q = torch.randn(9, 2, 8, requires_grad=True)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for cu_seqlens_kv in (None, offsets, offsets.clone()):
+        out = attention(q, q, q, qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=5)
+        out.sum().backward()
+    assert seen == [False] * 4 + [True] * 2

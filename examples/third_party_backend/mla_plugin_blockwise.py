@@ -33,7 +33,11 @@ def refusals(request: mla.AttentionRequest) -> Iterator[str]:
 
 
 @mla.hookimpl
-def select_backend(request: mla.AttentionRequest, platform: mla.Platform) -> mla.Accepted | mla.Refused:
+def select_backend(
+    request: mla.AttentionRequest | mla.DecodeRequest, platform: mla.Platform
+) -> mla.Accepted | mla.Refused:
+    if not isinstance(request, mla.AttentionRequest):
+        return mla.Refused((f"{type(request).__name__}, accepted is AttentionRequest",))
     reasons = tuple(refusals(request))
     return mla.Refused(reasons) if reasons else mla.Accepted(priority=1)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import mla_plugin
+from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeTensors
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import survey
 from mla_plugin.types import AttentionOutput, AttentionTensors, Plan
@@ -54,14 +55,19 @@ ARCHITECTURE: dict[str, Any] = {
 EPILOG = "Exit status: 1 when the loss does not fall or the logits differ from eager attention's by more than %s."
 
 
+AnyPlan = Plan | DecodePlan
+
+
 class CallCounter:
     """A plugin made of a hook wrapper: it sees every forward of every backend, with the plan that led to it."""
 
     def __init__(self) -> None:
-        self.plans: Counter[Plan] = Counter()
+        self.plans: Counter[AnyPlan] = Counter()
 
     @mla_plugin.hookimpl(wrapper=True)
-    def forward(self, plan: Plan, tensors: AttentionTensors) -> Generator[None, AttentionOutput, AttentionOutput]:
+    def forward(
+        self, plan: AnyPlan, tensors: AttentionTensors | DecodeTensors
+    ) -> Generator[None, AttentionOutput | DecodeOutput, AttentionOutput | DecodeOutput]:
         """Count the call and pass its result on."""
         self.plans[plan] += 1
         return (yield)
@@ -191,7 +197,7 @@ def _train_with_progress(console: Any, model: Any, data: torch.Tensor, steps: in
         return train(model, data, steps, report)
 
 
-def _show_backends(console: Any, plans: Counter[Plan]) -> None:
+def _show_backends(console: Any, plans: Counter[AnyPlan]) -> None:
     """Who computed how much, and every backend's verdict on the request that was asked most in training."""
     from rich.table import Table
 
@@ -199,7 +205,7 @@ def _show_backends(console: Any, plans: Counter[Plan]) -> None:
     for plan, count in plans.items():
         calls[plan.forward_backend] += count
     request, platform = max(
-        ((plan.request, plan.platform) for plan in plans if plan.request.is_training),
+        ((plan.request, plan.platform) for plan in plans if isinstance(plan, Plan) and plan.request.is_training),
         key=lambda asked: sum(count for plan, count in plans.items() if plan.request == asked[0]),
     )
     title = f"backends for the training step ({request.head_dim_qk}/{request.head_dim_v}, {request.attn_mask_type})"

@@ -45,10 +45,18 @@ NEEDS = (
     Need("torch", "2.8", "everything", 'pip install "torch>=2.8"', optional=False),
     Need("pluggy", "1.5", "everything", 'pip install "pluggy>=1.5"', optional=False),
     Need("packaging", "22", "everything", 'pip install "packaging>=22"', optional=False),
+    Need("flash-attn", "2.7", "deterministic training on backend fa2", 'pip install "mla-plugin[fa2]"'),
+    Need("flash-attn-4", "4.0.0b5", "backend fa4", 'pip install "mla-plugin[fa4]"'),
+    Need("flashinfer-python", "0.6.12", "backend flashinfer", 'pip install "mla-plugin[flashinfer]"'),
     Need("transformers", "4.57", "Hugging Face models", 'pip install "mla-plugin[transformers]"'),
     Need("transformers", "5.15", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
+    Need("megatron-core", "0.16", "Megatron-Core's MLA layers", 'pip install "mla-plugin[megatron]"'),
     Need("rich", "13", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
 )
+_FLASH_ATTENTION_3 = (
+    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
+)
+"""It is not on PyPI."""
 
 
 def packages() -> Iterator[Finding]:
@@ -61,6 +69,32 @@ def packages() -> Iterator[Finding]:
         found = f"{version} is older than {need.minimum}" if version else "is not installed"
         state: Literal["missing", "broken"] = "missing" if need.optional else "broken"
         yield Finding(state, f"{need.name} {found}; needed for {need.purpose}", need.command)
+    yield _flash_attention_3()
+    yield from _flashinfer_compiler()
+
+
+def _flash_attention_3() -> Finding:
+    """Which of its providers backend fa3 takes; none of them is a dependency to declare."""
+    distributions = [distribution for distribution, _ in device.FLASH_ATTENTION_PROVIDERS["fa3"]]
+    found = [(name, version) for name in distributions if (version := device.version(name)) is not None]
+    if not found:
+        return Finding("missing", f"none of {', '.join(distributions)}; needed for backend fa3", _FLASH_ATTENTION_3)
+    name, version = found[0]
+    if name != distributions[0]:
+        return Finding("note", f"{name} {version}, for backend fa3 without training", _FLASH_ATTENTION_3)
+    return Finding("ok", f"{name} {version}, for backend fa3")
+
+
+def _flashinfer_compiler() -> Iterator[Finding]:
+    """What FlashInfer compiles its kernels with, where they do not come compiled."""
+    if device.version("flashinfer-python") is None or device.version("flashinfer-jit-cache") is not None:
+        return
+    for tool in device.TOOLS:
+        if tool in device.build_tools():
+            yield Finding("ok", f"{tool}, with which FlashInfer compiles its kernels")
+        else:
+            remedy = "pip install ninja" if tool == "ninja" else "pip install flashinfer-jit-cache"
+            yield Finding("missing", f"{tool} is not found; FlashInfer compiles its kernels with it", remedy)
 
 
 def hardware() -> Iterator[Finding]:

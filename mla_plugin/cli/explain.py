@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from mla_plugin import checks, device, environment
-from mla_plugin.resolver import Decision, survey
+from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
 from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, Platform
 
@@ -103,6 +104,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(run=run)
     _add_request(parser.add_argument_group("request"))
+    _add_decode(
+        parser.add_argument_group("decode", "with --decode; --seqlen-q is 1 then, --mask no_mask sees all keys")
+    )
     _add_platform(parser.add_argument_group("platform"))
     parser.add_argument("--backend", metavar="NAME", help="ask for this backend and no other")
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
@@ -116,9 +120,7 @@ def _add_request(group: Any) -> None:
         "--kv-heads", metavar="N", type=_count, help="key-value heads; as many as query heads by default"
     )
     group.add_argument("--batch-size", metavar="N", type=_count, default=2, help="sequences; 2 by default")
-    group.add_argument(
-        "--seqlen-q", metavar="N", type=_count, default=4096, help="longest query sequence; 4096 by default"
-    )
+    group.add_argument("--seqlen-q", metavar="N", type=_count, help="longest query sequence; 4096 by default")
     group.add_argument(
         "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; as the queries by default"
     )
@@ -132,6 +134,16 @@ def _add_request(group: Any) -> None:
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
     group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias")
     group.add_argument("--host", choices=HOSTS, default="direct", help="who asks; direct by default")
+
+
+def _add_decode(group: Any) -> None:
+    group.add_argument("--decode", action="store_true", help="absorbed decode over the compressed cache")
+    group.add_argument("--kv-lora-rank", metavar="N", type=_count, default=512, help="width of c_kv; 512 by default")
+    group.add_argument("--rope", metavar="N", type=int, default=64, help="width of k_rope; 64 by default")
+    group.add_argument("--page-size", metavar="N", type=_count, default=64, help="tokens of a page; 64 by default")
+    group.add_argument("--contiguous", action="store_true", help="a contiguous cache instead of pages")
+    group.add_argument("--no-host-lengths", action="store_true", help="only the device knows the lengths")
+    group.add_argument("--leftpad", action="store_true", help="a left-padded batch")
 
 
 def _add_platform(group: Any) -> None:
@@ -164,6 +176,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         ValueError: the arguments contradict each other.
     """
     num_kv_heads = arguments.kv_heads or arguments.heads
+    seqlen_q = arguments.seqlen_q or 4096
     if arguments.heads % num_kv_heads:
         raise ValueError(f"--heads {arguments.heads} is not a multiple of --kv-heads {num_kv_heads}")
     if arguments.pad_between_seqs and arguments.format != "thd":
@@ -177,8 +190,8 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         batch_size=arguments.batch_size,
         num_heads=arguments.heads,
         num_kv_heads=num_kv_heads,
-        max_seqlen_q=arguments.seqlen_q,
-        max_seqlen_kv=arguments.seqlen_kv or arguments.seqlen_q,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_kv=arguments.seqlen_kv or seqlen_q,
         head_dim_qk=arguments.head_dim_qk,
         head_dim_v=arguments.head_dim_v,
         attn_mask_type=mask,
@@ -189,6 +202,31 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         dropout_p=arguments.dropout,
         is_training=not arguments.inference,
         deterministic=arguments.deterministic,
+        host=arguments.host,
+    )
+
+
+def decode_request_of(arguments: argparse.Namespace, device_type: str) -> DecodeRequest:
+    """The decode request that the arguments describe.
+
+    Raises:
+        ValueError: a width is negative.
+    """
+    seqlen_q = arguments.seqlen_q or 1
+    return DecodeRequest(
+        dtype=getattr(torch, arguments.dtype),
+        device_type=device_type,
+        batch_size=arguments.batch_size,
+        seqlen_q=seqlen_q,
+        num_heads=arguments.heads,
+        kv_lora_rank=arguments.kv_lora_rank,
+        qk_rope_head_dim=arguments.rope,
+        max_seqlen_kv=arguments.seqlen_kv or 4096,
+        page_size=None if arguments.contiguous else arguments.page_size,
+        causal=seqlen_q > 1 and arguments.mask != "no_mask",
+        has_seqlens_kv=True,
+        has_host_lengths=not arguments.no_host_lengths,
+        has_leftpad_kv=arguments.leftpad,
         host=arguments.host,
     )
 
@@ -229,18 +267,18 @@ def _differences(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
 
 
-def as_json(decision: Decision) -> str:
+def as_json(decision: Decision | DecodeDecision) -> str:
     """The decision as JSON: request, platform, cascade, trace in the order tried, and the plan or the error."""
-    plan = decision.plan
-    cascade = dataclasses.asdict(decision.cascade) if decision.cascade else None
-    content = {
-        "request": _differences(decision.request),
-        "platform": _differences(decision.platform),
-        "transformer_engine": cascade,
-        "trace": [dataclasses.asdict(entry) for entry in decision.trace],
-        "plan": plan and {"forward": plan.forward_backend, "backward": plan.backward_backend},
-        "error": decision.error,
-    }
+    content: dict[str, Any] = {"request": _differences(decision.request), "platform": _differences(decision.platform)}
+    if isinstance(decision, Decision):
+        content["transformer_engine"] = dataclasses.asdict(decision.cascade) if decision.cascade else None
+    content["trace"] = [dataclasses.asdict(entry) for entry in decision.trace]
+    content["plan"] = None
+    if decision.plan is not None:
+        content["plan"] = {"forward": decision.plan.forward_backend}
+    if isinstance(decision, Decision) and decision.plan is not None:
+        content["plan"]["backward"] = decision.plan.backward_backend
+    content["error"] = decision.error
     return json.dumps(
         content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value)
     )
@@ -250,7 +288,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the decision; 0 when a backend takes the request, 1 when none does."""
     platform = platform_of(arguments)
     environ = dict(environment.gates()) | dict(arguments.env)
-    request = request_of(arguments, platform.device_type)
-    decision = survey(request, backend=arguments.backend, platform=platform, environ=environ)
-    print(as_json(decision) if arguments.json else describe(decision))
+    options: dict[str, Any] = {"backend": arguments.backend, "platform": platform, "environ": environ}
+    decision: Decision | DecodeDecision
+    if arguments.decode:
+        decision = survey_decode(decode_request_of(arguments, platform.device_type), **options)
+        text = describe_decode(decision)
+    else:
+        decision = survey(request_of(arguments, platform.device_type), **options)
+        text = describe(decision)
+    print(as_json(decision) if arguments.json else text)
     return 0 if decision.plan else 1

@@ -130,6 +130,11 @@ class Case:
     def _pads_between_sequences(self) -> bool:
         return self.is_packed and (self.rows_q is not None or self.rows_kv is not None)
 
+    @property
+    def has_padding(self) -> bool:
+        """True when offsets say where the sequences lie."""
+        return self.is_packed or "padding" in self.attn_mask_type
+
     def _lengths(self, side: Side) -> tuple[int, ...]:
         return self.seqlens_q if side == "q" else self.seqlens_kv
 
@@ -172,6 +177,7 @@ class Case:
             is_training=is_training,
             deterministic=self.deterministic,
             return_lse=self.return_lse,
+            lengths_may_differ=self.has_padding and self.seqlens_q != self.seqlens_kv,
         )
 
     def is_padding(self, side: Side) -> torch.Tensor:
@@ -203,14 +209,13 @@ class Case:
         """
         draw = _Draw(self, torch.device(device), generator, padding_poison)
         q, k, v = draw.qkv()
-        has_lengths = self.is_packed or "padding" in self.attn_mask_type
         return AttentionTensors(
             q=q,
             k=k,
             v=v,
             softmax_scale=self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale,
-            cu_seqlens_q=_offsets(self.seqlens_q, device) if has_lengths else None,
-            cu_seqlens_kv=_offsets(self.seqlens_kv, device) if has_lengths else None,
+            cu_seqlens_q=_offsets(self.seqlens_q, device) if self.has_padding else None,
+            cu_seqlens_kv=_offsets(self.seqlens_kv, device) if self.has_padding else None,
             cu_seqlens_q_padded=_offsets(self._rows("q"), device) if self._pads_between_sequences else None,
             cu_seqlens_kv_padded=_offsets(self._rows("kv"), device) if self._pads_between_sequences else None,
             attention_mask=draw.attention_mask() if self.attn_mask_type == "arbitrary" else None,

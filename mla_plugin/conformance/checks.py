@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin.conformance.case import Case
+from mla_plugin.conformance.decode_case import DecodeCase
+from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.device import DISTRIBUTIONS
 from mla_plugin.layout import from_bhsd
 from mla_plugin.types import AttentionOutput, AttentionRequest, Gradients, Platform
@@ -23,7 +25,7 @@ _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
-_FACTS = (*(f.name for kind in (AttentionRequest, Platform) for f in fields(kind)), *DISTRIBUTIONS)
+_FACTS = (*(f.name for kind in (AttentionRequest, DecodeRequest, Platform) for f in fields(kind)), *DISTRIBUTIONS)
 
 
 class ConformanceError(AssertionError):
@@ -104,8 +106,8 @@ def check_output(
     if not isinstance(output, AttentionOutput):
         fail(f"forward returns an AttentionOutput, not {type(output).__name__}")
     lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    _check_tensor("out", output.out, exact.out, case.dtype)
-    _check_tensor("lse", output.lse, exact.lse, lse_dtype)
+    check_tensor("out", output.out, exact.out, case.dtype)
+    check_tensor("lse", output.lse, exact.lse, lse_dtype)
     if output.out.numel() and output.out.stride(-1) != 1:
         fail(f"out has strides {output.out.stride()}; its last dimension must be contiguous, a backward may rely on it")
     inputs = {_address(x): name for name, x in tensors.items()}
@@ -115,13 +117,13 @@ def check_output(
             fail(f"{name} shares its memory with {owner}; return a fresh tensor")
 
     sees_no_key = exact.lse.isneginf()
-    _check_zero("out", output.out, _rows_without_keys(case, exact.lse))
+    check_zero("out", output.out, _rows_without_keys(case, exact.lse))
     _check_no_nan("lse", output.lse)
     if not torch.equal(output.lse.isneginf(), sees_no_key):
         fail("lse must be -inf exactly for the rows that see no key, or lie in padding")
     exact_lse, low_lse, lse = (x.masked_fill(sees_no_key, 0) for x in (exact.lse, low.lse, output.lse))
-    check_error(case, "out", output.out, exact.out, low.out, _magnitude(exact.out) * _magnitude(exact_lse))
-    check_error(case, "lse", lse, exact_lse, low_lse, _magnitude(exact_lse))
+    check_error(case, "out", output.out, exact.out, low.out, magnitude_of(exact.out) * magnitude_of(exact_lse))
+    check_error(case, "lse", lse, exact_lse, low_lse, magnitude_of(exact_lse))
     return output
 
 
@@ -146,12 +148,12 @@ def check_gradients(
     padding = case.is_padding("kv").to(exact_lse.device)
     zeros = {"dq": _rows_without_keys(case, exact_lse), "dk": padding, "dv": padding}
     finite_lse = exact_lse.masked_fill(exact_lse.isneginf(), 0)
-    magnitude = max(_magnitude(getattr(exact, name)) for name in names) * _magnitude(finite_lse)
+    magnitude = max(magnitude_of(getattr(exact, name)) for name in names) * magnitude_of(finite_lse)
     for name in names:
         got, wanted = getattr(gradients, name), getattr(exact, name)
-        _check_tensor(name, got, wanted, tensors[name[1:]].dtype)
+        check_tensor(name, got, wanted, tensors[name[1:]].dtype)
         if name in zeros:
-            _check_zero(name, got, zeros[name])
+            check_zero(name, got, zeros[name])
         allowed = 0.0 if name == "dv" else rounding
         check_error(case, name, got, wanted, getattr(low, name), magnitude, allowed)
     return gradients
@@ -169,7 +171,7 @@ def delta_rounding(case: Case, out: torch.Tensor, dout: torch.Tensor, softmax_sc
 
 
 def check_error(
-    case: Case,
+    case: Case | DecodeCase,
     name: str,
     got: torch.Tensor,
     exact: torch.Tensor,
@@ -207,7 +209,8 @@ def check_equal_bits(first: object, second: object) -> None:
             fail(f"{name} differs between two runs of a deterministic request; refuse deterministic=True or keep it")
 
 
-def _check_tensor(name: str, x: object, like: torch.Tensor, dtype: torch.dtype) -> None:
+def check_tensor(name: str, x: object, like: torch.Tensor, dtype: torch.dtype) -> None:
+    """A tensor of the shape and on the device of ``like``, in ``dtype``."""
     if not isinstance(x, torch.Tensor):
         fail(f"{name} is {x!r}; a tensor of shape {tuple(like.shape)} and {dtype} is wanted")
     if (x.shape, x.dtype, x.device) != (like.shape, dtype, like.device):
@@ -226,7 +229,8 @@ def _check_no_nan(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_zero(name: str, x: torch.Tensor, where: torch.Tensor) -> None:
+def check_zero(name: str, x: torch.Tensor, where: torch.Tensor) -> None:
+    """Exactly 0 wherever ``where`` holds."""
     selected = x.masked_select(where)
     wrong = selected[selected != 0]
     if wrong.numel():
@@ -246,7 +250,7 @@ def _address(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _magnitude(x: torch.Tensor) -> float:
+def magnitude_of(x: torch.Tensor) -> float:
     """The largest value, at least that of the normal random data."""
     return max(1.0, _largest(x))
 

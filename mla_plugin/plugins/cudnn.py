@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.refusals import beyond_plain_attention
+from mla_plugin.refusals import NO_DECODE, beyond_plain_attention
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -117,8 +118,10 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take fp16 and bf16 on dense layouts, square causal masks, head dims up to 128 or exactly 192/128."""
+    if isinstance(request, DecodeRequest):
+        return NO_DECODE
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)

@@ -3,20 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import overload
 
+from mla_plugin.decode_types import DecodePlan, DecodeRequest
+from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
-from mla_plugin.resolver.resolve import resolve, survey
-from mla_plugin.types import AttentionRequest, Platform
+from mla_plugin.resolver.resolve import resolve as resolve_attention
+from mla_plugin.resolver.resolve import survey
+from mla_plugin.types import AttentionRequest, Plan, Platform
 
-__all__ = ["Decision", "explain", "resolve", "survey"]
+__all__ = ["Decision", "DecodeDecision", "describe_decode", "explain", "resolve", "survey", "survey_decode"]
+
+
+@overload
+def resolve(
+    request: AttentionRequest,
+    *,
+    backend: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Plan: ...
+@overload
+def resolve(
+    request: DecodeRequest,
+    *,
+    backend: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> DecodePlan: ...
+def resolve(
+    request: AttentionRequest | DecodeRequest,
+    *,
+    backend: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Plan | DecodePlan:
+    """The plan for a request, of attention or of decode.
+
+    The decision is cached on the request and on the environment variables that a selection reads, so a variable that
+    changes takes effect at the next call. Hypothetical platforms and environments are not cached.
+
+    Args:
+        request: the call.
+        backend: use this backend and no other.
+        platform: a hypothetical platform; None probes the request's device.
+        environ: a hypothetical environment; None reads the process's.
+
+    Raises:
+        NoBackendError: no backend takes the request; the message lists every backend with every reason.
+        EnvironmentVariableError: a variable has a value that is not accepted.
+        ValueError: ``backend`` is not registered.
+    """
+    if isinstance(request, DecodeRequest):
+        return resolve_decode(request, backend=backend, platform=platform, environ=environ)
+    return resolve_attention(request, backend=backend, platform=platform, environ=environ)
 
 
 def explain(
-    request: AttentionRequest,
+    request: AttentionRequest | DecodeRequest,
     *,
     backend: str | None = None,
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> str:
     """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey."""
+    if isinstance(request, DecodeRequest):
+        return describe_decode(survey_decode(request, backend=backend, platform=platform, environ=environ))
     return describe(survey(request, backend=backend, platform=platform, environ=environ))

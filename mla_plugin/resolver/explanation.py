@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mla_plugin import environment
@@ -12,6 +12,8 @@ from mla_plugin.resolver.te_cascade import CascadeDecision
 from mla_plugin.types import AttentionRequest, Plan, Platform, TraceEntry
 
 logger = logging.getLogger("mla_plugin")
+
+ADVICE = "Change what a reason names, or install a backend that `mla-plugin doctor` lists as missing."
 
 
 @dataclass(frozen=True)
@@ -62,52 +64,59 @@ def _describe_request(request: AttentionRequest) -> str:
     return ", ".join(parts)
 
 
-def _describe_platform(platform: Platform) -> str:
+def describe_platform(platform: Platform) -> str:
+    """The platform in two words."""
     if platform.compute_capability is None:
         return platform.device_type
     major, minor = platform.compute_capability
     return f"{platform.device_type} sm{major}{minor}"
 
 
-def _lines(trace: tuple[TraceEntry, ...]) -> list[str]:
+def lines(trace: tuple[TraceEntry, ...]) -> list[str]:
+    """One line for each backend: its verdict and its reasons."""
     width = max((len(entry.backend) for entry in trace), default=0)
-    lines = []
+    found = []
     for entry in trace:
         verdict = "can run" if entry.accepted else {"backend": "refuses", "cascade": "left out"}.get(entry.layer, "off")
         reasons = "; ".join(entry.reasons)
-        lines.append(f"  {entry.backend:<{width}}  {verdict:<8}  {reasons}".rstrip())
-    return lines
+        found.append(f"  {entry.backend:<{width}}  {verdict:<8}  {reasons}".rstrip())
+    return found
 
 
 def no_backend_message(decision: Decision) -> str:
     """Every backend with every reason, and what to do."""
     return "\n".join(
         [
-            f"no attention backend takes this request on {_describe_platform(decision.platform)}:",
+            f"no attention backend takes this request on {describe_platform(decision.platform)}:",
             f"  {_describe_request(decision.request)}",
-            *_lines(decision.trace),
-            "Change what a reason names, or install a backend that `mla-plugin doctor` lists as missing.",
+            *lines(decision.trace),
+            ADVICE,
         ]
     )
 
 
 def describe(decision: Decision) -> str:
     """The whole decision: the request, each backend in the order tried with its reasons, and what runs."""
-    lines = [f"{_describe_request(decision.request)}  on {_describe_platform(decision.platform)}"]
+    text = [f"{_describe_request(decision.request)}  on {describe_platform(decision.platform)}"]
     if decision.cascade is not None:
-        lines.append(f"TransformerEngine's own selection: {decision.cascade.selected}")
-    lines += _lines(decision.trace)
+        text.append(f"TransformerEngine's own selection: {decision.cascade.selected}")
+    text += lines(decision.trace)
     if decision.plan is None:
-        lines.append("=> no backend")
+        text.append("=> no backend")
     else:
         plan = decision.plan
         backward = f", backward: {plan.backward_backend}" if decision.request.is_training else ""
-        lines.append(f"=> forward: {plan.forward_backend}{backward}")
-    return "\n".join(lines)
+        text.append(f"=> forward: {plan.forward_backend}{backward}")
+    return "\n".join(text)
 
 
-def log_decision(decision: Decision, environ: Mapping[str, str]) -> None:
-    """Log a new decision as NVTE_DEBUG and NVTE_DEBUG_LEVEL ask: 1 says what runs, 2 says why nothing else does."""
+def log_decision(describe: Callable[[], str], environ: Mapping[str, str]) -> None:
+    """Log a new decision as NVTE_DEBUG and NVTE_DEBUG_LEVEL ask: 1 says what runs, 2 says why nothing else does.
+
+    Args:
+        describe: makes the decision in words; their last line says what runs.
+        environ: the environment that it was made in.
+    """
     if not environment.parse("NVTE_DEBUG", environ):
         return
     level = environment.parse("NVTE_DEBUG_LEVEL", environ)
@@ -118,6 +127,6 @@ def log_decision(decision: Decision, environ: Mapping[str, str]) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[%(levelname)-8s | %(name)s]: %(message)s"))
         logger.addHandler(handler)
-    text = describe(decision)
+    text = describe()
     logger.info("%s", text.splitlines()[-1].removeprefix("=> "))
     logger.debug("%s", text)

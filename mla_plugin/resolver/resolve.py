@@ -6,36 +6,19 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver import preference, te_cascade
-from mla_plugin.resolver.explanation import Decision, log_decision, no_backend_message
+from mla_plugin.resolver.asking import ask
+from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
 from mla_plugin.resolver.te_request import te_params, te_platform
 from mla_plugin.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
 
-logger = logging.getLogger("mla_plugin")
-
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
-
-
-def _ask(name: str, request: AttentionRequest, platform: Platform) -> Accepted | Refused:
-    """One backend's answer. A backend of another package that raises is reported and left out."""
-    try:
-        answers = get_manager().caller("select_backend", name)(request=request, platform=platform)
-    except Exception as error:
-        if name in BUILTIN_BACKENDS:
-            raise
-        logger.warning("the backend %r is left out: its select_backend raised %r", name, error)
-        return Refused((f"its select_backend raised {type(error).__name__}: {error}",))
-    answer = answers[-1] if answers else None
-    if isinstance(answer, (Accepted, Refused)):
-        return answer
-    return Refused((f"its select_backend returned {answer!r}; it must return Accepted or Refused",))
 
 
 def _cascade_reasons(cascade: te_cascade.CascadeDecision, name: str) -> tuple[str, ...]:
@@ -101,6 +84,8 @@ class _Survey:
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
         if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
+        if switch := preference.flash_switched_off(name, self.environ):
+            return TraceEntry(name, False, "environment", (switch,))
         if name == "triton" and self.platform.device_type != "cuda":
             return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
         if name == "triton":
@@ -136,7 +121,7 @@ def survey(
     if backend is not None and backend not in names:
         raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
     blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
-    answers = {name: _ask(name, request, platform) for name in names if name not in blocked}
+    answers = {name: ask(name, request, platform) for name in names if name not in blocked}
     environment.check_selection(environ)
     cascade = None
     if platform.device_type == "cuda":
@@ -158,7 +143,7 @@ def survey(
 def _plan(request: AttentionRequest, gates: environment.Gates, backend: str | None, generation: int) -> Plan:
     """The cached decision. ``gates`` and ``generation`` (of the set of plugins) make stale entries unreachable."""
     decision = survey(request, backend=backend, environ=dict(gates))
-    log_decision(decision, dict(gates))
+    log_decision(functools.partial(describe, decision), dict(gates))
     if decision.plan is None:
         raise NoBackendError(no_backend_message(decision), decision.trace)
     return decision.plan

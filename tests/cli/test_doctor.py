@@ -26,21 +26,48 @@ def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     assert out.endswith("nothing is broken\n")
 
 
+DECLARED = ("fa2", "fa4", "flashinfer", "megatron", "transformers", "demo")
+"""The extras that doctor asks about."""
+
+
 def test_needs_say_what_the_package_declares() -> None:
     """The versions that doctor asks for are those of pyproject.toml."""
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
     declared = {
         (requirement.name, next(iter(requirement.specifier)).version)
-        for text in (*project["dependencies"], *extras["transformers"], *extras["demo"])
+        for text in (*project["dependencies"], *(text for name in DECLARED for text in extras[name]))
         if (requirement := Requirement(text)).name != "triton"
     }
     assert {(need.name, need.minimum) for need in doctor.NEEDS} == declared
 
 
 @pytest.mark.parametrize(
+    ("installed", "state", "text"),
+    [
+        ({}, "missing", "none of flash-attn-3, vllm, sgl-kernel; needed for backend fa3"),
+        ({"sgl-kernel": "0.3.21"}, "note", "sgl-kernel 0.3.21, for backend fa3 without training"),
+        ({"sgl-kernel": "0.3.21", "vllm": "0.25.1"}, "note", "vllm 0.25.1, for backend fa3 without training"),
+        ({"vllm": "0.25.1", "flash-attn-3": "3.0.0"}, "ok", "flash-attn-3 3.0.0, for backend fa3"),
+    ],
+)
+def test_flash_attention_3_has_three_providers(
+    installed: dict[str, str], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = device.version
+    flash = {name for name, _ in device.FLASH_ATTENTION_PROVIDERS["fa3"]}
+    monkeypatch.setattr(device, "version", lambda name: installed.get(name) if name in flash else real(name))
+    (finding,) = [finding for finding in doctor.packages() if "backend fa3" in finding.text]
+    assert (finding.state, finding.text) == (state, text)
+    assert (finding.remedy is None) == (state == "ok")
+    assert finding.remedy is None or finding.remedy.startswith("pip install ")
+
+
+@pytest.mark.parametrize(
     ("name", "version", "states"),
     [
+        ("flash-attn-4", "4.0.0b36", {"ok"}),
+        ("flash-attn-4", "4.0.0b4", {"missing"}),
         ("rich", None, {"missing"}),
         ("transformers", None, {"missing"}),
         ("transformers", "5.0.0", {"ok", "missing"}),
@@ -139,3 +166,22 @@ def test_a_broken_third_party_backend(capsys: pytest.CaptureFixture[str], monkey
     out = capsys.readouterr().out
     assert "broken   shaky, from an unknown package: ImportError: no libshaky.so" in out
     assert out.endswith("1 broken\n")
+
+
+@pytest.mark.parametrize(
+    ("installed", "tools", "states"),
+    [
+        ({}, (), []),
+        ({"flashinfer-python": "0.6.13"}, ("nvcc",), ["ok", "missing"]),
+        ({"flashinfer-python": "0.6.13"}, (), ["missing", "missing"]),
+        ({"flashinfer-python": "0.6.13", "flashinfer-jit-cache": "0.6.13"}, (), []),
+    ],
+)
+def test_what_flashinfer_compiles_with(
+    installed: dict[str, str], tools: tuple[str, ...], states: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "version", installed.get)
+    monkeypatch.setattr(device, "build_tools", lambda: frozenset(tools))
+    findings = list(doctor._flashinfer_compiler())
+    assert [finding.state for finding in findings] == states
+    assert all((finding.remedy is None) == (finding.state == "ok") for finding in findings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -124,7 +125,10 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--backend fa9", "no backend named 'fa9' is registered; registered: triton, cudnn, sdpa"),
+        (
+            "--backend fa9",
+            "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, cudnn, sdpa",
+        ),
         ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
         ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
         ("--pad-between-seqs", "--pad-between-seqs needs --format thd; the format is bshd"),
@@ -192,3 +196,45 @@ def test_an_unknown_capability_has_no_known_shared_memory(capsys: pytest.Capture
     platform = decision(capsys, "--capability", "99.0")["platform"]
     assert platform["compute_capability"] == [99, 0]
     assert "shared_memory_per_block" not in platform
+
+
+def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "explain --decode --capability 9.0 --heads 128 --batch-size 4 --seqlen-kv 8192 --package vllm=0.25.1"
+    assert main(shlex.split(arguments)) == 0
+    out = capsys.readouterr().out
+    assert "decode bfloat16, batch 4, lengths 1 x 8192, 128 heads, kv_lora_rank 512, rope 64, pages of 64" in out
+    assert "vllm 0.25.1, qv" in out
+    assert out.splitlines()[-1] == "=> decode: fa3"
+
+
+def test_decode_that_nothing_takes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "explain --decode --json --device cpu --backend fa3 --seqlen-q 3 --contiguous --leftpad --no-host-lengths "
+        "--kv-lora-rank 256 --rope 32 --dtype float32"
+    )
+    assert main(shlex.split(arguments)) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content["plan"] is None
+    assert content["request"] == {
+        "dtype": "torch.float32",
+        "device_type": "cpu",
+        "batch_size": 2,
+        "seqlen_q": 3,
+        "num_heads": 128,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+        "max_seqlen_kv": 4096,
+        "causal": True,
+        "has_seqlens_kv": True,
+        "has_leftpad_kv": True,
+    }
+    reasons = {entry["backend"]: entry["reasons"] for entry in content["trace"]}
+    assert "has_leftpad_kv=True, accepted is False" in reasons["fa3"]
+    assert "no decode backend" in content["error"]
+
+
+def test_decode_json_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split("explain --decode --json --device cpu --mask no_mask --seqlen-q 2")) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["plan"] == {"forward": "sdpa"}
+    assert "causal" not in content["request"]

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 import mla_plugin
 from mla_plugin.compat import transformers as adapter
+from mla_plugin.compat.transformers import masks
 
 CAUSAL = SimpleNamespace(is_causal=True)
 B, H, D_QK, D_V = 2, 4, 24, 16
@@ -194,7 +195,7 @@ def test_a_mask_that_carries_packed_sequences_is_causal():
     cu_seq_lens = torch.tensor([0, 3, 7, 10, 14], dtype=torch.int32)
     ids = ids_of((3, 4, 3, 4), 14).view(B, 7)
     mask = causal(7, 7) & (ids[:, None, :, None] == ids[:, None, None, :])
-    mask.packing = adapter._packing(cu_seq_lens, cu_seq_lens, 4, 4)
+    mask.packing = masks.packing_arguments(cu_seq_lens, cu_seq_lens, 4, 4)
     assert_equal(*qkv(7, 7), mask, mask=mask, module=SimpleNamespace(is_causal=False))
 
 

@@ -362,20 +362,28 @@ def test_beam_search(name):
 
 @pytest.mark.parametrize("name", [name for name in PLAIN if "sliding_window" not in FAMILIES[name].config])
 def test_the_form_of_the_mask_lets_fused_backends_run(name, monkeypatch):
-    seen = set()
+    seen, attention, decode = set(), mla_plugin.attention, mla_plugin.decode
 
     def spy(*tensors, **arguments):
         seen.add((arguments.get("qkv_format", "bshd"), arguments["attn_mask_type"]))
         return attention(*tensors, **arguments)
 
-    attention = mla_plugin.attention
+    def spy_on_decode(*tensors, **arguments):
+        seen.add(("latent", *(name for name in ("leftpad_kv", "seqlens_kv") if name in arguments)))
+        return decode(*tensors, **arguments)
+
     monkeypatch.setattr(mla_plugin, "attention", spy)
+    monkeypatch.setattr(mla_plugin, "decode", spy_on_decode)
+    is_latent = name != "Llama" and Version("5.15") <= VERSION
     expected = {
         "none": {("bshd", "causal")},
         "left": {("bshd", "padding_causal")},
         "packed": {("thd", "padding_causal")},
-        "decode": {("bshd", "causal"), ("bshd", "no_mask")},
-        "padded decode": {("bshd", "padding_causal"), ("bshd", "padding_causal_bottom_right")},
+        "decode": {("bshd", "causal"), ("latent",) if is_latent else ("bshd", "no_mask")},
+        "padded decode": {
+            ("bshd", "padding_causal"),
+            ("latent", "leftpad_kv", "seqlens_kv") if is_latent else ("bshd", "padding_causal_bottom_right"),
+        },
     }
     plugin, found = trio(name).plugin, {}
     for what in expected:

@@ -9,7 +9,8 @@ import sys
 
 from tests.house.project import ROOT
 
-HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface", "transformers", "transformer_engine", "vllm"}
+HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface"}
+HEAVY |= {"transformers", "transformer_engine", "megatron", "vllm"}
 LIMIT_MS = 50
 
 

@@ -2,7 +2,7 @@
 
 It takes TransformerEngine's place of "unfused attention" without its memory: nowhere does a [S_q, S_kv] matrix exist.
 
-Three routes, by request:
+Decode has a module of its own. Attention has three routes, by request:
 
 - ``flash``: PyTorch's CPU flash kernel, sequence by sequence;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
@@ -18,9 +18,10 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import empty_output, to_bhsd
-from mla_plugin.plugins.sdpa import efficient, padded, per_sequence
+from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
 from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.refusals import beyond_plain_attention
 from mla_plugin.types import (
@@ -86,8 +87,10 @@ def _blocked_because(request: AttentionRequest) -> Iterator[str]:
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
-    """Take everything but what ``refusals`` names."""
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take everything but what ``refusals`` names, and every decode request."""
+    if isinstance(request, DecodeRequest):
+        return decode.select(request, platform)
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
@@ -117,8 +120,10 @@ def _empty_gradients(request: AttentionRequest, tensors: AttentionTensors) -> Gr
 
 
 @hookimpl
-def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-    """Attention by the request's route."""
+def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
+    """Attention by the request's route, or decode."""
+    if isinstance(tensors, DecodeTensors):
+        return decode.forward(tensors)
     request = plan.request
     if _is_empty(tensors):
         return _empty_output(request, tensors)

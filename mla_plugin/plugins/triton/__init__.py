@@ -1,4 +1,4 @@
-"""Our Triton kernels: forward and backward on every NVIDIA device from compute capability 8.0 on.
+"""Our Triton kernels: forward, backward and decode on every NVIDIA device from compute capability 8.0 on.
 
 Refusals are about the request and the device alone; nothing here imports Triton before a forward runs.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin import environment
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
+from mla_plugin.plugins.triton import decode, needs
 from mla_plugin.refusals import beyond_plain_attention
 from mla_plugin.types import (
     Accepted,
@@ -30,38 +32,22 @@ if TYPE_CHECKING:
 
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
-MIN_SHARED_MEMORY = 99 * 1024
 FULL_FLOAT32_SHARED_MEMORY = 163 * 1024
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
-    if platform.version("triton") is None:
-        yield "triton is not installed: pip install triton"
-    if "triton-interpreter" in platform.tools:
-        if request.dtype == torch.bfloat16:
-            yield "dtype=torch.bfloat16: Triton's interpreter has no bfloat16 product; accepted is float16 or float32"
-        return
-    if platform.device_type != "cuda":
-        yield f"device_type={platform.device_type!r}, accepted is 'cuda'"
-        return
-    if platform.compute_capability is None or platform.compute_capability < (8, 0):
-        yield f"compute_capability={platform.compute_capability} < (8, 0)"
+def _memory_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     memory = platform.shared_memory_per_block
-    if memory is not None and memory < MIN_SHARED_MEMORY:
-        yield f"shared_memory_per_block={memory} < {MIN_SHARED_MEMORY}"
-    elif memory is not None and memory < FULL_FLOAT32_SHARED_MEMORY and request.dtype == torch.float32:
-        widths = sorted((request.head_dim_qk, request.head_dim_v))
-        if widths[0] > 256 or widths[1] > 512:
-            yield (
-                f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v} in float32 with "
-                f"shared_memory_per_block={memory}, accepted is one up to 512 and the other up to 256"
-            )
+    if memory is None or not needs.MIN_SHARED_MEMORY <= memory < FULL_FLOAT32_SHARED_MEMORY:
+        return
+    widths = sorted((request.head_dim_qk, request.head_dim_v))
+    if request.dtype == torch.float32 and (widths[0] > 256 or widths[1] > 512):
+        yield (
+            f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v} in float32 with "
+            f"shared_memory_per_block={memory}, accepted is one up to 512 and the other up to 256"
+        )
 
 
 def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
-    if request.dtype not in _DTYPES:
-        yield f"dtype={request.dtype}, accepted is bfloat16, float16 or float32"
     if request.head_dim_qk % 8 or request.head_dim_qk > MAX_HEAD_DIM_QK:
         yield f"head_dim_qk={request.head_dim_qk}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_QK}"
     if request.head_dim_v % 8 or request.head_dim_v > MAX_HEAD_DIM_V:
@@ -82,15 +68,19 @@ def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Every reason why the kernels cannot compute the request."""
-    yield from _platform_refusals(request, platform)
+    yield from needs.refusals(request.dtype, platform)
+    if platform.device_type == "cuda":
+        yield from _memory_refusals(request, platform)
     yield from _shape_refusals(request)
     yield from _feature_refusals(request)
     yield from beyond_plain_attention(request)
 
 
 @hookimpl
-def select_backend(request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take every layout, length, causal mask, window and grouping of heads; no bias, no dropout."""
+    if isinstance(request, DecodeRequest):
+        return decode.select(request, platform)
     reasons = tuple(refusals(request, platform))
     return Refused(reasons) if reasons else Accepted()
 
@@ -118,8 +108,10 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 @hookimpl
-def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-    """One kernel; see mla_plugin/kernels/README.md."""
+def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
+    """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
+    if isinstance(tensors, DecodeTensors):
+        return decode.forward(tensors)
     from mla_plugin.kernels import prefill
 
     q, k, v = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v))

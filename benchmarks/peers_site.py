@@ -1,0 +1,60 @@
+"""Make a folder for PYTHONPATH in which FlashInfer and FlashAttention 3 look installed, from loose peer files.
+
+    python benchmarks/peers_site.py PEERS SITE
+    PYTHONPATH=SITE python -m pytest -m gpu tests/plugins/test_decode_gpu.py
+    PYTHONPATH=SITE python benchmarks/decode_backends.py
+
+PEERS holds wheels, which are installed without their dependencies, and ``_vllm_fa3_C.abi3.so.xz``, vLLM's build of
+FlashAttention 3, for which the folder gets a package ``vllm`` that does nothing but load it. vLLM itself is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+VLLM_VERSION = "0.25.1"
+
+
+def install_wheels(peers: Path, site: Path) -> None:
+    """Every wheel of the folder."""
+    wheels = sorted(map(str, peers.glob("*.whl")))
+    if wheels:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target"]
+        subprocess.run([*command, str(site), *wheels], check=True)
+
+
+def install_flash_attention_3(peers: Path, site: Path) -> None:
+    """The operator ``_vllm_fa3_C::fwd`` under the names by which our backend finds it."""
+    packed = peers / "_vllm_fa3_C.abi3.so.xz"
+    if not packed.exists():
+        return
+    library = site / "_vllm_fa3_C.abi3.so"
+    if not library.exists():
+        library.write_bytes(lzma.decompress(packed.read_bytes()))
+    package, information = site / "vllm", site / f"vllm-{VLLM_VERSION}.dist-info"
+    package.mkdir(exist_ok=True)
+    information.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text("")
+    (package / "vllm_flash_attn.py").write_text(f"import torch\n\ntorch.ops.load_library({str(library)!r})\n")
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n")
+
+
+def main() -> None:
+    """Fill the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", type=Path)
+    parser.add_argument("site", type=Path)
+    options = parser.parse_args()
+    site = options.site.resolve()
+    site.mkdir(parents=True, exist_ok=True)
+    install_wheels(options.peers.resolve(), site)
+    install_flash_attention_3(options.peers.resolve(), site)
+    print(site)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Decoding in Hugging Face transformers over a DeepSeek-V3-shaped stack: tokens per second and peak memory.
+
+    python benchmarks/transformers_decode.py                     the table, on this GPU
+    python benchmarks/transformers_decode.py --crossover         also: how many queries at once are still a decode
+    python benchmarks/transformers_decode.py --device cpu --tiny every step of it in a few seconds, for its figures not
+
+Attention has DeepSeek-V3's dims (hidden 7168, 128 heads, q_lora 1536, kv_lora 512, 128 + 64, 128); layers are few, the
+MLPs and the vocabulary small, the weights random, bfloat16. The cache is filled with random latents: eager attention
+could not prefill 64k tokens. Then ``generate`` decodes greedily, by ``attn_implementation`` "mla_plugin", "sdpa" and
+"eager", in turns within each round, because a GPU's clock drifts; the best round counts. The peak is
+``max_memory_allocated`` during ``generate``, and what it adds to weights and cache.
+
+An implementation is only timed where its logits are right: for the first sequence of the batch, their error against
+float64 is at most twice that of "sdpa" in the same dtype. What runs out of memory is noted as such.
+Writes benchmarks/results/transformers_decode_<gpu>.json, prints the table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import Cache
+
+import mla_plugin
+from mla_plugin.compat.transformers import latent
+
+RESULTS = Path(__file__).parent / "results"
+OURS = "mla_plugin"
+IMPLEMENTATIONS = (OURS, "sdpa", "eager")
+CACHES = ("dynamic", "static")
+QUERIES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+TINY = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def build(options: argparse.Namespace) -> DeepseekV3ForCausalLM:
+    """The model, on the device."""
+    dims = TINY if options.tiny else DEEPSEEK_V3
+    config = DeepseekV3Config(
+        **dims,
+        num_key_value_heads=dims["num_attention_heads"],
+        num_hidden_layers=options.layers,
+        first_k_dense_replace=options.layers,
+        intermediate_size=2 * dims["kv_lora_rank"],
+        vocab_size=1024,
+        max_position_embeddings=1 << 18,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        return DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def latents(model: DeepseekV3ForCausalLM, batch: int, context: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random c_kv [B, 1, S, R] and k_rope [B, 1, S, Dr] of each layer, the same at every call."""
+    generator = torch.Generator(model.device).manual_seed(1)
+    for _ in range(model.config.num_hidden_layers):
+        yield tuple(
+            torch.randn(batch, 1, context, dim, generator=generator, device=model.device, dtype=torch.bfloat16)
+            for dim in (model.config.kv_lora_rank, model.config.qk_rope_head_dim)
+        )
+
+
+def fill(model: DeepseekV3ForCausalLM, kind: str, batch: int, context: int, room: int = 0) -> Cache:
+    """A cache that holds ``context`` tokens, and has room for more if it is static."""
+    config = model.config
+    past = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config, max_cache_len=context + room)
+    for index, (c_kv, k_rope) in enumerate(latents(model, batch, context)):
+        past.update(c_kv, k_rope, index)
+    return past
+
+
+def tokens(model: DeepseekV3ForCausalLM, batch: int, length: int) -> torch.Tensor:
+    generator = torch.Generator(model.device).manual_seed(2)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator, device=model.device)
+
+
+def next_logits(model: DeepseekV3ForCausalLM, past: Cache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits [vocabulary] of the first sequence after one more token."""
+    context = ids.shape[1] - 1
+    positions = torch.full((len(ids), 1), context, device=ids.device)
+    logits = model(ids[:, -1:], past_key_values=past, position_ids=positions, use_cache=True).logits
+    return logits[0, -1].double()
+
+
+def exact_logits(model: DeepseekV3ForCausalLM, batch: int, context: int) -> torch.Tensor:
+    """The same of the first sequence alone, in float64, with PyTorch's attention."""
+    exact = copy.deepcopy(model).double()
+    exact.set_attn_implementation("sdpa")
+    past = DynamicCache(config=exact.config)
+    for index, (c_kv, k_rope) in enumerate(latents(model, batch, context)):
+        past.update(c_kv[:1].double(), k_rope[:1].double(), index)
+    return next_logits(exact, past, tokens(model, batch, context + 1)[:1])
+
+
+def error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative to the norm of the exact ones."""
+    return ((logits - exact).norm() / exact.norm()).item()
+
+
+def free(model: DeepseekV3ForCausalLM) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def decode(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], steps: int) -> tuple[float, int, int]:
+    """Seconds, peak bytes and bytes at the start of one ``generate`` over a filled cache."""
+    kind, batch, context = case
+    past = fill(model, kind, batch, context, steps + 1)
+    ids = tokens(model, batch, context + 1)
+    options = {"do_sample": False, "max_new_tokens": steps, "disable_compile": True}
+    free(model)
+    is_cuda = model.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if is_cuda else 0
+    start = time.perf_counter()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, **options)
+    if is_cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    assert out.shape[1] == context + 1 + steps
+    return seconds, torch.cuda.max_memory_allocated() if is_cuda else 0, before
+
+
+def check(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], row: dict[str, Any]) -> list[str]:
+    """The implementations whose logits are right; the others are noted in ``row``."""
+    kind, batch, context = case
+    exact = exact_logits(model, batch, context)
+    free(model)
+    for name in ("sdpa", OURS, "eager"):
+        model.set_attn_implementation(name)
+        try:
+            next_logits(model, fill(model, kind, batch, context, 1), tokens(model, batch, context + 1))  # hands over
+            found = next_logits(model, fill(model, kind, batch, context, 1), tokens(model, batch, context + 1))
+            row["error"][name] = error(found, exact)
+        except torch.OutOfMemoryError:
+            row["refused"][name] = "out of memory"
+        free(model)
+    limit = 2 * row["error"].get("sdpa", 1e-2)
+    for name, found in row["error"].items():
+        if not found <= limit:
+            row["refused"][name] = f"error {found:.1e} > {limit:.1e}, twice that of sdpa"
+    return [name for name in IMPLEMENTATIONS if name not in row["refused"]]
+
+
+def measure(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], steps: int, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    kind, batch, context = case
+    row: dict[str, Any] = {"cache": kind, "batch": batch, "context": context, "error": {}, "refused": {}}
+    names = check(model, case, row)
+    best: dict[str, float] = {}
+    peaks: dict[str, tuple[int, int]] = {}
+    for _, name in itertools.product(range(rounds + 1), names):  # the first round warms up
+        if name in row["refused"]:
+            continue
+        model.set_attn_implementation(name)
+        try:
+            seconds, *peaks[name] = decode(model, case, steps)
+        except torch.OutOfMemoryError:
+            row["refused"][name] = "out of memory"
+            free(model)
+            continue
+        best[name] = min(best.get(name, float("inf")), seconds)
+    timed = [name for name in names if name not in row["refused"]]
+    row["tokens_per_s"] = {name: batch * steps / best[name] for name in timed}
+    row["ms_per_step"] = {name: best[name] / steps * 1e3 for name in timed}
+    row["peak_gib"] = {name: peaks[name][0] / 2**30 for name in timed}
+    row["peak_above_start_gib"] = {name: (peaks[name][0] - peaks[name][1]) / 2**30 for name in timed}
+    return row
+
+
+@contextlib.contextmanager
+def way(is_absorbed: bool) -> Iterator[None]:
+    """Take one of the two computations whatever the number of queries."""
+    with mock.patch.object(latent, "is_decode", return_value=is_absorbed):
+        yield
+
+
+def crossover(model: DeepseekV3ForCausalLM, context: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds of one forward of several queries, absorbed and expanded, and which one the rule takes."""
+    model.set_attn_implementation(OURS)
+    config = model.config
+    past = fill(model, "dynamic", 1, context)
+    for num_queries in QUERIES:
+        ids = tokens(model, 1, num_queries)
+        positions = torch.arange(context, context + num_queries, device=model.device)[None]
+        best = {"absorbed": float("inf"), "expanded": float("inf")}
+        for _, name in itertools.product(range(rounds + 2), best):
+            with way(name == "absorbed"):
+                free(model)
+                start = time.perf_counter()
+                model(ids, past_key_values=past, position_ids=positions, use_cache=True)
+                free(model)
+                best[name] = min(best[name], time.perf_counter() - start)
+            past.crop(-num_queries)
+        dims = (config.kv_lora_rank, config.qk_nope_head_dim, config.v_head_dim)
+        rule = "absorbed" if latent.is_decode(num_queries, context + num_queries, *dims) else "expanded"
+        ms = {name: seconds * 1e3 for name, seconds in best.items()}
+        yield {"context": context, "queries": num_queries, "ms": ms, "rule": rule}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: tokens per second and the memory that decoding adds, of each implementation."""
+    heads = [f"{name} tok/s" for name in IMPLEMENTATIONS] + [f"{name} GiB" for name in IMPLEMENTATIONS]
+    lines = ["| cache | batch | context | " + " | ".join(heads) + " |", "|---" * (3 + len(heads)) + "|"]
+    for row in rows:
+        cells = [row["cache"], str(row["batch"]), str(row["context"])]
+        for name in IMPLEMENTATIONS:
+            cells.append(f"{row['tokens_per_s'][name]:.1f}" if name in row["tokens_per_s"] else row["refused"][name])
+        for name in IMPLEMENTATIONS:
+            gib = row["peak_above_start_gib"].get(name)
+            cells.append("" if gib is None else f"{gib:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small dims")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=16, help="tokens that generate adds")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1 << 10, 1 << 12, 1 << 14, 1 << 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
+    parser.add_argument("--crossover", action="store_true")
+    options = parser.parse_args()
+    if options.tiny:
+        options.contexts, options.layers, options.steps = [64, 256], 2, 4
+    return options
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure every case, write, print."""
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: nothing to time; --device cpu --tiny tries the script")
+    mla_plugin.register("transformers")
+    transformers.logging.set_verbosity_error()
+    model = build(options)
+    rows, crossings = [], []
+    for case in itertools.product(options.caches, options.batches, options.contexts):
+        rows.append(measure(model, case, options.steps, options.rounds))
+        print(json.dumps(rows[-1]), flush=True)
+    for context in options.contexts if options.crossover else ():
+        for found in crossover(model, context, options.rounds):
+            crossings.append(found)
+            print(json.dumps(found), flush=True)
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
+    record = {
+        "benchmark": "transformers_decode",
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit.strip(),
+        "model": {**(TINY if options.tiny else DEEPSEEK_V3), "num_hidden_layers": options.layers, "dtype": "bfloat16"},
+        "steps": options.steps,
+        "rows": rows,
+        "crossover": crossings,
+    }
+    if not options.tiny:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"transformers_decode_{gpu.replace(' ', '_')}.json"
+        path.write_text(json.dumps(record, indent=2) + "\n")
+    print(table(rows))
+    if any(OURS not in row["tokens_per_s"] for row in rows):
+        raise SystemExit("our own result was refused; see 'refused' above")
+
+
+if __name__ == "__main__":
+    main()

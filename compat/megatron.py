@@ -1,0 +1,357 @@
+"""Megatron-Core: the core attention of its layers, for Multi-head Latent Attention with and without TransformerEngine.
+
+Three ways to it, from the most explicit to the least:
+
+- ``MLACoreAttention`` is a ``core_attention`` for a layer spec: ``with_core_attention(spec)`` puts it there;
+- ``mla_gpt_layer_spec()`` is Megatron's own local spec of an MLA GPT layer with it, which needs no TransformerEngine;
+- ``register()`` puts it into every MLA layer that is built afterwards, whatever spec the program takes.
+
+What differs between the supported versions of Megatron-Core:
+
+=====================  ==========================  ====================================================================
+                       0.16                        main, since 13 April 2026 (Megatron-LM PR #3003)
+=====================  ==========================  ====================================================================
+V of a packed batch    [T, H, v_head_dim]          zeros appended up to q's width; the output is trimmed afterwards
+=====================  ==========================  ====================================================================
+
+With DeepSeek-V3's head dimensions the zeros are a sixth more products, for nothing (Megatron-LM issue #6240). The
+module was told its true width when it was built: it leaves the zeros out and returns the true width, which Megatron's
+trim takes as it is. After ``register()`` they are not appended at all.
+
+Sources: ``TEDotProductAttention`` and ``DotProductAttention`` of Megatron-Core, whose constructor and call these are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from packaging.version import Version
+
+import mla_plugin
+
+try:
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
+except ImportError as error:
+    raise ImportError(
+        'mla_plugin.compat.megatron needs megatron-core >= 0.16: pip install "mla-plugin[megatron]"'
+    ) from error
+
+MINIMUM_VERSION = "0.16"
+
+_COMPUTES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "context_parallel_size": ((1,), "use tensor, pipeline or data parallelism, or TEDotProductAttention"),
+    "softmax_type": (("vanilla",), "use TEDotProductAttention"),
+    "experimental_attention_variant": ((None, "gated_delta_net"), "sparse layers need their own core attention"),
+    "fp8_dot_product_attention": ((False,), "set it to False: the linear layers may still use fp8"),
+    "fp8_multi_head_attention": ((False,), "set it to False: the linear layers may still use fp8"),
+    "batch_invariant_mode": ((False,), "use TEDotProductAttention"),
+}
+"""What a configuration may hold, and what to do otherwise."""
+
+_MASKS_WITHOUT_TENSOR = ("causal", "causal_bottom_right", "no_mask")
+
+_SHARPNESS = 2.0**20
+"""Factor on the scores under which their log-sum-exp over n keys is their maximum, to log(n) / 2**20."""
+
+Spec = TypeVar("Spec")
+
+
+class MLACoreAttention(MegatronModule):  # type: ignore[misc]
+    """Attention of one layer on the best installed backend; head dimensions of q and k, and of v, are free to differ.
+
+    It holds no parameters, so checkpoints pass between it and Megatron's own core attentions.
+
+    Args:
+        config: ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``, ``deterministic_mode``, ``qk_clip``
+            and ``log_max_attention_logit`` are followed.
+        layer_number: counts from 1; it decides with ``window_attn_skip_freq`` whether the window applies.
+        attn_mask_type: the default of the call's.
+        attention_type: ``"self"`` or ``"cross"``; the tensors say it.
+        attention_dropout: default ``config.attention_dropout``.
+        softmax_scale: multiplies the scores; default head_dim_qk ** -0.5. MLA layers give theirs, with YaRN's factor.
+        k_channels: not consulted; q and k say it.
+        v_channels: head_dim_v. MLA layers give it; None takes v as it comes.
+        num_splits: not consulted; it divides work within a kernel.
+        cp_comm_type: not consulted: no context parallelism.
+        pg_collection: its ``tp`` group; default the global one, if there is one.
+
+    Attributes:
+        current_max_attn_logits: float32 [H], with ``qk_clip`` or ``log_max_attention_logit``: the largest scaled score
+            of each head since Megatron's ``clip_qk`` last set it to None; otherwise None.
+
+    Raises:
+        ValueError: the configuration asks for what is not computed here; the message says what and what to do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = "p2p",
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        for name, (accepted, advice) in _COMPUTES.items():
+            given = getattr(config, name, accepted[0])
+            if given not in accepted:
+                values = " or ".join(map(repr, accepted))
+                raise ValueError(f"MLACoreAttention: {name}={given!r}, accepted is {values}; {advice}")
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.attention_type = attention_type
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+        self.v_channels = v_channels
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window_size = config.window_size if has_window else None
+        self.tp_group = (
+            parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+            if pg_collection is None
+            else pg_collection.tp
+        )
+        self.current_max_attn_logits: torch.Tensor | None = None
+        self.register_load_state_dict_pre_hook(_drop_te_extra_state)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+    ) -> torch.Tensor:
+        """Attention of this rank's heads.
+
+        Args:
+            query: [S_q, B, H, head_dim_qk], or [T_q, H, head_dim_qk] with ``packed_seq_params``.
+            key: the same with S_kv or T_kv tokens and H_kv heads; H is a multiple of H_kv.
+            value: key's shape with head_dim_v. Packed, its last dimension may be wider than ``v_channels``: the rest is
+                zeros that Megatron appended, which are left out and get the gradient 0.
+            attention_mask: bool, True = masked out, broadcastable to [B, H, S_q, S_kv]; consulted for the mask types
+                ``padding`` and ``arbitrary`` alone, as in TransformerEngine.
+            attn_mask_type: default the constructor's. Packed, ``causal`` means causal in each sequence.
+            attention_bias: added to the scaled scores, broadcastable to [B, H, S_q, S_kv]; not for packed sequences.
+            packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding are followed.
+            num_splits: not consulted.
+
+        Returns:
+            [S_q, B, H * head_dim_v]; packed [T_q, H * head_dim_v], or [T_q, H, v_channels] where v came with zeros
+            appended. Rows of padding between packed sequences are 0.
+
+        Raises:
+            ValueError: an argument is off or not computed here; the message says what is accepted.
+            NoBackendError: no backend takes the request; the message lists every backend's reasons.
+        """
+        arguments = _packed(packed_seq_params) if packed_seq_params is not None else {"qkv_format": "sbhd"}
+        mask_type = (attn_mask_type or self.attn_mask_type).name
+        arguments |= _masked(mask_type, attention_mask, is_packed=packed_seq_params is not None)
+        arguments |= {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "host": "megatron"}
+        native = self._native_width(value, is_packed=packed_seq_params is not None)
+        if self.config.qk_clip or getattr(self.config, "log_max_attention_logit", False):
+            if attention_bias is not None:
+                raise ValueError("qk_clip and attention_bias together: the largest score would hold the bias")
+            self._record_max_logits(query, key, native, arguments)
+        if attention_bias is not None:
+            arguments |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
+        dropout_p = self.attention_dropout if self.training else 0.0
+        with self._dropout_of_this_rank() if dropout_p else contextlib.nullcontext():
+            out = mla_plugin.attention(
+                query, key, native, dropout_p=dropout_p, deterministic=self.config.deterministic_mode, **arguments
+            )
+        out = cast(torch.Tensor, out)
+        return out if native is not value else out.flatten(-2)
+
+    def _native_width(self, value: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
+        """v without the zeros that Megatron appended to a packed v, a view; v itself where there are none."""
+        width = value.shape[-1]
+        if self.v_channels is None or width == self.v_channels:
+            return value
+        if not is_packed or width < self.v_channels:
+            raise ValueError(
+                f"value has head dimension {width} and this layer was built for v_channels={self.v_channels}; "
+                "only packed sequences (qkv_format='thd') may bring more, zeros that Megatron appended"
+            )
+        # Reading values is free on the CPU alone; on a device it would wait for it.
+        if value.device.type == "cpu" and value[..., self.v_channels :].any():
+            raise ValueError(
+                f"value has head dimension {width}, this layer was built for {self.v_channels}, and what is beyond is "
+                "not zero; give v_channels the true width"
+            )
+        return value[..., : self.v_channels]
+
+    @torch.no_grad()
+    def _record_max_logits(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+    ) -> None:
+        """Raise ``current_max_attn_logits`` to the largest scaled, visible score of each head.
+
+        max(s) <= lse(c * s) / c <= max(s) + log(n) / c, so a forward with a sharpened scale gives the maximum through
+        the log-sum-exp of whichever backend runs, under every mask and layout, in linear memory.
+        """
+        softmax_scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        sharpened = {**arguments, "softmax_scale": softmax_scale * _SHARPNESS}
+        _, lse = mla_plugin.attention(query, key, value, return_lse=True, **sharpened)
+        heads = 0 if arguments["qkv_format"] == "thd" else 1  # [H, T] or [B, H, S]
+        largest = lse.transpose(0, heads).flatten(1).amax(1) / _SHARPNESS
+        previous = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if previous is None else torch.maximum(previous, largest)
+
+    @contextlib.contextmanager
+    def _dropout_of_this_rank(self) -> Iterator[None]:
+        """Draw dropout from a stream of this tensor-parallel rank's own: its heads are not the other ranks' heads.
+
+        Attention takes its seed from the CPU generator, which Megatron seeds alike on all ranks of a tensor-parallel
+        group, restores for recomputation, and finds advanced alike on all ranks afterwards.
+        """
+        seed = int(torch.randint(2**62, ()))
+        rank = 0 if self.tp_group is None else self.tp_group.rank()
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed + rank)
+            yield
+
+
+def _drop_te_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Leave out TransformerEngine's quantisation state, so that a checkpoint of its core attention loads strictly."""
+    state_dict.pop(f"{prefix}_extra_state", None)
+
+
+def _packed(params: PackedSeqParams) -> dict[str, Any]:
+    """Arguments for packed sequences; lengths of k and v default to q's."""
+    cp_group = getattr(params, "cp_group", None)
+    cp_size = getattr(params, "local_cp_size", None) or 1
+    if params.qkv_format != "thd":
+        raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r}, accepted is 'thd'")
+    if cp_size > 1 or (cp_group is not None and cp_group.size() > 1):
+        raise ValueError(
+            "packed_seq_params splits sequences over context-parallel ranks, which MLACoreAttention does not compute; "
+            "use local_cp_size=1, or TEDotProductAttention"
+        )
+    arguments: dict[str, Any] = {"qkv_format": "thd"}
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        arguments[name] = getattr(params, name)
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        longest = getattr(params, name)
+        arguments[name] = None if longest is None else int(longest)
+    return arguments
+
+
+def _masked(mask_type: str, attention_mask: torch.Tensor | None, *, is_packed: bool) -> dict[str, Any]:
+    """Arguments for a mask: its name alone, or the tensor that ``padding`` and ``arbitrary`` mean."""
+    if is_packed or mask_type in _MASKS_WITHOUT_TENSOR:
+        return {"attn_mask_type": mask_type}
+    if mask_type not in ("padding", "arbitrary"):
+        accepted = ", ".join((*_MASKS_WITHOUT_TENSOR, "padding, arbitrary"))
+        raise ValueError(f"attn_mask_type={mask_type} without packed_seq_params, accepted is {accepted}")
+    if attention_mask is None:
+        raise ValueError(f"attn_mask_type={mask_type} needs attention_mask, bool, True = masked out")
+    return {"attn_mask_type": "arbitrary", "attention_mask": attention_mask}
+
+
+def with_core_attention(spec: Spec) -> Spec:
+    """Put ``MLACoreAttention`` into a layer's spec, or into every layer of a block's.
+
+    Args:
+        spec: Megatron's ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
+
+    Returns:
+        The same spec, changed.
+
+    Raises:
+        ValueError: no self-attention with a core attention is found in it.
+    """
+    layers = getattr(spec, "layer_specs", None) or [spec]
+    for layer in layers:
+        attention: Any = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        if not hasattr(getattr(attention, "submodules", None), "core_attention"):
+            raise ValueError(
+                f"{type(layer).__name__} without submodules.self_attention.submodules.core_attention; accepted is the "
+                "ModuleSpec of a transformer layer, or TransformerBlockSubmodules with such layers"
+            )
+        attention.submodules.core_attention = ModuleSpec(module=MLACoreAttention)
+    return spec
+
+
+def mla_gpt_layer_spec(**options: Any) -> ModuleSpec:
+    """The spec of a GPT layer with MLA out of Megatron's own modules, no TransformerEngine needed.
+
+    Args:
+        **options: those of Megatron's ``get_gpt_layer_local_spec``, such as ``num_experts``, ``moe_grouped_gemm``,
+            ``qk_layernorm`` and ``normalization``.
+
+    Returns:
+        A new ``ModuleSpec``.
+    """
+    _mend_te_probe()
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True, **options)
+    return with_core_attention(spec)
+
+
+def register() -> None:
+    """Give ``MLACoreAttention`` to every MLA layer built from now on; calling it again changes nothing.
+
+    Sparse (DSA) layers keep their own core attention. Megatron then also stops appending zeros to V.
+
+    Raises:
+        ImportError: megatron-core is older than 0.16.
+    """
+    if Version(megatron.core.__version__) < Version(MINIMUM_VERSION):
+        raise ImportError(
+            f"megatron-core {megatron.core.__version__} is installed, mla_plugin needs >= {MINIMUM_VERSION}: "
+            "pip install --upgrade megatron-core"
+        )
+    _mend_te_probe()
+    layer = multi_latent_attention.MultiLatentAttention
+    if layer.__init__.__module__ == __name__:
+        return
+    original_init = layer.__init__
+
+    def init(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(config, "experimental_attention_variant", None) != "dsa":
+            submodules = dataclasses.replace(submodules, core_attention=ModuleSpec(module=MLACoreAttention))
+        original_init(self, config, submodules, *args, **kwargs)
+
+    layer.__init__ = init
+    original_prepare = getattr(multi_latent_attention, "_prepare_mla_core_attention_value", None)
+    if original_prepare is None:
+        return
+
+    def prepare(layer: Any, query: torch.Tensor, value: torch.Tensor, packed_seq_params: Any) -> Any:
+        # Zeros are appended for packed sequences only; without their parameters V stays as it is.
+        is_ours = isinstance(layer.core_attention, MLACoreAttention)
+        return original_prepare(layer, query, value, None if is_ours else packed_seq_params)
+
+    multi_latent_attention._prepare_mla_core_attention_value = prepare
+
+
+def _mend_te_probe() -> None:
+    """Say that TransformerEngine is missing where it is.
+
+    Megatron's MLA takes the import of its own stand-ins for TransformerEngine's, and then fails in
+    ``isinstance(layer, <stand-in>)``.
+    """
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False

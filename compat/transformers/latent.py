@@ -1,0 +1,248 @@
+"""Decoding over the latent cache: absorbed attention for the MLA models of transformers >= 5.15.
+
+Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step, of all tokens,
+for all heads, right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a
+layer: the attention function gets the latents and decides, call by call, which of two equal computations it runs:
+
+    expanded   K_nope = c_kv W_UK^T, V = c_kv W_UV^T;  softmax(q_nope K_nope^T + q_rope k_rope^T) V
+    absorbed   softmax((q_nope W_UK) c_kv^T + q_rope k_rope^T) c_kv W_UV^T      (DeepSeek-V2, arXiv 2405.04434, 2.1.2)
+
+Nothing is kept between calls: W_UK and W_UV are views of ``kv_b_proj.weight`` as it is at that moment, so training,
+loading another state and ``.to(...)`` need no notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from packaging.version import Version
+
+import mla_plugin
+from mla_plugin.compat.transformers.sinks import with_sinks
+
+NAME = "mla_plugin"
+
+COST_OF_ABSORBED = 2
+"""Measured with DeepSeek-V3's dims over 1024 keys on a CPU, bfloat16: both take the same time at 64 queries."""
+
+_VERSION = Version(transformers.__version__)
+_DENSE_CACHE_LATENTS = Version("5.15") <= _VERSION
+_SPARSE_CACHE_LATENTS = Version("5.18") <= _VERSION
+
+_logger = logging.getLogger(__name__)
+
+
+class Keys(NamedTuple):
+    """What the queries attend to, as ``mla_plugin.decode`` takes it."""
+
+    c_kv: torch.Tensor
+    k_rope: torch.Tensor
+    lengths: dict[str, torch.Tensor]
+
+
+def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int) -> bool:
+    """Whether to attend over latents, absorbed, rather than to expand the keys and attend to them.
+
+    Multiplications per head, with R = kv_lora_rank and D = qk_nope_head_dim + v_head_dim, k_rope's small part left out:
+
+        expanded   S_kv R D + S_q S_kv D
+        absorbed   S_q R D + S_q S_kv 2 R
+
+    The expanded ones are large matrix products, which run about ``COST_OF_ABSORBED`` times as fast. With DeepSeek-V3's
+    dims the limit is 64 queries at 1024 keys, and 73 at most; a single query is a decode from 3 keys on.
+    """
+    expanded_dims = qk_nope_head_dim + v_head_dim
+    expanded = s_kv * expanded_dims * (kv_lora_rank + s_q)
+    absorbed = s_q * kv_lora_rank * (expanded_dims + 2 * s_kv)
+    return COST_OF_ABSORBED * absorbed < expanded
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether the cache of this model holds latents; before 5.18 sparse (DSA) models kept K and V, for all heads."""
+    return _DENSE_CACHE_LATENTS if getattr(config, "index_topk", None) is None else _SPARSE_CACHE_LATENTS
+
+
+def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer calls in place of its method: the latents as they are, for the attention function to go on with."""
+    return (kv_nope, k_rot) if gets_latents(module) else expand(module, kv_nope, k_rot)
+
+
+def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [B, H, S_kv, head_dim_qk] and V [B, H, S_kv, head_dim_v] of the latents, by the model's own code."""
+    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv(module, c_kv, k_rope))
+
+
+def hand_over_latents(module: Any) -> None:
+    """Let the layer pass latents on from its next call.
+
+    Not where its cache has none, nor where someone else replaced the method, nor while gradients are wanted: a model
+    that only trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
+    """
+    if torch.is_grad_enabled() or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
+        return
+    if caches_latents(module.config):
+        module.expand_kv = functools.partial(expand_kv, module)
+
+
+def gets_latents(module: Any) -> bool:
+    """Whether this layer passes latents to the attention function: it was told to, and the function is still ours."""
+    method = getattr(module, "expand_kv", None)
+    return getattr(method, "func", None) is expand_kv and module.config._attn_implementation == NAME
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    scaling: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Absorbed causal attention of the last S_q positions over latents.
+
+    Args:
+        module: the layer, with ``qk_nope_head_dim``, ``v_head_dim`` and ``kv_b_proj``.
+        query: [B, H, S_q, qk_nope_head_dim + qk_rope_head_dim].
+        c_kv: [B, 1, S_kv, kv_lora_rank], any strides.
+        k_rope: [B, 1, S_kv, qk_rope_head_dim], any strides.
+        attention_mask: None, key ranges (see ``masks``) or, with ``indices``, a 4-D pattern.
+        indices: [B, S_q, top_k], the keys that a sparse layer selected.
+        scaling: multiplies the scores; default head_dim_qk ** -0.5.
+        s_aux: attention sinks [H].
+
+    Returns:
+        [B, S_q, H, v_head_dim], contiguous; None where K and V have to be made instead: for another mask, with
+        gradients (decode has no backward), for more queries than ``is_decode`` wants, or where ``kv_b_proj`` is no
+        plain projection, which the log says once.
+    """
+    dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
+    if torch.is_grad_enabled() or not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
+        return None
+    if not _is_absorbable(module, query, c_kv, k_rope):
+        return None
+    if indices is None:
+        indices = _indices_within(module, attention_mask)
+    if indices is None:
+        keys = _keys_of(c_kv, k_rope, attention_mask)
+    else:
+        keys = _selected_keys(module, query, c_kv, k_rope, attention_mask, indices)
+    if keys is None:
+        return None
+    batch_size, num_heads, s_q, head_dim_qk = query.shape
+    w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (num_heads, -1)).split((dim_nope, dim_v), dim=1)
+    q_nope, q_rope = query.split((dim_nope, head_dim_qk - dim_nope), dim=-1)
+    q_nope_abs = torch.einsum("bhsd,hdr->bshr", q_nope, w_uk)
+    q_rope = q_rope.transpose(1, 2)
+    if indices is not None:  # each query has keys of its own: a batch of single queries
+        q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
+    out = with_sinks(
+        mla_plugin.decode,
+        q_nope_abs,
+        q_rope,
+        (keys.c_kv, keys.k_rope),
+        softmax_scale=head_dim_qk**-0.5 if scaling is None else scaling,
+        s_aux=s_aux,
+        host="transformers",
+        **keys.lengths,
+    )
+    return torch.einsum("bshr,hdr->bshd", out.reshape(batch_size, s_q, num_heads, -1), w_uv).contiguous()
+
+
+def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Tensor | None) -> Keys | None:
+    """All keys, or a range of them in each row; None for any other mask."""
+    if attention_mask is None:
+        return Keys(c_kv[:, 0], k_rope[:, 0], {})
+    if attention_mask.dtype != torch.int32:
+        return None
+    ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
+    return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
+
+
+def _makes_its_mask(module: Any) -> bool:
+    """GLM-5 Next: its layers make an additive mask of the keys that they select, and pass that instead of indices."""
+    return hasattr(module, "build_attention_mask_from_topk")
+
+
+def _indices_within(module: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is None or not _makes_its_mask(module):
+        return None
+    most = module.config.index_topk + module.config.index_kpool - 1  # whole pools, and the last one as far as it goes
+    return mask[:, 0].topk(min(most, mask.shape[-1])).indices
+
+
+def _is_pattern(module: Any, mask: torch.Tensor | None) -> bool:
+    """Whether the mask does nothing but show and hide keys, from all heads alike."""
+    if mask is None or mask.ndim != 4 or mask.shape[1] != 1:
+        return False
+    return mask.dtype == torch.bool or hasattr(mask, "is_pattern") or _makes_its_mask(module)
+
+
+def _selected_keys(
+    module: Any,
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    mask: torch.Tensor | None,
+    indices: torch.Tensor,
+) -> Keys | None:
+    """Copies [B S_q, top_k, ..] of the latents that each query selected, those that the mask shows it first.
+
+    None where the mask may add to the scores, and where the copies would take more memory than K and V.
+    """
+    if not _is_pattern(module, mask):
+        return None
+    mask = cast(torch.Tensor, mask)
+    (batch_size, num_heads, s_q, head_dim_qk), s_kv = query.shape, c_kv.shape[2]
+    top_k, latent_dim = indices.shape[-1], c_kv.shape[-1] + k_rope.shape[-1]
+    if s_q * top_k * latent_dim > s_kv * num_heads * (head_dim_qk + module.v_head_dim):
+        return None
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    indices = indices.long()
+    visible = visible[:, 0, :, :s_kv].expand(batch_size, s_q, s_kv).gather(-1, indices)
+    order = visible.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    chosen = indices.gather(-1, order).flatten(1)  # [B, S_q top_k]
+    rows = torch.arange(batch_size, device=chosen.device)[:, None]
+    c_kv, k_rope = (x[rows, 0, chosen].view(batch_size * s_q, top_k, x.shape[-1]) for x in (c_kv, k_rope))
+    return Keys(c_kv, k_rope, {"seqlens_kv": visible.sum(-1, dtype=torch.int32).flatten()})
+
+
+def _is_absorbable(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
+    """Whether ``kv_b_proj`` does nothing but multiply by a weight that can be split; the log says once why not."""
+    reason = next(_obstacles(module, query, c_kv, k_rope), None)
+    if reason is not None and not torch.compiler.is_compiling():
+        _say_once(f"{type(module).__name__} decodes over expanded K and V: {reason}")
+    return reason is None
+
+
+def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> Iterator[str]:
+    kv_b_proj = module.kv_b_proj
+    if type(kv_b_proj) is not torch.nn.Linear:
+        yield f"kv_b_proj is a {type(kv_b_proj).__name__}, only a plain nn.Linear can be absorbed"
+        return
+    weight = kv_b_proj.weight
+    if type(weight) not in (torch.nn.Parameter, torch.Tensor):
+        yield f"kv_b_proj.weight is a {type(weight).__name__}, only a plain tensor can be absorbed"
+    if kv_b_proj.bias is not None:
+        yield "kv_b_proj has a bias"
+    if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or "forward" in vars(kv_b_proj):
+        yield "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by"
+    if weight.device != query.device:
+        yield f"kv_b_proj.weight is on {weight.device}, the queries are on {query.device}"
+    expected = (query.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), c_kv.shape[3])
+    if weight.shape != expected:
+        yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
+    dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
+    if len(dtypes) > 1 or torch.is_autocast_enabled(query.device.type):
+        yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)

@@ -1,0 +1,182 @@
+"""Masks: what the attention function needs to know of a batch, in the form that costs least."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import torch
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from mla_plugin.compat.transformers.latent import caches_latents, is_decode
+
+MaskFunction: TypeAlias = Callable[..., torch.Tensor]
+
+
+def attention_mask_for(
+    *,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Build the mask that ``attention_forward`` gets; called once per forward of a model, may wait for the device.
+
+    Args:
+        mask_function: transformers' pattern, ``(batch, head, query, key) -> bool``.
+        attention_mask: bool [B, at most kv_offset + kv_length], True = a token, False = padding.
+        allow_is_causal_skip: False where the model itself reads the mask, or where ``mask_function`` is more than
+            causal and, given a ``local_size``, local.
+        **kwargs: the rest of transformers' contract for mask functions: ``batch_size``, ``kv_length`` (a static cache
+            counts its unused slots), ``kv_offset`` (absolute position of the first key) and so on.
+
+    Returns:
+        One of the forms in the table above. bool [B, n], n <= kv_length: True = a token; the queries are the last of
+        these n keys. [B, 1, S_q, kv_length]: bool, True = attend, or additive.
+    """
+    pattern = {
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": False,
+        **kwargs,
+    }
+    config = kwargs.get("config")
+    if getattr(config, "index_topk", None) is not None:
+        mask = cast(torch.Tensor, eager_mask(**pattern))
+        mask.is_pattern = True  # type: ignore[attr-defined]
+        return mask
+    if mask_function is causal_mask_function and _decodes_latents(config, kwargs):
+        is_known, compact = _decode_mask(attention_mask, **kwargs)
+        if is_known:
+            return compact
+    if torch.compiler.is_compiling():  # a traced graph must not read values of tensors, as the compact forms do
+        return cast(torch.Tensor, sdpa_mask(**pattern))
+    local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
+    is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
+    tokens = _tokens(attention_mask, **kwargs) if is_plain and allow_is_causal_skip else None
+    if tokens is not None:
+        return None if tokens.shape[1] == kwargs["kv_length"] and bool(tokens.all()) else tokens
+    packing = _recognize_packing(mask_function)
+    if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
+        return None
+    mask = cast(torch.Tensor, sdpa_mask(**pattern))
+    if packing is not None:
+        mask.packing = packing  # type: ignore[attr-defined]
+    return mask
+
+
+def _tokens(
+    attention_mask: torch.Tensor | None, *, batch_size: int, kv_length: int, kv_offset: int = 0, **kwargs: Any
+) -> torch.Tensor | None:
+    """Which of the keys up to the last query are tokens, bool [B, n]; None unless the queries are the last of them."""
+    if "q_length" in kwargs:
+        q_length, q_offset, device = kwargs["q_length"], int(kwargs.get("q_offset", 0)), kwargs.get("device", "cpu")
+    else:
+        position = kwargs["cache_position"]
+        q_length, q_offset, device = position.shape[0], int(position[0]), position.device
+    num_keys = q_offset + q_length - kv_offset
+    if not q_length <= num_keys <= kv_length:
+        return None
+    if attention_mask is None:
+        return torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
+    tokens = attention_mask[:, kv_offset : kv_offset + num_keys]
+    return torch.nn.functional.pad(tokens, (0, num_keys - tokens.shape[1]))
+
+
+def _decodes_latents(config: Any, sizes: dict[str, Any]) -> bool:
+    """Whether the layers of this model attend to latents in a forward of these sizes."""
+    dims: list[Any] = [getattr(config, name, None) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
+    return caches_latents(config) and None not in dims and is_decode(sizes["q_length"], sizes["kv_length"], *dims)
+
+
+def _decode_mask(
+    attention_mask: torch.Tensor | None,
+    *,
+    batch_size: int,
+    q_length: int,
+    q_offset: int | torch.Tensor,
+    kv_length: int,
+    kv_offset: int = 0,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> tuple[bool, torch.Tensor | None]:
+    """The mask of a forward that decodes over latents: whether it has a compact form, and that.
+
+    The form is None, or, where the rows are padded on the left or have slots to spare, the keys of each row: int32
+    [1, 1, 1 or 2, B], at [0, 0, 0] one more than the last query's, at [0, 0, 1], with padding, the first that is a
+    token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes it ahead
+    of the model.
+
+    The ranges stay on the device. That there is no other padding is read from it once per forward; without an
+    ``attention_mask`` nothing is read, and the position in a static cache never is.
+    """
+    end = q_offset + q_length - kv_offset
+    first: int | torch.Tensor = 0
+    is_padded = False
+    if attention_mask is not None:
+        if torch.compiler.is_compiling():
+            return False, None
+        tokens = attention_mask[:, kv_offset : kv_offset + kv_length]
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens & (position < end)
+        first = end - tokens.sum(1)
+        in_range = (position >= first[:, None]) & (position < end)
+        is_range, is_padded = torch.stack(((tokens == in_range).all(), first.any())).tolist()
+        if not is_range:
+            return False, None
+    if not is_padded and not isinstance(end, torch.Tensor) and end == kv_length:
+        return True, None
+    ranges = torch.empty(1, 1, 2 if is_padded else 1, batch_size, dtype=torch.int32, device=device)
+    ranges[:, :, 0] = end
+    if is_padded:
+        ranges[:, :, 1] = first
+    return True, ranges
+
+
+def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:
+    """The packed sequences, where the pattern is causal attention within each of them and nothing else; else None.
+
+    transformers composes a pattern from closures, whose free variables are the only description of it.
+    """
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    found = {part.__qualname__.partition(".")[0]: inspect.getclosurevars(part).nonlocals for part in parts}
+    ids = found.pop("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    # The newer versions also count positions anew in each sequence, which leaves the causal order as it is.
+    renumbered = found.pop("remap_positions_for_packed_sequence", {}).get("mask_function")
+    is_causal = renumbered is causal_mask_function or causal_mask_function in parts
+    if ids is None or not is_causal or found.keys() - {"causal_mask_function"}:
+        return None
+    starts = torch.ones_like(ids, dtype=torch.bool)  # [B, S]
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    cu_seqlens = torch.nn.functional.pad(starts.flatten().nonzero().flatten(), (0, 1), value=ids.numel())
+    longest = int(cu_seqlens.diff().max())
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    return packing_arguments(cu_seqlens, cu_seqlens, longest, longest)
+
+
+def causal_with_lengths(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> dict[str, Any]:
+    """Causal within sequences of these lengths; more backends know the top-left form, equal where q and k are alike."""
+    alike = cu_seqlens_q is cu_seqlens_kv
+    return {
+        "attn_mask_type": "padding_causal" if alike else "padding_causal_bottom_right",
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+    }
+
+
+def packing_arguments(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+) -> dict[str, Any]:
+    """Arguments that describe packed sequences."""
+    if cu_seqlens_q is None or cu_seqlens_kv is None:
+        missing = "cu_seq_lens_q" if cu_seqlens_q is None else "cu_seq_lens_k"
+        raise ValueError(f"{missing} is missing: packed sequences need both, int32 [number of sequences + 1]")
+    return {
+        **causal_with_lengths(cu_seqlens_q, cu_seqlens_kv),
+        "max_seqlen_q": None if max_seqlen_q is None else int(max_seqlen_q),
+        "max_seqlen_kv": None if max_seqlen_kv is None else int(max_seqlen_kv),
+    }

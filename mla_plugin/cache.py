@@ -1,0 +1,242 @@
+"""The compressed cache in pages: where new tokens go, how they get there, and a contiguous copy.
+
+A slot is the number of a row: ``page * page_size + row in the page``. int64, because a cache may have more than 2**31
+rows times columns. The functions work in place, may be captured in a CUDA graph and wait for nothing. What only the
+values of slots and page tables can show is checked on the CPU, and on a CUDA device under MLA_PLUGIN_CHECK=1, which
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from mla_plugin import environment
+from mla_plugin.decode_checks import split_cache
+
+__all__ = ["append", "gather", "slot_mapping"]
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""One tensor [pages, page_size, R + Dr], or a pair (c_kv [pages, page_size, R], k_rope [pages, page_size, Dr])."""
+
+
+def _kernels() -> ModuleType:
+    from mla_plugin.kernels import cache
+
+    return cache
+
+
+def _reads_values(x: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return x.device.type == "cpu" or environment.is_value_check_requested()
+
+
+def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: int, seqlen_q: int = 1) -> torch.Tensor:
+    """Slots of the last ``seqlen_q`` tokens of each sequence, to ``append`` them.
+
+    Args:
+        page_table: int32 [B, n], each sequence's pages in order.
+        seqlens_kv: int32 [B], all tokens of each sequence, the new ones included.
+        page_size: tokens of a page.
+        seqlen_q: new tokens of each sequence.
+
+    Returns:
+        int64 [B, seqlen_q]; -1, which ``append`` leaves out, for a token before the sequence's first one, and where the
+        sequence's pages are full.
+
+    Raises:
+        IndexError: a sequence's pages are full. On a CUDA device under MLA_PLUGIN_CHECK=1 only.
+        ValueError, TypeError: an argument is off.
+    """
+    _check_indices("page_table", page_table, 2, torch.int32)
+    _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
+    if page_table.shape[0] != seqlens_kv.shape[0] or page_table.device != seqlens_kv.device:
+        raise ValueError(
+            f"page_table {list(page_table.shape)} on {page_table.device} and seqlens_kv {list(seqlens_kv.shape)} on "
+            f"{seqlens_kv.device}; one row and one length a sequence are needed, on one device"
+        )
+    if page_size < 1 or seqlen_q < 0:
+        raise ValueError(f"page_size={page_size}, seqlen_q={seqlen_q}; at least 1 and 0 are needed")
+    room = page_table.shape[1] * page_size
+    if _reads_values(seqlens_kv) and seqlens_kv.numel() and seqlen_q and int(seqlens_kv.max()) > room:
+        raise IndexError(
+            f"seqlens_kv={seqlens_kv.tolist()}; page_table has {page_table.shape[1]} pages of {page_size} for each "
+            f"sequence, {room} tokens: they are full, give the sequence another page"
+        )
+    position = seqlens_kv.long()[:, None] + torch.arange(-seqlen_q, 0, device=seqlens_kv.device)
+    exists = (position >= 0) & (position < room)
+    if room == 0:
+        return torch.full_like(position, -1)
+    position = position.clamp(0, room - 1)
+    pages = page_table.gather(1, position // page_size).long()
+    return (pages * page_size + position % page_size).masked_fill(~exists, -1)
+
+
+def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write new tokens into their slots of a paged cache, in place.
+
+    A contiguous cache [B, S_max, R + Dr] is one of B pages of S_max tokens: slot = sequence * S_max + position.
+
+    Args:
+        kv_cache: one tensor [pages, page_size, R + Dr] or a pair (c_kv, k_rope) of pages; the last dimension is
+            contiguous.
+        c_kv: [..., R], the new tokens' normalised latents, dtype of the cache.
+        k_rope: [..., Dr], their keys' rope part, after rope.
+        slot_mapping: int64 [...], each token's slot, none twice; a negative slot leaves its token out, as graphs with
+            spare tokens need.
+
+    Raises:
+        IndexError: a slot that the cache does not have, or a slot given twice. On a CUDA device under
+            MLA_PLUGIN_CHECK=1 only; without it a token of such a slot is left out, and of a slot's two tokens either
+            may stay.
+        ValueError, TypeError: an argument is off.
+    """
+    pages_c, pages_k = split_cache(kv_cache, c_kv.shape[-1])
+    tokens = slot_mapping.numel()
+    _check_rows(pages_c, pages_k, c_kv, k_rope, tokens)
+    if slot_mapping.dtype != torch.int64 or slot_mapping.device != pages_c.device:
+        raise TypeError(
+            f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; int64 on {pages_c.device} is needed"
+        )
+    slots = slot_mapping.reshape(-1)
+    num_slots = pages_c.shape[0] * pages_c.shape[1]
+    if _reads_values(slots):
+        _check_slots(slots, num_slots)
+    rows_c, rows_k = (x.reshape(tokens, x.shape[-1]).contiguous() for x in (c_kv, k_rope))
+    if pages_c.is_cuda:
+        kernels = _kernels()
+        write = kernels.append_operator if torch.compiler.is_compiling() else kernels.append
+        write(pages_c, pages_k, rows_c, rows_k, slots)
+        return
+    wanted = (slots >= 0) & (slots < num_slots)
+    slots = slots[wanted]
+    page, row = slots // pages_c.shape[1], slots % pages_c.shape[1]
+    pages_c[page, row] = rows_c[wanted]
+    pages_k[page, row] = rows_k[wanted]
+
+
+def gather(
+    kv_cache: Cache,
+    page_table: torch.Tensor,
+    seqlens_kv: torch.Tensor,
+    *,
+    kv_lora_rank: int | None = None,
+    max_seqlen_kv: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous copy of each sequence's rows, as ``decode`` and the expansion to keys and values take it.
+
+    Args:
+        kv_cache: as for ``append``.
+        page_table: int32 [B, n]; entries beyond a sequence's length are never followed.
+        seqlens_kv: int32 [B].
+        kv_lora_rank: R; needed to split one tensor.
+        max_seqlen_kv: rows of the copy for each sequence; by default what n pages hold, which takes no look at the
+            lengths. Rows beyond it are left out.
+
+    Returns:
+        c_kv [B, max_seqlen_kv, R] and k_rope [B, max_seqlen_kv, Dr], views of one tensor; rows from a sequence's length
+        on are 0.
+
+    Raises:
+        IndexError: a page that the cache does not have. On a CUDA device under MLA_PLUGIN_CHECK=1 only; without it its
+            rows are 0.
+        ValueError, TypeError: an argument is off.
+    """
+    if kv_lora_rank is None:
+        if isinstance(kv_cache, torch.Tensor):
+            raise ValueError("kv_lora_rank is missing; it says where c_kv ends in a cache that is one tensor")
+        kv_lora_rank = kv_cache[0].shape[-1]
+    pages_c, pages_k = split_cache(kv_cache, kv_lora_rank)
+    _check_pages(pages_c, pages_k)
+    _check_indices("page_table", page_table, 2, torch.int32)
+    _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
+    batch, width = page_table.shape
+    if seqlens_kv.shape[0] != batch:
+        raise ValueError(f"seqlens_kv has {seqlens_kv.shape[0]} lengths, page_table {batch} rows; one each is needed")
+    if {page_table.device, seqlens_kv.device} != {pages_c.device}:
+        raise ValueError(
+            f"kv_cache is on {pages_c.device}, page_table on {page_table.device}, seqlens_kv on {seqlens_kv.device}; "
+            "move them to one device"
+        )
+    num_pages, page_size = pages_c.shape[:2]
+    size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
+    if _reads_values(page_table):
+        _check_used_pages(page_table, seqlens_kv, num_pages, page_size)
+    rope = pages_k.shape[-1]
+    out = pages_c.new_empty((batch, size if max_seqlen_kv is None else max_seqlen_kv, kv_lora_rank + rope))
+    c_out, k_out = out[..., :kv_lora_rank], out[..., kv_lora_rank:]
+    if pages_c.is_cuda:
+        kernels = _kernels()
+        copy = kernels.gather_operator if torch.compiler.is_compiling() else kernels.gather
+        copy(pages_c, pages_k, page_table, seqlens_kv.clamp(max=size), c_out, k_out)
+        return c_out, k_out
+    out.zero_()
+    for b, length in enumerate(seqlens_kv.clamp(max=size).tolist()):
+        used = page_table[b, : -(-length // page_size)]
+        c_out[b, :length] = pages_c[used].flatten(0, 1)[:length]
+        k_out[b, :length] = pages_k[used].flatten(0, 1)[:length]
+    return c_out, k_out
+
+
+def _check_pages(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
+    for name, x in (("c_kv", c_kv), ("k_rope", k_rope)):
+        if x.dim() != 3 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+            raise ValueError(
+                f"the cache's {name} has shape {list(x.shape)} and strides {x.stride()}; [pages, page_size, columns] "
+                "with a contiguous last dimension is needed"
+            )
+    if c_kv.shape[:2] != k_rope.shape[:2] or c_kv.dtype != k_rope.dtype or c_kv.device != k_rope.device:
+        raise ValueError(
+            f"the cache's c_kv is {list(c_kv.shape)} {c_kv.dtype} on {c_kv.device} and k_rope {list(k_rope.shape)} "
+            f"{k_rope.dtype} on {k_rope.device}; they must have the same pages, dtype and device"
+        )
+
+
+def _check_rows(
+    pages_c: torch.Tensor, pages_k: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, tokens: int
+) -> None:
+    _check_pages(pages_c, pages_k)
+    for name, pages, rows in (("c_kv", pages_c, c_kv), ("k_rope", pages_k, k_rope)):
+        if rows.dim() < 1 or rows.shape[-1] != pages.shape[-1] or rows.shape[:-1].numel() != tokens:
+            raise ValueError(
+                f"{name} has shape {list(rows.shape)}; {tokens} slots of {pages.shape[-1]} columns are given, so it "
+                f"must be [{tokens}, {pages.shape[-1]}]"
+            )
+        if rows.dtype != pages.dtype or rows.device != pages.device:
+            raise TypeError(
+                f"{name} is {rows.dtype} on {rows.device}, the cache {pages.dtype} on {pages.device}; cast or move it"
+            )
+
+
+def _check_indices(name: str, x: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or x.dim() != rank or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        raise TypeError(
+            f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()}; {dtype} of {rank} dimensions, the last "
+            "one contiguous, is needed"
+        )
+
+
+def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
+    given = slots[slots >= 0]
+    wrong = given[given >= num_slots]
+    if wrong.numel():
+        raise IndexError(
+            f"slot_mapping has {wrong[:8].tolist()}; the cache has the slots 0 to {num_slots - 1}, and a negative one "
+            "leaves a token out"
+        )
+    found, counts = given.unique(return_counts=True)
+    twice = found[counts > 1]
+    if twice.numel():
+        raise IndexError(f"slot_mapping has {twice[:8].tolist()} more than once; a token would overwrite another")
+
+
+def _check_used_pages(page_table: torch.Tensor, seqlens_kv: torch.Tensor, num_pages: int, page_size: int) -> None:
+    for b, length in enumerate(seqlens_kv.tolist()):
+        if not 0 <= length <= page_table.shape[1] * page_size:
+            raise IndexError(f"seqlens_kv[{b}]={length}; page_table has {page_table.shape[1]} pages of {page_size}")
+        used = page_table[b, : -(-length // page_size)].tolist()
+        wrong = [page for page in used if not 0 <= page < num_pages]
+        if wrong:
+            raise IndexError(f"page_table[{b}] has {wrong[:8]}; the cache has the pages 0 to {num_pages - 1}")

@@ -1,0 +1,175 @@
+"""FlashAttention 2, which has one head dimension: the narrower of (Q, K) and V gets zero columns, results lose them.
+
+Zero columns of Q and K add nothing to a score; zero columns of V only make columns of out that are cut off. The scale
+stays that of the original head_dim_qk. Each pass copies what it widens once (192/128: V, and in the backward out and
+dout); benchmarks/flash_padding.py measures that. Nothing but this plugin pads, and nothing reaches FlashAttention 2
+unpadded.
+
+The backward has no input for the gradient of the log-sum-exp. One of the added columns carries it: with V = 1, out = 0
+and dout = dlse there, dout @ V.T gains dlse, delta = rowsum(dout * out) stays, so dS gains P * dlse.
+
+Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``flash_api.cpp`` and ``sdp_utils.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.hooks import hookimpl
+from mla_plugin.layout import aligned
+from mla_plugin.packed import Rows, kernel_window
+from mla_plugin.plugins.fa2 import providers
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_EVERYWHERE = 192
+WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
+SMALL_SHARED_MEMORY = (12, 0)
+
+
+def _width(request: AttentionRequest, carries_dlse: bool) -> int:
+    """The head dimension that the kernel sees, a multiple of 8 where the larger of the two is one."""
+    width = max(request.head_dim_qk, request.head_dim_v + carries_dlse)
+    return width if width == request.head_dim_qk else -(-width // 8) * 8
+
+
+def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    capability = platform.compute_capability
+    if request.device_type != "cuda" or platform.device_type != "cuda":
+        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+        return
+    if platform.cuda_version is None:
+        yield "cuda_version=None: this PyTorch is not a CUDA build"
+    if capability is None or capability < (8, 0):
+        yield f"compute_capability={capability} < (8, 0)"
+    provider = providers.find(platform)
+    if request.deterministic and request.is_training and not provider.is_deterministic:
+        yield (
+            f"deterministic=True in training: {provider.name} does not promise it, {providers.DISTRIBUTION} from "
+            f"{providers.FIRST_VERSION} below {providers.BELOW_VERSION} does"
+        )
+
+
+def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    found = f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v}"
+    if max(request.head_dim_qk, request.head_dim_v) % 8:
+        yield f"{found}, accepted is a multiple of 8 as the larger one"
+        return
+    carries_dlse = request.is_training and request.return_lse
+    width, capability = _width(request, carries_dlse), platform.compute_capability
+    found += f" padded to {width}" + (" to carry the gradient of lse" if carries_dlse else "")
+    if width > MAX_HEAD_DIM:
+        yield f"{found} > {MAX_HEAD_DIM}"
+    elif width > MAX_HEAD_DIM_EVERYWHERE and capability not in WIDE_CAPABILITIES:
+        yield f"{found} > {MAX_HEAD_DIM_EVERYWHERE} on compute_capability={capability}"
+    elif (
+        width > MAX_HEAD_DIM_EVERYWHERE
+        and request.is_training
+        and capability == SMALL_SHARED_MEMORY
+        and isinstance(providers.find(platform), providers.PyTorch)
+    ):
+        yield f"{found} > {MAX_HEAD_DIM_EVERYWHERE} in training on compute_capability={capability} [PyTorch]"
+
+
+def _window_refusals(request: AttentionRequest) -> Iterator[str]:
+    """The kernel takes a right side beyond the longest key sequence for unlimited, although rows above it are cut."""
+    right = request.window_size[1]
+    if request.max_seqlen_kv <= right < request.max_seqlen_q - 1:
+        yield (
+            f"window_size={request.window_size} with max_seqlen_q={request.max_seqlen_q} > "
+            f"max_seqlen_kv={request.max_seqlen_kv}: the kernel drops a right side of max_seqlen_kv or more"
+        )
+
+
+def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    yield from _platform_refusals(request, platform)
+    yield from _head_dim_refusals(request, platform)
+    yield from beyond_flash_attention(request)
+    yield from beyond_packed_sequences(request)
+    yield from _window_refusals(request)
+
+
+@hookimpl
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take dense and packed sequences from compute capability 8.0 on, V padded."""
+    if isinstance(request, DecodeRequest):
+        return NO_DECODE
+    reasons = tuple(refusals(request, platform))
+    if reasons:
+        return Refused(reasons)
+    notes = [providers.find(platform).name]
+    for name in ("head_dim_qk", "head_dim_v"):
+        width = _width(request, request.is_training and request.return_lse)
+        if getattr(request, name) < width:
+            notes.append(f"{name} padded from {getattr(request, name)} to {width}")
+    return Accepted(notes=tuple(notes))
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """x with zero columns up to the width; x itself where it has that width and is aligned."""
+    columns = x.shape[-1]
+    if columns == width:
+        return aligned(x)
+    wide = x.new_empty((*x.shape[:-1], width))
+    wide[..., :columns] = x
+    wide[..., columns:] = 0
+    return wide
+
+
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
+    is_causal, window = kernel_window(request)
+    # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
+    longest_q = request.max_seqlen_q if rows.q is None else max(2, request.max_seqlen_q)
+    return providers.Options(
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        window_size=window,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=request.max_seqlen_kv,
+        cu_seqlens_q=None if rows.q is None else rows.q.starts,
+        cu_seqlens_k=None if rows.kv is None else rows.kv.starts,
+        deterministic=request.deterministic,
+    )
+
+
+@hookimpl
+def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+    """Attention over the padded head dimension."""
+    request, width = plan.request, _width(plan.request, carries_dlse=False)
+    rows = Rows.of(request, tensors)
+    q, k, v = (_widened(rows.of_tensor(x), width) for x in (tensors.q, tensors.k, tensors.v))
+    options = _options(request, tensors.softmax_scale, rows)
+    out, lse = providers.find(plan.platform).forward(q, k, v, options)
+    return AttentionOutput(rows.queries(out[..., : request.head_dim_v]), rows.lse(lse))
+
+
+@hookimpl
+def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    """Gradients of q, k and v."""
+    request, tensors, dim_v = plan.request, residuals.tensors, plan.request.head_dim_v
+    width = _width(request, carries_dlse=dlse is not None)
+    rows = Rows.of(request, tensors)
+    inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
+    dout, q, k, v, out = (_widened(rows.of_tensor(x), width) for x in inputs)
+    if dlse is not None:  # the width is more than dim_v, so v and dout are fresh tensors
+        v[..., dim_v] = 1
+        dout[..., dim_v] = dlse.transpose(-1, -2)
+    options = _options(request, tensors.softmax_scale, rows)
+    dq, dk, dv = providers.find(plan.platform).backward(dout, q, k, v, out, rows.of_lse(residuals.lse), options)
+    dq, dk, dv = dq[..., : request.head_dim_qk], dk[..., : request.head_dim_qk], dv[..., :dim_v]
+    return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

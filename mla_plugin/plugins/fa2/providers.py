@@ -1,0 +1,176 @@
+"""Where FlashAttention 2 comes from: the package ``flash-attn``, or PyTorch, which carries the same kernels.
+
+Both take query, key and value of one head dimension, dense [B, S, H, D] or packed [T, H, D].
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
+from mla_plugin.types import Platform
+
+# Looked up by attribute, so that a test can stand in for them.
+aten_forward = torch.ops.aten._flash_attention_forward.default
+aten_backward = torch.ops.aten._flash_attention_backward.default
+
+((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa2"]
+FIRST_VERSION, FIRST_VERSION_ON_BLACKWELL, BELOW_VERSION = "2.7.0", "2.7.3", "2.8.4"
+"""From 2.7 on the log-sum-exp of packed sequences is [H, T] and the backward is one function with one signature.
+
+The upper limit is TransformerEngine's; older versions and newer ones leave the work to PyTorch's own.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every function is told besides tensors of rows.
+
+    Attributes:
+        softmax_scale: multiplies the scores.
+        causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
+        window_size: (left, right); -1 is unlimited.
+        max_seqlen_q, max_seqlen_k: longest sequence.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts; None for dense tensors.
+        deterministic: the backward must repeat bit for bit.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    deterministic: bool = False
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Keyword arguments for packed sequences; none for dense tensors."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {} if self.cu_seqlens_q is None else {name: getattr(self, name) for name in names}
+
+
+class FlashAttn:
+    """The package."""
+
+    is_deterministic = True
+
+    def __init__(self, version: str) -> None:
+        self.name = f"{DISTRIBUTION} {version}"
+
+    def _function(self, dense: str, packed: str, options: Options) -> Any:
+        try:
+            library = importlib.import_module(MODULE)
+        except ImportError as error:
+            raise RuntimeError(
+                f"{self.name} is installed, but {MODULE} cannot be imported ({error}); reinstall it for PyTorch "
+                f"{torch.__version__}, or uninstall it: PyTorch's own FlashAttention 2 then takes its place"
+            ) from error
+        return getattr(library, dense if options.cu_seqlens_q is None else packed)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out, and lse [B, H, S_q] or [H, T]."""
+        out, lse, *_ = self._function("flash_attn_func", "flash_attn_varlen_func", options)(
+            q,
+            k,
+            v,
+            **options.lengths,
+            softmax_scale=options.softmax_scale,
+            causal=options.causal,
+            window_size=options.window_size,
+            return_attn_probs=True,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of q, k and v."""
+        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        self._function("_flash_attn_backward", "_flash_attn_varlen_backward", options)(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *gradients,
+            **options.lengths,
+            dropout_p=0.0,
+            softmax_scale=options.softmax_scale,
+            causal=options.causal,
+            window_size_left=options.window_size[0],
+            window_size_right=options.window_size[1],
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=options.deterministic,
+        )
+        return gradients
+
+
+class PyTorch:
+    """The operators behind PyTorch's scaled_dot_product_attention; SDPA itself refuses what they can do.
+
+    The backward's determinism follows torch.use_deterministic_algorithms alone, so none is promised.
+    """
+
+    is_deterministic = False
+    name = "PyTorch's own FlashAttention 2"
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Out, and lse [B, H, S_q] or [H, T]."""
+        out, lse, *_ = aten_forward(q, k, v, *_positions(options), 0.0, options.causal, False, **_keywords(options))
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        options: Options,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of q, k and v; the random state is only read with dropout."""
+        state, unused = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
+        gradients: tuple[torch.Tensor, ...] = aten_backward(
+            dout, q, k, v, out, lse, *_positions(options), 0.0, options.causal, state, unused, **_keywords(options)
+        )
+        return gradients
+
+
+def _positions(options: Options) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    return options.cu_seqlens_q, options.cu_seqlens_k, options.max_seqlen_q, options.max_seqlen_k
+
+
+def _keywords(options: Options) -> dict[str, float]:
+    left, right = options.window_size
+    return {"scale": options.softmax_scale, "window_size_left": left, "window_size_right": right}
+
+
+def find(platform: Platform) -> FlashAttn | PyTorch:
+    """The package where a suitable version is installed, otherwise PyTorch."""
+    version = platform.version(DISTRIBUTION)
+    if version is None:
+        return PyTorch()
+    is_blackwell = platform.compute_capability is not None and platform.compute_capability >= (10, 0)
+    first = FIRST_VERSION_ON_BLACKWELL if is_blackwell else FIRST_VERSION
+    return FlashAttn(version) if Version(first) <= Version(version) < Version(BELOW_VERSION) else PyTorch()

@@ -1,0 +1,151 @@
+"""FlashAttention 3 on Hopper: 192/128 natively, padding between sequences by the true lengths beside the offsets.
+
+Packed sequences are described twice: ``cu_seqlens`` is where each one starts in memory, ``seqused`` its true length
+(TransformerEngine pull request 2596). The kernels leave what lies between uninitialised, so it is set to 0 afterwards.
+A dense batch with a padding mask is the same thing, its rows laid end to end.
+
+The backward has no input for the gradient of the log-sum-exp, and at 192/128 no spare column to carry it, so a request
+that trains on lse gets its backward from ``sdpa``.
+
+Sources of the refusals: ``mha_fwd`` and ``mha_bwd`` in FlashAttention's ``hopper/flash_api.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks import hookimpl
+from mla_plugin.packed import Rows, addressable, kernel_window
+from mla_plugin.plugins.fa3 import decode, providers
+from mla_plugin.refusals import beyond_flash_attention
+from mla_plugin.types import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Refused,
+    Residuals,
+)
+
+MAX_HEAD_DIM = 256
+MAX_DETERMINISTIC_HEAD_DIM = 192
+
+
+def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    provider = providers.find(platform)
+    if provider is None:
+        names = ", ".join(provider.distribution for provider in providers.PROVIDERS)
+        yield f"FlashAttention 3 is not installed: none of {names}"
+    elif request.is_training and not provider.has_backward:
+        yield f"is_training=True: {provider.distribution} has no backward, flash-attn-3 has"
+    if platform.device_type != "cuda" or request.device_type != "cuda":
+        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    elif platform.compute_capability != (9, 0):
+        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
+
+
+def _head_dim_refusals(request: AttentionRequest) -> Iterator[str]:
+    dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
+    found, longest = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}", max(dim_qk, dim_v)
+    if dim_qk % 8 or dim_v % 8:
+        yield f"{found}, accepted are multiples of 8"
+    is_expanded = 128 < dim_qk <= 192 and 96 < dim_v <= 128
+    is_absorbed = dim_qk <= 64 and dim_v <= 512
+    if not (is_expanded or is_absorbed or dim_qk == dim_v <= MAX_HEAD_DIM):
+        yield (
+            f"{found}, accepted are equal ones up to {MAX_HEAD_DIM}, head_dim_qk in 129..192 with head_dim_v in "
+            "97..128, and head_dim_qk up to 64 with head_dim_v up to 512"
+        )
+    elif request.is_training and longest > MAX_HEAD_DIM:
+        yield f"{found} in training, the backward takes at most {MAX_HEAD_DIM}"
+    elif request.is_training and request.deterministic and longest > MAX_DETERMINISTIC_HEAD_DIM:
+        yield f"deterministic=True in training with {found}, accepted is at most {MAX_DETERMINISTIC_HEAD_DIM}"
+
+
+def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    yield from _platform_refusals(request, platform)
+    yield from _head_dim_refusals(request)
+    yield from beyond_flash_attention(request)
+
+
+@hookimpl
+def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take every layout, padding, window and bottom-right mask that the installed provider can compute on Hopper."""
+    if isinstance(request, DecodeRequest):
+        return decode.select(request, platform)
+    reasons = tuple(refusals(request, platform))
+    if reasons:
+        return Refused(reasons)
+    provider = _provider(platform)
+    notes = [f"{provider.distribution} {platform.version(provider.distribution)}"]
+    if request.is_training and request.return_lse:
+        notes.append("the kernel takes no gradient of lse, so sdpa runs the backward")
+        return Accepted(backward_by="sdpa", notes=tuple(notes))
+    return Accepted(notes=tuple(notes))
+
+
+def _provider(platform: Platform) -> providers.Provider:
+    provider = providers.find(platform)
+    if provider is None:
+        raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
+    return provider
+
+
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
+    is_causal, window = kernel_window(request)
+    options = providers.Options(
+        softmax_scale=softmax_scale,
+        causal=is_causal,
+        window_size=window,
+        max_seqlen_q=request.max_seqlen_q,
+        max_seqlen_k=request.max_seqlen_kv,
+        deterministic=request.deterministic,
+    )
+    if rows.q is None or rows.kv is None:
+        return options
+    return replace(
+        options,
+        cu_seqlens_q=rows.q.starts,
+        cu_seqlens_k=rows.kv.starts,
+        seqused_q=rows.q.lengths,
+        seqused_k=rows.kv.lengths,
+    )
+
+
+@hookimpl
+def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
+    """Attention; V is never padded. Or decode."""
+    if isinstance(tensors, DecodeTensors):
+        return decode.forward(plan.platform, tensors)
+    request, provider = plan.request, _provider(plan.platform)
+    rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
+    q, k, v = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k, tensors.v))
+    out, lse = provider.forward(q, k, v, _options(request, tensors.softmax_scale, rows))
+    return AttentionOutput(rows.queries(out), rows.lse(lse))
+
+
+@hookimpl
+def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+    """Gradients of q, k and v by the library's own backward.
+
+    Raises:
+        ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
+    """
+    if dlse is not None:
+        raise ValueError("fa3's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
+    request, tensors, provider = plan.request, residuals.tensors, _provider(plan.platform)
+    rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
+    inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
+    dout, q, k, v, out = (addressable(rows.of_tensor(x)) for x in inputs)
+    dq, dk, dv = gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    options = _options(request, tensors.softmax_scale, rows)
+    provider.backward(dout, q, k, v, out, rows.of_lse(residuals.lse), gradients, options)
+    return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

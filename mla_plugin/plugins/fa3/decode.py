@@ -1,0 +1,130 @@
+"""FlashAttention 3's decode on Hopper: ``qv`` adds a second product to the scores, against the values themselves.
+
+softmax(scale (q k^T + qv v^T)) v, with q the rope part, qv the absorbed part and v the latents, so c_kv is both. Its
+own package, vLLM and SGLang carry the same kernel. It decides about splits on the device: a call can be captured in a
+CUDA graph and replayed with other lengths. Source of the refusals: ``mha_fwd`` in FlashAttention's
+``hopper/flash_api.cpp``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.plugins.fa3 import providers
+from mla_plugin.types import Accepted, Platform, Refused
+
+RANKS = (256, 512)
+MAX_ROPE = 64
+
+
+def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    if providers.find(platform) is None:
+        names = ", ".join(provider.distribution for provider in providers.PROVIDERS)
+        yield f"FlashAttention 3 is not installed: none of {names}"
+    if platform.device_type != "cuda" or request.device_type != "cuda":
+        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    elif platform.compute_capability != (9, 0):
+        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+    if request.kv_lora_rank not in RANKS:
+        yield f"kv_lora_rank={request.kv_lora_rank}, accepted is 256 or 512"
+    rope = request.qk_rope_head_dim
+    if rope % 8 or not 0 < rope <= MAX_ROPE:
+        yield f"qk_rope_head_dim={rope}, accepted is a multiple of 8 from 8 to {MAX_ROPE}"
+    if request.has_leftpad_kv:
+        yield "has_leftpad_kv=True, accepted is False"
+
+
+def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take 16-bit decode of ranks 256 and 512 on Hopper, contiguous or paged."""
+    reasons = tuple(refusals(request, platform))
+    if reasons:
+        return Refused(reasons)
+    provider = providers.find(platform)
+    assert provider is not None
+    return Accepted(notes=(f"{provider.distribution} {platform.version(provider.distribution)}, qv",))
+
+
+def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
+    """One launch, and a second that sums where the keys are split."""
+    provider = providers.find(platform)
+    if provider is None:
+        raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
+    q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
+    c_kv, k_rope = tensors.c_kv.unsqueeze(2), tensors.k_rope.unsqueeze(2)  # [pages or B, rows, 1, columns]
+    seqlens_kv = tensors.seqlens_kv
+    if seqlens_kv is None:
+        seqlens_kv = torch.full(c_kv.shape[:1], c_kv.shape[1], dtype=torch.int32, device=c_kv.device)
+    library = provider.library()
+    if isinstance(provider, providers.Vllm):
+        call = _VllmOperator.of(torch.ops._vllm_fa3_C.fwd.default)
+        out, lse = call(q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors)
+        return DecodeOutput(out, _lse(lse) if tensors.return_lse else None)
+    result = library.flash_attn_with_kvcache(
+        q_rope,
+        k_rope,
+        c_kv,
+        qv=q_nope_abs,
+        cache_seqlens=seqlens_kv,
+        page_table=tensors.page_table,
+        softmax_scale=tensors.softmax_scale,
+        causal=tensors.causal,
+        return_softmax_lse=tensors.return_lse,
+    )
+    if not tensors.return_lse:
+        return DecodeOutput(result[0] if isinstance(result, tuple) else result, None)
+    return DecodeOutput(result[0], _lse(result[1]))
+
+
+def _lse(lse: torch.Tensor) -> torch.Tensor:
+    """Some builds give +inf for a query that sees no key."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+class _VllmOperator:
+    """vLLM's operator with its 37 arguments in their order: by name they cost twice the time on the host."""
+
+    NAMES = ("q", "k", "v", "q_v", "seqused_k", "page_table", "softmax_scale", "is_causal", "num_splits")
+    CHOOSES_ITSELF = 0
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self._neutral = [neutral for _, neutral in providers.neutral_arguments(operator)]
+        names = [name for name, _ in providers.neutral_arguments(operator)]
+        missing = set(self.NAMES) - set(names)
+        if missing:
+            raise RuntimeError(
+                f"{operator} has no argument {', '.join(sorted(missing))}; this build of FlashAttention 3 is unknown"
+            )
+        self._places = [names.index(name) for name in self.NAMES]
+        for name in ("window_size_left", "window_size_right"):
+            self._neutral[names.index(name)] = -1
+
+    @staticmethod
+    @functools.cache
+    def of(operator: Any) -> _VllmOperator:
+        """The one for this operator."""
+        return _VllmOperator(operator)
+
+    def __call__(
+        self,
+        q_rope: torch.Tensor,
+        k_rope: torch.Tensor,
+        c_kv: torch.Tensor,
+        q_nope_abs: torch.Tensor,
+        seqlens_kv: torch.Tensor,
+        tensors: DecodeTensors,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = self._neutral.copy()
+        given = (q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors.page_table, tensors.softmax_scale)
+        for place, value in zip(self._places, (*given, tensors.causal, self.CHOOSES_ITSELF), strict=True):
+            arguments[place] = value
+        result = self._operator(*arguments)
+        return result[0], result[1]

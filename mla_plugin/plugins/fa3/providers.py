@@ -1,0 +1,249 @@
+"""The packages that carry FlashAttention 3, and how each is called.
+
+Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, and take
+packed sequences only. vLLM's Python wrapper hides ``seqused_q``, so its operator is called instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
+from mla_plugin.types import Platform
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every function is told besides q, k and v.
+
+    Attributes:
+        softmax_scale: multiplies the scores.
+        causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
+        window_size: (left, right); -1 is unlimited.
+        max_seqlen_q, max_seqlen_k: longest sequence.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts in memory; None for dense tensors.
+        seqused_q, seqused_k: int32 [B], true lengths; None when every sequence fills its place.
+        deterministic: the backward must repeat bit for bit.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    deterministic: bool = False
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Keyword arguments that the Python functions of every provider take, dense or packed."""
+        return {"softmax_scale": self.softmax_scale, "causal": self.causal, "window_size": self.window_size}
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Keyword arguments for packed sequences."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One package.
+
+    Attributes:
+        distribution: name of the distribution, as ``Platform.version`` takes it.
+        module: what to import.
+        takes_dense: it has a function for dense tensors; otherwise every call has cu_seqlens.
+        has_backward: it can train.
+    """
+
+    distribution: str
+    module: str
+    takes_dense: bool = False
+    has_backward: bool = False
+
+    def library(self) -> Any:
+        """The imported module.
+
+        Raises:
+            RuntimeError: the distribution is installed, but its module cannot be imported.
+        """
+        try:
+            return importlib.import_module(self.module)
+        except ImportError as error:
+            raise RuntimeError(
+                f"{self.distribution} is installed, but {self.module} cannot be imported ({error}); reinstall it for "
+                f"PyTorch {torch.__version__}, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
+            ) from error
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
+        """Out and the natural-log lse, [H, T], or [B, H, S_q] for dense tensors.
+
+        Args:
+            q, k, v: packed [T, H, D], or dense [B, S, H, D] where the provider takes it.
+            options: the rest.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        options: Options,
+    ) -> None:
+        """Write dq, dk and dv into ``gradients``; positions outside the sequences are left as they are."""
+        raise NotImplementedError
+
+
+class FlashAttn3(Provider):
+    """``flash_attn_interface``, built from the hopper folder of FlashAttention's repository."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
+        """See ``Provider``; newer builds return lse only when asked, older ones always."""
+        if options.cu_seqlens_q is None:
+            function, lengths = self.library().flash_attn_func, {}
+        else:
+            function, lengths = self.library().flash_attn_varlen_func, options.lengths
+        wants_lse = {"return_attn_probs": True} if "return_attn_probs" in _parameters(function) else {}
+        result = function(q, k, v, **lengths, **options.common, **wants_lse)
+        if not isinstance(result, tuple):
+            raise RuntimeError(
+                f"{self.module}.{function.__name__} returned out without the log-sum-exp and has no argument "
+                "return_attn_probs to ask for it; install a newer flash-attn-3"
+            )
+        return result[0], result[1]
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        options: Options,
+    ) -> None:
+        """See ``Provider``; the window is one argument in older builds and two in newer ones."""
+        function = self.library()._flash_attn_backward
+        is_one = "window_size" in _parameters(function)
+        window = (options.window_size,) if is_one else options.window_size
+        softcap = 0.0
+        function(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            options.cu_seqlens_q,
+            options.cu_seqlens_k,
+            options.seqused_q,
+            options.seqused_k,
+            options.max_seqlen_q,
+            options.max_seqlen_k,
+            *gradients,
+            options.softmax_scale,
+            options.causal,
+            *window,
+            softcap,
+            options.deterministic,
+        )
+
+
+class Vllm(Provider):
+    """The operator ``_vllm_fa3_C::fwd`` that ``vllm.vllm_flash_attn`` loads."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
+        """See ``Provider``."""
+        self.library()
+        result = fill_schema(
+            torch.ops._vllm_fa3_C.fwd.default,
+            q=q,
+            k=k,
+            v=v,
+            **options.lengths,
+            softmax_scale=options.softmax_scale,
+            is_causal=options.causal,
+            window_size_left=options.window_size[0],
+            window_size_right=options.window_size[1],
+        )
+        return result[0], result[1]
+
+
+class SglKernel(Provider):
+    """``sgl_kernel.flash_attn``, SGLang's build."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
+        """See ``Provider``."""
+        function = self.library().flash_attn_varlen_func
+        result = function(q, k, v, **options.lengths, **options.common, return_softmax_lse=True)
+        return result[0], result[1]
+
+
+_KINDS: dict[str, Callable[[str, str], Provider]] = {
+    "flash-attn-3": functools.partial(FlashAttn3, takes_dense=True, has_backward=True),
+    "vllm": Vllm,
+    "sgl-kernel": SglKernel,
+}
+PROVIDERS: tuple[Provider, ...] = tuple(
+    _KINDS[distribution](distribution, module) for distribution, module in FLASH_ATTENTION_PROVIDERS["fa3"]
+)
+"""In the order in which they are looked for."""
+
+_ONES = ("num_splits", "cp_world_size")
+_ZEROS = {"int": 0, "float": 0.0, "bool": False}
+
+
+def find(platform: Platform) -> Provider | None:
+    """The first provider whose distribution is installed."""
+    return next((provider for provider in PROVIDERS if platform.version(provider.distribution) is not None), None)
+
+
+def fill_schema(operator: Any, **given: object) -> Any:
+    """Call an operator by its schema's names; what is not given is absent, off or, for counts, 1.
+
+    The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.
+    """
+    arguments = {name: given.pop(name, neutral) for name, neutral in neutral_arguments(operator)}
+    if given:
+        raise RuntimeError(f"{operator} has no argument {', '.join(given)}; this build of FlashAttention 3 is unknown")
+    return operator(**arguments)
+
+
+@functools.cache
+def neutral_arguments(operator: Any) -> tuple[tuple[str, object], ...]:
+    """(name, value that changes nothing) of every argument."""
+    return tuple(
+        (
+            argument.name,
+            argument.default_value
+            if argument.has_default_value()
+            else 1
+            if argument.name in _ONES
+            else _ZEROS.get(str(argument.type)),
+        )
+        for argument in operator._schema.arguments
+    )
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,227 @@
+"""Plans: made once for each ``DecodeLengths``, kept there, shared by every layer of a step, made anew in place."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodeTensors
+from mla_plugin.layout import aligned
+
+WORKSPACE_BYTES = 128 << 20
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+class Layout(NamedTuple):
+    """What a plan depends on besides the lengths: calls that agree in it share one."""
+
+    kernel: str
+    device: torch.device
+    dtype: torch.dtype
+    table: tuple[int, int, int, int]
+    page_size: int
+    seqlen_q: int
+    num_heads: int
+    rank: int
+    rope: int
+    causal: bool
+    softmax_scale: float
+    return_lse: bool
+
+
+def _workspace(device: torch.device) -> torch.Tensor:
+    """The device's scratch memory for sums of splits: every plan's, so calls must follow each other on one stream."""
+    found = _workspaces.get(device)
+    if found is None:
+        found = _workspaces[device] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return found
+
+
+class Pages(NamedTuple):
+    """Pages in use as FlashInfer wants them, on the host: sequence b has entries indptr[b] .. indptr[b + 1].
+
+    Attributes:
+        indptr: int32 [B + 1].
+        entries: int64 [pages in use], where each page's number stands in the flattened page table.
+    """
+
+    indptr: torch.Tensor
+    entries: torch.Tensor
+
+
+def used_pages(lengths: torch.Tensor, page_size: int, table_width: int) -> Pages:
+    """The pages that sequences of these lengths use.
+
+    Args:
+        lengths: int32 [B] on the CPU.
+        page_size: tokens of a page.
+        table_width: entries of the page table for a sequence.
+
+    Raises:
+        ValueError: a sequence is longer than its entries can hold.
+    """
+    counts = (lengths + (page_size - 1)).div(page_size, rounding_mode="floor")
+    if counts.numel() and int(counts.max()) > table_width:
+        raise ValueError(
+            f"a sequence has {int(lengths.max())} keys; page_table has {table_width} pages of {page_size} for each"
+        )
+    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, out=indptr[1:])
+    shift = torch.arange(len(counts)) * table_width - indptr[:-1]
+    entries = torch.arange(int(indptr[-1])) + shift.repeat_interleave(counts)
+    return Pages(indptr, entries)
+
+
+class _Slot:
+    """A FlashInfer wrapper and the memory that its kernel reads; used by one plan at a time, then by another.
+
+    Making one takes 8 MiB on the device and as much page-locked on the host, so slots that no plan holds are kept.
+    """
+
+    def __init__(self, kernel: str, device: torch.device, batch: int, table_width: int) -> None:
+        def reserve(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        self.mla: Any = importlib.import_module("flashinfer.mla")
+        self.kv_indices = reserve(max(batch * table_width, 1))
+        self.wrapper = self.mla.BatchMLAPagedAttentionWrapper(
+            _workspace(device),
+            use_cuda_graph=True,  # plans anew in the same memory
+            qo_indptr=reserve(batch + 1),
+            kv_indptr=reserve(batch + 1),
+            kv_indices=self.kv_indices,
+            kv_len_arr=reserve(batch),
+            backend=kernel,
+        )
+        self._staged: torch.cuda.Event | None = None
+
+    def wait_until_staged(self) -> None:
+        """Until the last plan has left FlashInfer's page-locked memory, which the next one overwrites."""
+        if self._staged is not None:
+            self._staged.synchronize()
+
+    def mark_staged(self) -> None:
+        """The last plan's copy to the device has been asked for."""
+        if self.kv_indices.is_cuda:
+            self._staged = torch.cuda.Event()
+            self._staged.record()
+
+
+_idle: defaultdict[tuple[str, torch.device, int, int], list[_Slot]] = defaultdict(list)
+_captured: list[_Slot] = []
+
+
+class MLAPlan:
+    """A plan for one ``DecodeLengths``, one page table and one layout of the call."""
+
+    def __init__(self, layout: Layout, page_table: torch.Tensor, lengths: DecodeLengths) -> None:
+        if page_table.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "flashinfer plans on the host, which a CUDA graph cannot capture; call decode once with this "
+                "DecodeLengths and page_table before the capture"
+            )
+        self._layout = layout
+        self._page_table = page_table  # kept alive: its address is part of the key that this plan is found under
+        key = (layout.kernel, layout.device, *page_table.shape)
+        self._slot = _idle[key].pop() if _idle[key] else _Slot(*key)
+        self._give_back = weakref.finalize(self, _idle[key].append, self._slot)
+        self._give_back.atexit = False
+        self._structured = hasattr(self._slot.mla, "MLAPlanMetadata")  # 0.7: declares everything when planning
+        self.replan(lengths)
+
+    def replan(self, lengths: DecodeLengths) -> None:
+        """Plan for these lengths and for what the page table holds now; nothing is read from the device."""
+        slot, layout, page_table = self._slot, self._layout, self._page_table
+        slot.wait_until_staged()
+        pages = used_pages(lengths.host, layout.page_size, page_table.shape[1])
+        kv_indices = slot.kv_indices[: len(pages.entries)]
+        entries = pages.entries.to(layout.device, non_blocking=True)
+        torch.index_select(page_table.reshape(-1), 0, entries, out=kv_indices)
+        qo_indptr = torch.arange(len(lengths) + 1, dtype=torch.int32) * layout.seqlen_q
+        self._plan((qo_indptr, pages.indptr, kv_indices, lengths.host))
+        slot.mark_staged()
+
+    def _plan(self, metadata: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        layout = self._layout
+        options = {
+            "num_heads": layout.num_heads,
+            "head_dim_ckv": layout.rank,
+            "head_dim_kpe": layout.rope,
+            "page_size": layout.page_size,
+            "causal": layout.causal,
+            "sm_scale": layout.softmax_scale,
+            "q_data_type": layout.dtype,
+            "kv_data_type": layout.dtype,
+        }
+        if self._structured:
+            self._slot.wrapper.plan(
+                metadata=self._slot.mla.MLAPlanMetadata.csr(*metadata),
+                query_layout="split",
+                kv_cache_layout="split",
+                lse_mode="basee" if layout.return_lse else "none",
+                **options,
+            )
+        else:
+            self._slot.wrapper.plan(*metadata, **options)
+
+    def run(self, tensors: DecodeTensors) -> DecodeOutput:
+        """Launch the kernel."""
+        wrapper = self._slot.wrapper
+        if tensors.q_nope_abs.is_cuda and torch.cuda.is_current_stream_capturing() and self._give_back.detach():
+            _captured.append(self._slot)  # a graph goes on reading its memory
+        q_nope, q_rope = (aligned(x.flatten(0, 1)) for x in tensors[:2])  # [B * S_q, H, columns]
+        c_kv, k_rope, return_lse = tensors.c_kv, tensors.k_rope, tensors.return_lse
+        out = torch.empty(tensors.q_nope_abs.shape, dtype=q_nope.dtype, device=q_nope.device)
+        # FlashInfer's own lse is in base 2; asked for, its kernel converts it
+        options = {"out": out.view(q_nope.shape), "return_lse": return_lse, "return_lse_base_on_e": return_lse}
+        if self._structured:
+            result = wrapper.run(query=(q_nope, q_rope), kv_cache=(c_kv, k_rope), **options)
+        else:
+            result = wrapper.run(q_nope, q_rope, c_kv, k_rope, **options)
+        if not return_lse:
+            return DecodeOutput(out, None)
+        return DecodeOutput(out, result[1].view(tensors.q_nope_abs.shape[:3]).transpose(1, 2))
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+
+
+def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
+    """Find or make the plan, and run it.
+
+    Raises:
+        ValueError: a sequence is longer than its pages, or the cache's rows do not start on 16 bytes.
+        RuntimeError: a new plan would have to be made while a CUDA graph is captured.
+    """
+    q, page_table, lengths = tensors.q_nope_abs, tensors.page_table, tensors.lengths
+    if page_table is None or lengths is None:
+        raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...)")
+    for name in ("c_kv", "k_rope"):
+        cache = getattr(tensors, name)
+        if not _is_aligned(cache):
+            raise ValueError(
+                f"{name} starts at {cache.data_ptr() % 16} bytes past a multiple of 16, with strides {cache.stride()}; "
+                "rows that start on 16 bytes are needed. MLA_PLUGIN_BLOCK=flashinfer leaves this backend out"
+            )
+    layout = Layout(
+        kernel,
+        q.device,
+        q.dtype,
+        (page_table.data_ptr(), page_table.shape[0], page_table.shape[1], page_table.stride(0)),
+        tensors.c_kv.shape[1],
+        q.shape[1],
+        q.shape[2],
+        q.shape[3],
+        tensors.q_rope.shape[-1],
+        tensors.causal,
+        tensors.softmax_scale,
+        tensors.return_lse,
+    )
+    plan: MLAPlan = lengths.planned(layout, lambda held: MLAPlan(layout, page_table, held))
+    return plan.run(tensors)

@@ -1,0 +1,101 @@
+"""Decode everywhere, in plain PyTorch: no per-head key or value, and on a CUDA device no look at the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.types import Accepted, Platform, Refused
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GROUP_ELEMENTS = 1 << 26
+"""Elements of cache rows and of scores that are held at once in float32: 256 MiB of each."""
+
+
+def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why this backend cannot compute the request."""
+    if request.device_type not in ("cpu", "cuda"):
+        yield f"device_type={request.device_type!r}, accepted is 'cpu' or 'cuda'"
+    if request.device_type != platform.device_type:
+        yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
+    if request.dtype not in DTYPES:
+        yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
+
+
+def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take every decode request of a CPU or a CUDA device."""
+    reasons = tuple(refusals(request, platform))
+    return Refused(reasons) if reasons else Accepted(notes=("products of plain PyTorch in float32",))
+
+
+def forward(tensors: DecodeTensors) -> DecodeOutput:
+    """Sequence by sequence on the CPU, which knows the lengths; a few sequences at a time on a CUDA device."""
+    q = tensors.q_nope_abs
+    batch, seqlen_q, heads, _ = q.shape
+    compute = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=compute)
+    capacity = _capacity(tensors)
+    if q.device.type == "cpu":
+        lengths = [capacity] * batch if tensors.seqlens_kv is None else tensors.seqlens_kv.tolist()
+        groups = [(b, b + 1, length) for b, length in enumerate(lengths)]
+    else:
+        size = max(1, GROUP_ELEMENTS // max(1, capacity * max(tensors.c_kv.shape[-1], seqlen_q * heads)))
+        groups = [(b, min(b + size, batch), capacity) for b in range(0, batch, size)]
+    for first, last, length in groups:
+        out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
+    return DecodeOutput(out, lse)
+
+
+def _capacity(tensors: DecodeTensors) -> int:
+    rows = tensors.c_kv.shape[1]
+    return rows if tensors.page_table is None else rows * tensors.page_table.shape[1]
+
+
+def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:
+    """The first ``length`` rows of some sequences' cache: [last - first, length, columns]."""
+    if tensors.page_table is None:
+        return cache[first:last, :length]
+    pages, page_size, _ = cache.shape
+    # entries beyond a length hold anything
+    used = tensors.page_table[first:last, : -(-length // page_size)].clamp(0, max(pages - 1, 0))
+    return cache[used].flatten(1, 2)[:, :length]
+
+
+def _visible(tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:
+    """Which query sees which key: bool [last - first, S_q, length]."""
+    seqlen_q, device = tensors.q_nope_abs.shape[1], tensors.q_nope_abs.device
+    key = torch.arange(length, device=device)
+    if tensors.seqlens_kv is None:
+        ends = torch.full((last - first, 1, 1), length, device=device)
+    else:
+        ends = tensors.seqlens_kv[first:last, None, None]
+    if tensors.causal:
+        ends = ends + torch.arange(1 - seqlen_q, 1, device=device)[:, None]
+    visible = key < ends
+    if tensors.leftpad_kv is not None:
+        visible = visible & (key >= tensors.leftpad_kv[first:last, None, None])
+    return visible.expand(last - first, seqlen_q, length)
+
+
+def _attend(
+    tensors: DecodeTensors, first: int, last: int, length: int, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [G, S_q, H, R] and lse [G, H, S_q] of some sequences over their first ``length`` cache rows."""
+    q_nope_abs, q_rope = (x[first:last].flatten(1, 2).to(compute) for x in tensors[:2])  # [G, S_q * H, columns]
+    visible = _visible(tensors, first, last, length)
+    seen = visible.any(1)[..., None]  # [G, length, 1]
+    # a row that nobody sees may hold NaN, and 0 * NaN is NaN
+    c_kv, k_rope = (
+        _rows(cache, tensors, first, last, length).to(compute).masked_fill(~seen, 0.0)
+        for cache in (tensors.c_kv, tensors.k_rope)
+    )
+    scores = (q_nope_abs @ c_kv.transpose(1, 2) + q_rope @ k_rope.transpose(1, 2)) * tensors.softmax_scale
+    seqlen_q, heads = tensors.q_nope_abs.shape[1:3]
+    scores = scores.unflatten(1, (seqlen_q, heads)).masked_fill(~visible[:, :, None], -torch.inf)
+    lse = scores.logsumexp(-1)  # [G, S_q, H]
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
+    out = (weights.flatten(1, 2) @ c_kv).unflatten(1, (seqlen_q, heads))
+    return out.to(tensors.q_nope_abs.dtype), lse.transpose(1, 2)

@@ -1,0 +1,60 @@
+"""The Triton decode kernels: absorbed MLA over a contiguous or paged cache, any page size, split over the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.plugins.triton import needs
+from mla_plugin.types import Accepted, Platform, Refused
+
+MAX_COLUMNS = 576
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 15).bit_length()
+
+
+def columns(request: DecodeRequest) -> int:
+    """Columns that a program holds: each width rounded up to a power of two; a rank that is a sum of two stays."""
+    rank, rope = request.kv_lora_rank, request.qk_rope_head_dim
+    whole = _power_of_2(rank)
+    rest = rank - whole // 2
+    if 16 <= rest == _power_of_2(rest) < whole // 2:
+        whole = rank
+    return whole + (_power_of_2(rope) if rope else 0)
+
+
+def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
+    """Every reason why the kernels cannot compute the request."""
+    yield from needs.refusals(request.dtype, platform)
+    if columns(request) > MAX_COLUMNS:
+        yield (
+            f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
+            f"{columns(request)} columns after rounding up, accepted is up to {MAX_COLUMNS}"
+        )
+
+
+def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
+    """Take every layout of the cache, any page size, several query tokens and left padding."""
+    reasons = tuple(refusals(request, platform))
+    return Refused(reasons) if reasons else Accepted()
+
+
+def forward(tensors: DecodeTensors) -> DecodeOutput:
+    """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
+    from mla_plugin.kernels import decode_launch
+
+    out, lse = decode_launch.decode(
+        tensors.q_nope_abs,
+        tensors.q_rope,
+        tensors.c_kv,
+        tensors.k_rope,
+        tensors.softmax_scale,
+        tensors.causal,
+        tensors.page_table,
+        tensors.seqlens_kv,
+        tensors.leftpad_kv,
+        tensors.return_lse,
+    )
+    return DecodeOutput(out, lse)

@@ -1,0 +1,254 @@
+"""A layer over latents: weights that change, projections that cannot be absorbed, copies, graphs, and the rule."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import mla_plugin
+import mla_plugin.compat.transformers
+from mla_plugin.compat.transformers import latent
+from tests.compat.latent_models import NUM_NEW, cache_of, fresh, generate, layers_of, prefill, step
+from tests.compat.test_transformers_models import tokens_of, trio
+
+
+def test_gradients_are_taken_of_expanded_keys(spy):
+    model = fresh()
+    past = prefill(model)
+    spy.calls.clear()
+    out = model(torch.tensor([[5]] * 3), past_key_values=past).logits
+    assert spy.calls == {"expanded": 2}
+    out.sum().backward()
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_model_that_only_trains_is_left_as_it_is():
+    model = fresh()
+    model(tokens_of("none")[0], use_cache=False).logits.sum().backward()
+    assert not any("expand_kv" in vars(layer) for layer in layers_of(model))
+
+
+@pytest.mark.parametrize("change", ["in place", "load_state_dict", "new parameter", "dtype"])
+def test_weights_that_change_are_used(change, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    generate(model)
+    scale = 1.5
+    for each in (model, eager):
+        if change == "load_state_dict":
+            each.load_state_dict({k: v * scale if "kv_b_proj" in k else v for k, v in each.state_dict().items()})
+        for layer in layers_of(each):
+            if change == "in place":
+                layer.kv_b_proj.weight.data.mul_(scale)
+            elif change == "new parameter":
+                layer.kv_b_proj.weight = torch.nn.Parameter(layer.kv_b_proj.weight.detach() * scale)
+        if change == "dtype":
+            each.to(torch.float64)
+    spy.calls.clear()
+    past, other = prefill(model), prefill(eager)
+    spy.calls.clear()
+    found, expected = step(model, past), step(eager, other)
+    assert spy.calls == {"absorbed": 2}
+    assert found.dtype == (torch.float64 if change == "dtype" else torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class LowRankUpdate(torch.nn.Module):
+    """A LoRA layer, as PEFT puts it in the place of a projection."""
+
+    def __init__(self, base_layer: torch.nn.Linear):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_b = torch.nn.Linear(2, base_layer.out_features, bias=False)
+        self.weight = base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+class QuantizedLinear(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, (self.weight * 8).round() / 8)
+
+
+class OtherTensor(torch.Tensor):
+    """What a quantised or a distributed weight is: a subclass of Tensor."""
+
+
+def with_bias(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.bias = torch.nn.Parameter(torch.full((layer.kv_b_proj.out_features,), 0.5))
+
+
+def with_hook(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def with_pre_hook(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+
+
+def with_a_wrapped_forward(layer: torch.nn.Module) -> None:
+    forward = layer.kv_b_proj.forward
+    layer.kv_b_proj.forward = lambda x: forward(x) * 1.5
+
+
+def with_a_low_rank_update(layer: torch.nn.Module) -> None:
+    torch.manual_seed(0)
+    layer.kv_b_proj = LowRankUpdate(layer.kv_b_proj)
+
+
+def quantized(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.__class__ = QuantizedLinear
+
+
+def with_a_subclass_as_weight(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.weight = torch.nn.Parameter(layer.kv_b_proj.weight.detach().as_subclass(OtherTensor))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_bias, "kv_b_proj has a bias"),
+        (with_hook, "kv_b_proj has forward hooks"),
+        (with_pre_hook, "kv_b_proj has forward hooks"),
+        (with_a_wrapped_forward, "kv_b_proj has forward hooks"),
+        (with_a_low_rank_update, "kv_b_proj is a LowRankUpdate, only a plain nn.Linear can be absorbed"),
+        (quantized, "kv_b_proj is a QuantizedLinear, only a plain nn.Linear can be absorbed"),
+        (with_a_subclass_as_weight, "kv_b_proj.weight is a OtherTensor, only a plain tensor can be absorbed"),
+    ],
+)
+def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reason, spy, caplog, forget_what_was_said):
+    model, eager = fresh(), fresh(implementation="eager")
+    for each in (model, eager):
+        for layer in layers_of(each):
+            change(layer)
+    with caplog.at_level(logging.WARNING, logger="mla_plugin"):
+        found = generate(model)
+    assert spy.calls == {"expanded": 2 * NUM_NEW}
+    assert [record.message for record in caplog.records if reason in record.message] == [caplog.records[0].message]
+    assert caplog.records[0].message.startswith("DeepseekV3Attention decodes over expanded K and V: ")
+    assert torch.equal(found, generate(eager))
+    assert not torch.equal(found, generate(fresh())) or change is with_a_subclass_as_weight
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_projection_that_cannot_be_absorbed_over_a_static_cache(padding, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    for each in (model, eager):
+        for layer in layers_of(each):
+            with_bias(layer)
+    found = generate(model, padding, cache_implementation="static")
+    assert spy.calls == {"expanded": 2 * NUM_NEW}
+    assert torch.equal(found, generate(eager, padding, cache_implementation="static"))
+
+
+def test_autocast_is_expanded(spy):
+    model = fresh()
+    past = prefill(model)
+    spy.calls.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(model, past)
+    assert spy.calls == {"expanded": 2}
+
+
+def test_copies_and_pickles_have_weights_of_their_own(spy):
+    model, eager = fresh("Youtu"), fresh("Youtu", "eager")
+    generate(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        for each in (other, eager):
+            for layer in layers_of(each):
+                layer.kv_b_proj.weight.data.mul_(1.1)
+        past = prefill(other)
+        spy.calls.clear()
+        found, expected = step(other, past), step(eager, prefill(eager))
+        assert spy.calls == {"absorbed": 2}
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for layer in layers_of(eager):
+            layer.kv_b_proj.weight.data.div_(1.1)
+
+
+def test_another_implementation_gets_keys_and_values_again(spy):
+    model = fresh()
+    found = generate(model)
+    model.set_attn_implementation("eager")
+    spy.calls.clear()
+    assert torch.equal(generate(model), found)
+    assert not spy.calls
+
+
+def test_a_method_that_someone_else_replaced_stays(spy):
+    model, calls = fresh(), Counter()
+    for layer in layers_of(model):
+        original = layer.expand_kv
+
+        def theirs(c_kv, k_rope, original=original):
+            calls["theirs"] += 1
+            return original(c_kv, k_rope)
+
+        layer.expand_kv = theirs
+    generate(model)
+    assert calls == {"theirs": 2 * NUM_NEW}
+    assert spy.calls == {"expanded": 2 * NUM_NEW}
+
+
+@pytest.mark.parametrize(("cache", "is_warm"), [("dynamic", True), ("static", True), ("static", False)])
+def test_a_compiled_step_without_a_graph_break(cache, is_warm, monkeypatch):
+    runs = Counter()
+    run = mla_plugin.decode_ops.run
+
+    def counted(*arguments):
+        runs["absorbed"] += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(mla_plugin.decode_ops, "run", counted)
+    model, eager = fresh("Youtu"), trio("Youtu").eager
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    ids, past = tokens_of("none")[0], cache_of(model, cache)
+    with torch.no_grad():
+        (model if is_warm else compiled)(ids, past_key_values=past)
+    runs.clear()
+    found = step(compiled, past)
+    assert runs == {"absorbed": 2}
+    torch.testing.assert_close(found, step(eager, prefill(eager)), rtol=1e-4, atol=1e-4)
+
+
+DIMS = [(512, 128, 128), (512, 192, 256), (512, 256, 256), (256, 64, 64), (256, 64, 128), (32, 64, 64)]
+
+
+def flops(s_q: int, s_kv: int, rank: int, nope: int, v: int, absorbed: bool) -> int:
+    """Counted by PyTorch, one head, without the rope part."""
+    q, c_kv, w_uk, w_uv = (
+        torch.empty(shape, device="meta") for shape in ((s_q, nope), (s_kv, rank), (nope, rank), (v, rank))
+    )
+    with FlopCounterMode(display=False) as counter:
+        if absorbed:
+            (q @ w_uk @ c_kv.T) @ c_kv @ w_uv.T
+        else:
+            (q @ (c_kv @ w_uk.T).T) @ (c_kv @ w_uv.T)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("s_kv", [1, 2, 50, 1000, 65536])
+def test_the_rule_counts_multiplications(dims, s_kv):
+    for s_q in {1, 2, 5, s_kv // 8, s_kv // 2, s_kv - 1, s_kv, 63, 64, 73, 74, 170, 400} - {0}:
+        if s_q <= s_kv:
+            expected = 2 * flops(s_q, s_kv, *dims, True) < flops(s_q, s_kv, *dims, False)
+            assert latent.is_decode(s_q, s_kv, *dims) == expected
+
+
+def test_where_the_rule_changes_for_deepseek_v3():
+    lengths = (3, 256, 1024, 65536)
+    most = [max(s_q for s_q in range(s_kv) if latent.is_decode(s_q, s_kv, 512, 128, 128)) for s_kv in lengths]
+    assert most == [1, 46, 63, 72]
+    assert not latent.is_decode(1, 2, 512, 128, 128)
+    assert not any(latent.is_decode(s, s, *dims) for s in (1, 7, 4096) for dims in DIMS)

@@ -1,0 +1,103 @@
+"""Running a FlashAttention plugin where it would not: on a hypothetical platform, over the tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import pytest
+import torch
+
+from mla_plugin import AttentionRequest, Platform, hookimpl
+from mla_plugin.conformance import BackendConformance, Case
+from mla_plugin.hooks.manager import BackendManager
+from mla_plugin.kernels import padding
+from mla_plugin.plugins.sdpa import efficient
+from mla_plugin.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
+from tests.plugins import emulation
+from tests.plugins.test_sdpa import CudaRoad
+
+REFUSES = {
+    "fp32": "dtype=torch.float32",
+    "fp64": "dtype=torch.float64",
+    "arbitrary": "attn_mask_type='arbitrary'",
+    "bias": "bias_type=",
+    "causal unequal_lengths": "FlashAttention aligns bottom-right",
+    "padding_causal unequal_lengths": "FlashAttention aligns bottom-right",
+    "thd-no_keys-bf16": "max_seqlen_kv=0",
+    "thd-no_queries-bf16": "max_seqlen_q=0",
+    "window_top_left-37_71-bf16": "FlashAttention aligns bottom-right",
+    "window_top_left-71_37-bf16": "FlashAttention aligns bottom-right",
+    "window_is_causal_top_left-bf16": "FlashAttention aligns bottom-right",
+    "head_dims=13/7": "head_dim_qk=13",
+}
+"""What all versions refuse."""
+
+
+class Road:
+    """A plugin on a hypothetical platform."""
+
+    def __init__(self, plugin: ModuleType, platform: Platform) -> None:
+        self._plugin, self._platform = plugin, platform
+
+    def _there(self, plan: Plan) -> Plan:
+        return Plan(plan.request, self._platform, plan.forward_backend, plan.backward_backend)
+
+    @hookimpl
+    def select_backend(self, request: AttentionRequest, platform: Platform) -> Accepted | Refused:
+        return self._plugin.select_backend(request.replace(device_type="cuda"), self._platform)
+
+    @hookimpl
+    def forward(self, plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
+        return self._plugin.forward(self._there(plan), tensors)
+
+    @hookimpl
+    def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        return self._plugin.backward(self._there(plan), residuals, dout, dlse)
+
+
+def road(name: str, plugin: ModuleType, platform: Platform) -> BackendManager:
+    """A manager with the plugin on its road, and the fallback that may run its backward."""
+    manager = BackendManager(builtins={}, load_entry_points=False)
+    manager.register(Road(plugin, platform), name)
+    manager.register(CudaRoad(), "sdpa")
+    return manager
+
+
+def few(refuses: Mapping[str, str], cases: tuple[Case, ...]) -> dict[str, str]:
+    """The refusals that one of the cases meets."""
+    labels = [case.tags | {case.name, "training", "inference"} for case in cases]
+    return {key: text for key, text in refuses.items() if any(found.issuperset(key.split()) for found in labels)}
+
+
+def covering(cases: tuple[Case, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Case, ...]:
+    """The fewest cases of the dtypes, found greedily, that have every tag and every pair of layout and mask."""
+    features = {
+        case: case.tags | {f"{case.qkv_format} {case.attn_mask_type}"} for case in cases if case.dtype in dtypes
+    }
+    missing = {feature for found in features.values() for feature in found}
+    chosen = []
+    while missing:
+        best = max(features, key=lambda case: len(features[case] & missing))
+        chosen.append(best)
+        missing -= features[best]
+    return tuple(chosen)
+
+
+def fill_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | None, value: float = 0.0) -> None:
+    """What ``mla_plugin.kernels.padding.fill_gaps`` does, which takes a second for a small batch in the interpreter."""
+    inside = torch.zeros(x.shape[0], dtype=torch.bool)
+    lengths = starts.diff() if lengths is None else lengths
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=False):
+        inside[start : start + length] = True
+    x[~inside] = value
+
+
+class FlashConformance(BackendConformance):
+    """On the road: what would run on the GPU besides the library is emulated."""
+
+    @pytest.fixture(autouse=True)
+    def _on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+        monkeypatch.setattr(efficient, "_forward", emulation.forward)
+        monkeypatch.setattr(efficient, "_backward", emulation.backward)

@@ -1,0 +1,69 @@
+"""The decode conformance suite for every backend of ours that runs here; the others are in test_decode_gpu.py."""
+
+import math
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from mla_plugin import reference
+from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
+from mla_plugin.plugins.sdpa import decode as sdpa_decode
+from mla_plugin.plugins.triton import decode as triton_decode
+from tests.plugins.flashinfer_emulation import EmulatedFlashInfer
+
+
+class TestSdpa(DecodeConformance):
+    backend = "sdpa"
+    padding_poison = math.nan
+
+
+class TestTritonInterpreted(DecodeConformance):
+    backend = "triton"
+    padding_poison = math.nan
+    refuses = MappingProxyType({"bf16": "Triton's interpreter has no bfloat16 product"})
+
+    def cases(self) -> tuple[DecodeCase, ...]:
+        """A selection: the interpreter takes a tenth of a second for each."""
+        return decode_cases()[::5]
+
+
+class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):
+    """Our side of the call: its metadata, its order of plan and run, its layouts; the library itself runs on a GPU."""
+
+    backend = "flashinfer"
+    refuses = MappingProxyType(
+        {
+            "fp32": "dtype=torch.float32",
+            "ranks=256/32": "qk_rope_head_dim=32",
+            "contiguous": "page_size=None",
+            "no_host_lengths": "has_host_lengths=False",
+            "leftpad": "has_leftpad_kv=True",
+            "host_lengths-paged-queries_4-heads_40-bf16": "may lose its last key",
+            "host_lengths-paged-queries_4-heads_40-fp16": "may lose its last key",
+            "host_lengths-paged-queries_4-heads_40-fp32": "may lose its last key",
+        }
+    )
+
+
+def test_the_triton_plugin_counts_columns_as_the_kernels_do() -> None:
+    from mla_plugin.kernels.tile_math import split_head_dim
+
+    for rank in range(1, 600):
+        request = decode_cases()[0].request("cpu").replace(kv_lora_rank=rank, qk_rope_head_dim=0)
+        assert triton_decode.columns(request) == sum(split_head_dim(rank))
+
+
+@pytest.mark.parametrize("case", decode_cases()[::3], ids=str)
+def test_sdpa_computes_several_sequences_without_their_lengths_as_on_a_gpu(case: DecodeCase) -> None:
+    tensors = case.tensors("cpu", torch.Generator().manual_seed(0), math.nan)
+    exact = reference.decode(tensors)
+    batch = len(case.lengths)
+    found = [
+        sdpa_decode._attend(tensors, first, last, sdpa_decode._capacity(tensors), torch.float64)
+        for first, last in ((0, 1), (1, batch))
+    ]
+    out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.double(), exact.out, atol=eps, rtol=eps)
+    torch.testing.assert_close(lse, exact.lse, atol=1e-12, rtol=1e-12)

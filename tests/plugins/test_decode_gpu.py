@@ -1,0 +1,171 @@
+"""Every decode backend against float64 on a GPU, each call also as a CUDA graph replayed with other lengths.
+
+FlashInfer and FlashAttention 3 are tested where they are installed; benchmarks/peers_site.py makes a folder with both.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+
+import pytest
+import torch
+
+import mla_plugin
+from mla_plugin import DecodeLengths, DecodeTensors, device, reference
+from mla_plugin.conformance import DecodeConformance, decode_cases
+
+pytestmark = pytest.mark.gpu
+
+
+def needs(backend: str) -> pytest.MarkDecorator:
+    """Skip where the backend's library is missing, which its refusal of a plain request says."""
+    missing = True
+    if torch.cuda.is_available():
+        packages = dict(device.installed_packages())
+        providers = {"flashinfer": ("flashinfer-python",), "fa3": ("flash-attn-3", "vllm", "sgl-kernel")}[backend]
+        missing = not any(name in packages for name in providers)
+    return pytest.mark.skipif(missing, reason=f"{backend}'s library is not installed")
+
+
+class TestSdpa(DecodeConformance):
+    backend = "sdpa"
+    device = "cuda"
+    padding_poison = math.nan
+
+
+class TestTriton(DecodeConformance):
+    backend = "triton"
+    device = "cuda"
+    padding_poison = math.nan
+
+
+@needs("flashinfer")
+class TestFlashInfer(DecodeConformance):
+    backend = "flashinfer"
+    device = "cuda"
+    refuses = MappingProxyType(
+        {
+            "fp32": "dtype=torch.float32",
+            "ranks=256/32": "qk_rope_head_dim=32",
+            "ranks=512/0": "qk_rope_head_dim=0 with flashinfer-python=0.6",
+            "ranks=128/0": "qk_rope_head_dim=0 with flashinfer-python=0.6",
+            "contiguous": "page_size=None",
+            "no_host_lengths": "has_host_lengths=False",
+            "leftpad": "has_leftpad_kv=True",
+            "host_lengths-paged-queries_4-heads_40-bf16": "may lose its last key",
+            "host_lengths-paged-queries_4-heads_40-fp16": "may lose its last key",
+            "host_lengths-paged-queries_4-heads_40-fp32": "may lose its last key",
+        }
+    )
+
+
+@needs("fa3")
+class TestFlashAttention3(DecodeConformance):
+    backend = "fa3"
+    device = "cuda"
+    refuses = MappingProxyType(
+        {
+            "fp32": "dtype=torch.float32",
+            "ranks=128/64": "kv_lora_rank=128",
+            "ranks=512/0": "qk_rope_head_dim=0",
+            "ranks=128/0": "kv_lora_rank=128",
+            "leftpad": "has_leftpad_kv=True",
+        }
+    )
+
+
+def large_call() -> tuple[DecodeTensors, torch.Tensor]:
+    (case,) = (case for case in decode_cases(large=True) if case.name == "deepseek_tp8-paged-queries_1")
+    tensors = case.tensors("cuda", torch.Generator().manual_seed(0), 1.0)
+    return tensors, reference.decode(tensors).out
+
+
+def test_the_entry_takes_one_tensor_or_a_pair_and_chooses() -> None:
+    tensors, exact = large_call()
+    cache = torch.cat([tensors.c_kv, tensors.k_rope], -1)
+    for kv_cache in (cache, (tensors.c_kv, tensors.k_rope)):
+        for seqlens_kv in (tensors.seqlens_kv, tensors.lengths):
+            out = mla_plugin.decode(
+                tensors.q_nope_abs,
+                tensors.q_rope,
+                kv_cache,
+                softmax_scale=tensors.softmax_scale,
+                page_table=tensors.page_table,
+                seqlens_kv=seqlens_kv,
+            )
+            assert isinstance(out, torch.Tensor)
+            assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+def test_compiled_whole_and_with_cuda_graphs() -> None:
+    tensors, exact = large_call()
+
+    def step(q_nope_abs: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+        return mla_plugin.decode(  # type: ignore[return-value]
+            q_nope_abs,
+            q_rope,
+            (tensors.c_kv, tensors.k_rope),
+            softmax_scale=tensors.softmax_scale,
+            page_table=tensors.page_table,
+            seqlens_kv=tensors.seqlens_kv,
+        )
+
+    for mode in ("default", "reduce-overhead"):
+        compiled = torch.compile(step, fullgraph=True, mode=mode)
+        for _ in range(3):
+            out = compiled(tensors.q_nope_abs, tensors.q_rope).clone()
+        assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@needs("flashinfer")
+def test_a_step_plans_once_and_never_waits_for_the_device() -> None:
+    from mla_plugin.plugins.flashinfer import plan as planning
+
+    tensors, exact = large_call()
+    seqlens_kv = tensors.seqlens_kv
+    assert seqlens_kv is not None
+    host = seqlens_kv.tolist()
+
+    def layer(lengths: DecodeLengths) -> torch.Tensor:
+        return mla_plugin.decode(  # type: ignore[return-value]
+            tensors.q_nope_abs,
+            tensors.q_rope,
+            (tensors.c_kv, tensors.k_rope),
+            softmax_scale=tensors.softmax_scale,
+            page_table=tensors.page_table,
+            seqlens_kv=lengths,
+            backend="flashinfer",
+        )
+
+    layer(DecodeLengths(host, seqlens_kv=seqlens_kv))
+    planned = []
+    replan = planning.MLAPlan.replan
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        planning.MLAPlan.replan = lambda self, held: (planned.append(self), replan(self, held))[1]  # type: ignore
+        for _ in range(3):
+            lengths = DecodeLengths(host, seqlens_kv=seqlens_kv)
+            outs = [layer(lengths) for _ in range(4)]
+    finally:
+        planning.MLAPlan.replan = replan  # type: ignore[method-assign]
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(planned) == 3
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert (outs[0].double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@needs("flashinfer")
+def test_a_capture_without_a_plan_says_what_to_do() -> None:
+    tensors, _ = large_call()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="call decode once with this DecodeLengths"), torch.cuda.graph(graph):
+        mla_plugin.decode(
+            tensors.q_nope_abs,
+            tensors.q_rope,
+            (tensors.c_kv, tensors.k_rope),
+            softmax_scale=tensors.softmax_scale,
+            page_table=tensors.page_table,
+            seqlens_kv=tensors.lengths,
+            backend="flashinfer",
+        )

@@ -1,0 +1,228 @@
+"""FlashAttention 2: both providers emulated, conformance over each, refusals on hypothetical platforms."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.conformance import Case
+from mla_plugin.conformance import cases as conformance_cases
+from mla_plugin.plugins import fa2
+from mla_plugin.plugins.fa2 import providers
+from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
+from tests.plugins import flash_attention_2 as library
+from tests.plugins.flash_cases import packed_cases
+from tests.plugins.flash_libraries import install
+from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
+from tests.requests import mla_request
+
+
+def card(capability: tuple[int, int], version: str | None = None) -> Platform:
+    packages = () if version is None else (("flash-attn", version),)
+    return Platform("cuda", capability, packages, (9, 13, 0), "13.0")
+
+
+A100, PACKAGE = card((8, 0)), card((8, 0), "2.8.3")
+PADDED = {
+    "pad_between_seqs": "pad_between_seqs=True",
+    "bshd padding_masks": "qkv_format='bshd'",
+    "sbhd padding_masks": "qkv_format='sbhd'",
+    "bhsd padding_masks": "qkv_format='bhsd'",
+}
+CASES = (
+    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *packed_cases((4, 2), (torch.bfloat16,)),
+)
+
+
+class TestFlashAttn(FlashConformance):
+    backend = "fa2"
+    refuses = few(REFUSES | PADDED, CASES)
+    manager = road("fa2", fa2, PACKAGE)
+
+    def cases(self) -> tuple[Case, ...]:
+        return CASES
+
+    @pytest.fixture(autouse=True)
+    def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, "flash_attn.flash_attn_interface", **library.MEMBERS)
+
+
+class TestPyTorchs(TestFlashAttn):
+    refuses = few(REFUSES | PADDED | {"deterministic training": "deterministic=True"}, CASES)
+    manager = road("fa2", fa2, A100)
+
+    @pytest.fixture(autouse=True)
+    def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+        monkeypatch.setattr(providers, "aten_backward", library.aten_backward)
+
+
+SIGNATURE = (
+    "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+    "return_attn_probs=False, block_table=None)"
+)
+
+
+def test_the_stand_in_has_the_librarys_signature() -> None:
+    assert str(inspect.signature(library.flash_attn_varlen_func)) == SIGNATURE
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_the_stand_in_has_the_operators_arguments(name: str) -> None:
+    """Of the PyTorch that runs: names by position differ between releases, their number and the keywords do not."""
+    schema = getattr(torch.ops.aten, f"_flash_attention_{name}").default._schema
+    parameters = inspect.signature(getattr(library, f"aten_{name}")).parameters.values()
+    positional = [x for x in schema.arguments if not x.kwarg_only]
+    assert len(positional) == sum(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters)
+    keywords = {x.name for x in schema.arguments if x.kwarg_only}
+    assert {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} <= keywords
+    assert str(positional[3].type) == ("Optional[Tensor]" if name == "forward" else "Tensor")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_operators_take_our_arguments(is_packed: bool) -> None:
+    """PyTorch parses them before it finds that the CPU has no such kernel."""
+    q = torch.zeros(2, 4, 2, 64, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 4, 8], dtype=torch.int32) if is_packed else None
+    q = q.flatten(0, 1) if is_packed else q
+    options = providers.Options(0.1, True, (-1, 0), 4, 4, offsets, offsets)
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        providers.PyTorch().forward(q, q, q, options)
+    with pytest.raises(NotImplementedError, match="'CPU' backend"):
+        providers.PyTorch().backward(q, q, q, q, q, torch.zeros(2, 8), options)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        (card((8, 0)), "PyTorch's own FlashAttention 2"),
+        (card((8, 0), "2.6.3"), "PyTorch's own FlashAttention 2"),
+        (card((8, 0), "2.7.0"), "flash-attn 2.7.0"),
+        (card((9, 0), "2.8.3.post1"), "flash-attn 2.8.3.post1"),
+        (card((9, 0), "2.8.4"), "PyTorch's own FlashAttention 2"),
+        (card((10, 0), "2.7.2"), "PyTorch's own FlashAttention 2"),
+        (card((10, 0), "2.7.3"), "flash-attn 2.7.3"),
+    ],
+)
+def test_providers(platform: Platform, name: str) -> None:
+    assert providers.find(platform).name == name
+
+
+THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+TRAINING = {"is_training": True}
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "reasons"),
+    [
+        (A100, {}, []),
+        (A100, THD | TRAINING, []),
+        (PACKAGE, TRAINING | {"deterministic": True}, []),
+        (A100, {"deterministic": True}, []),
+        (card((12, 1)), {}, []),
+        (A100, {"head_dim_qk": 128, "head_dim_v": 256} | TRAINING, []),
+        (card((12, 0)), {"head_dim_qk": 256, "head_dim_v": 256}, []),
+        (card((12, 0), "2.8.3"), {"head_dim_qk": 256, "head_dim_v": 256} | TRAINING, []),
+        (A100, {"head_dim_qk": 100, "head_dim_v": 104}, []),
+        (A100, {"window_size": (64, 64), "attn_mask_type": "no_mask"}, []),
+        (A100, TRAINING | {"deterministic": True}, ["flash-attn from 2.7.0 below 2.8.4 does"]),
+        (Platform(), {"device_type": "cpu"}, ["device_type='cpu', accepted is 'cuda'"]),
+        (Platform("cuda", (8, 0)), {}, ["cuda_version=None"]),
+        (card((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
+        (A100, {"head_dim_qk": 100, "head_dim_v": 64}, ["head_dim_qk=100, head_dim_v=64, accepted is a multiple of 8"]),
+        (A100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_v=512 padded to 576 > 256"]),
+        (
+            A100,
+            {"head_dim_qk": 256, "head_dim_v": 256, "return_lse": True} | TRAINING,
+            ["padded to 264 to carry the gradient of lse > 256"],
+        ),
+        (card((8, 6)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(8, 6)"]),
+        (card((10, 3)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(10, 3)"]),
+        (card((12, 0)), {"head_dim_qk": 256} | TRAINING, ["> 192 in training on compute_capability=(12, 0) [PyTorch]"]),
+        (A100, THD | {"pad_between_seqs": True}, ["pad_between_seqs=True, accepted is False"]),
+        (A100, {"attn_mask_type": "padding_causal"}, ["accepted is qkv_format='thd'"]),
+        (A100, {"dropout_p": 0.1}, ["dropout_p=0.1"]),
+        (A100, {"max_seqlen_kv": 4096}, ["FlashAttention aligns bottom-right"]),
+        (A100, THD | {"lengths_may_differ": True}, ["lengths_may_differ=True"]),
+        (
+            A100,
+            {
+                "attn_mask_type": "no_mask",
+                "bottom_right_diagonal": True,
+                "max_seqlen_q": 71,
+                "max_seqlen_kv": 37,
+                "window_size": (5, 40),
+            },
+            ["window_size=(5, 40) with max_seqlen_q=71 > max_seqlen_kv=37"],
+        ),
+    ],
+)
+def test_refusals(platform: Platform, changes: dict[str, Any], reasons: list[str]) -> None:
+    decision = fa2.select_backend(mla_request(**changes), platform)
+    found = decision.reasons if isinstance(decision, Refused) else ()
+    assert len(found) == len(reasons), found
+    assert all(expected in reason for reason, expected in zip(found, reasons, strict=True)), found
+
+
+def test_what_runs_is_shown() -> None:
+    decision = fa2.select_backend(mla_request(), A100)
+    assert decision == Accepted(notes=("PyTorch's own FlashAttention 2", "head_dim_v padded from 128 to 192"))
+    training = mla_request(head_dim_qk=128, is_training=True, return_lse=True)
+    decision = fa2.select_backend(training, PACKAGE)
+    assert isinstance(decision, Accepted)
+    assert decision.notes[1:] == ("head_dim_qk padded from 128 to 136", "head_dim_v padded from 128 to 136")
+
+
+def test_nothing_is_copied_that_has_the_kernels_width() -> None:
+    """Only V of 192/128 is, in the forward."""
+    seen: list[torch.Tensor] = []
+
+    class Library:
+        @staticmethod
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> tuple[torch.Tensor, ...]:
+            seen.extend((q, k, v))
+            return torch.zeros_like(q), torch.zeros(2, 2, 8)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "find", lambda platform: Library)
+        request = mla_request(num_heads=2, num_kv_heads=2, max_seqlen_q=8, max_seqlen_kv=8, qkv_format="sbhd")
+        q, k, v = (torch.randn(8, 2, 2, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
+        fa2.forward(Plan(request, A100, "fa2", "fa2"), AttentionTensors(q, k, v, 0.1))
+    assert [x.data_ptr() for x in seen[:2]] == [q.data_ptr(), k.data_ptr()]
+    assert seen[2].shape == (2, 8, 2, 192)
+    assert torch.equal(seen[2][..., :128], v.transpose(0, 1))
+    assert not seen[2][..., 128:].any()
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (2, 2)])
+def test_one_query_a_sequence(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With grouped heads the packed kernel would take the rows of the batch for one query each, tail included."""
+    monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+    request = mla_request(
+        qkv_format="thd", attn_mask_type="padding", window_size=(-1, -1), max_seqlen_q=1, max_seqlen_kv=4
+    ).replace(num_heads=heads[0], num_kv_heads=heads[1], batch_size=3)
+    q, k, v = (
+        torch.randn(tokens, h, dim, dtype=torch.bfloat16)
+        for tokens, h, dim in ((5, heads[0], 192), (7, heads[1], 192), (7, heads[1], 128))
+    )
+    offsets = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1, 2], [0, 4, 5, 7])]
+    output = fa2.forward(Plan(request, A100, "fa2", "fa2"), AttentionTensors(q, k, v, 0.1, *offsets))
+    assert output.out.shape == (5, heads[0], 128)
+    assert not output.out[2:].any()
+    assert output.lse[:, 2:].isneginf().all()
+
+
+def test_a_package_that_does_not_import() -> None:
+    request = mla_request(num_heads=2, num_kv_heads=2)
+    q, k, v = (torch.randn(2, 8, 2, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
+    tensors, plan = AttentionTensors(q, k, v, 0.1), Plan(request, PACKAGE, "fa2", "fa2")
+    with pytest.raises(RuntimeError, match=r"flash-attn 2\.8\.3 is installed, but .* uninstall it"):
+        fa2.forward(plan, tensors)
+    with pytest.raises(RuntimeError, match="cannot be imported"):
+        fa2.backward(plan, Residuals(tensors, v, torch.zeros(2, 2, 8)), v, None)

@@ -1,0 +1,152 @@
+"""FlashAttention 4: conformance over its emulation, refusals on hypothetical platforms."""
+
+from __future__ import annotations
+
+import inspect
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.conformance import Case
+from mla_plugin.conformance import cases as conformance_cases
+from mla_plugin.plugins import fa4
+from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
+from tests.plugins import flash_attention_4 as library
+from tests.plugins.flash_cases import packed_cases
+from tests.plugins.flash_libraries import install
+from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
+from tests.plugins.test_fa2 import PADDED
+from tests.requests import mla_request
+
+
+def card(capability: tuple[int, int], version: str | None = "4.0.0b36", **others: str) -> Platform:
+    packages = {} if version is None else {"flash-attn-4": version}
+    packages |= {name.replace("_", "-"): found for name, found in others.items()}
+    return Platform("cuda", capability, tuple(packages.items()), (9, 13, 0), "13.0")
+
+
+H100, B200, RTX = card((9, 0)), card((10, 0)), card((12, 0))
+GROUPED = {"gqa training head_dim_qk!=head_dim_v": "grouped heads with equal head dims only"}
+CASES = (
+    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *packed_cases((4, 2), (torch.bfloat16,)),
+)
+
+
+class TestFlashAttn4(FlashConformance):
+    backend = "fa4"
+    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED, CASES))
+    manager = road("fa4", fa4, H100)
+
+    def cases(self) -> tuple[Case, ...]:
+        return CASES
+
+    @pytest.fixture(autouse=True)
+    def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(monkeypatch, "flash_attn.cute.interface", **library.MEMBERS)
+
+
+SIGNATURE = (
+    "(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+    "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, "
+    "causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
+    "deterministic=False, score_mod=None, "
+)
+
+
+def test_the_stand_in_has_the_librarys_signature() -> None:
+    found = str(inspect.signature(library.flash_attn_varlen_func))
+    assert found.startswith(SIGNATURE)
+    assert "return_lse=False" in found
+
+
+TRAINING = {"is_training": True}
+THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+EQUAL_256 = {"head_dim_qk": 256, "head_dim_v": 256}
+BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal": True}
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "reasons"),
+    [
+        (H100, TRAINING, []),
+        (B200, TRAINING, []),
+        (B200, TRAINING | {"num_kv_heads": 4}, []),
+        (H100, {"num_kv_heads": 4}, []),
+        (H100, TRAINING | {"num_kv_heads": 4, "head_dim_qk": 128}, []),
+        (H100, TRAINING | {"deterministic": True}, []),
+        (H100, THD, []),
+        (H100, {"head_dim_qk": 256, "head_dim_v": 128}, []),
+        (B200, EQUAL_256, []),
+        (B200, {"head_dim_qk": 64, "head_dim_v": 512}, []),
+        (RTX, {"head_dim_qk": 128}, []),
+        (card((9, 0), None), {}, ["flash-attn-4 is not installed"]),
+        (card((9, 0), "4.0.0b4"), {}, ["flash-attn-4 4.0.0b4 < 4.0.0b5"]),
+        (
+            card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.1"),
+            {},
+            ["flash-attn-4 4.0.0b24 with nvidia-cutlass-dsl 4.6.1 < 4.6.2"],
+        ),
+        (card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.2"), {}, []),
+        (card((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), accepted is (9, 0)"]),
+        (Platform(packages=H100.packages), {"device_type": "cpu", "head_dim_qk": 128}, ["device_type='cpu'"]),
+        (H100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_qk=576, head_dim_v=512 on"]),
+        (H100, {"head_dim_qk": 100}, ["accepted are multiples of 8"]),
+        (RTX, {}, ["head_dim_qk=192, head_dim_v=128 on compute_capability=(12, 0), accepted are at most 128 each"]),
+        (RTX, {"head_dim_qk": 576, "head_dim_v": 512}, ["accepted are at most 128 each"]),
+        (B200, {"head_dim_qk": 192, "head_dim_v": 192}, ["or exactly 192 and 128"]),
+        (B200, {"head_dim_qk": 512, "head_dim_v": 512}, ["or exactly 256 and 256"]),
+        (card((10, 0), "4.0.0b8"), {"head_dim_qk": 64, "head_dim_v": 512}, ["with flash-attn-4 4.0.0b8 < 4.0.0b9"]),
+        (B200, TRAINING | {"head_dim_qk": 64, "head_dim_v": 512}, ["the backward takes head_dim_v up to 256"]),
+        (B200, TRAINING | {"head_dim_qk": 128, "head_dim_v": 96}, ["stores dV in steps that miss its end"]),
+        (B200, TRAINING | {"head_dim_qk": 128, "head_dim_v": 64}, []),
+        (B200, EQUAL_256 | BOTTOM_RIGHT | {"max_seqlen_kv": 4096}, ["max_seqlen_kv=4096"]),
+        (B200, EQUAL_256 | {"window_size": (64, 0)}, ["window_size=(64, 0)"]),
+        (B200, TRAINING | EQUAL_256 | {"deterministic": True}, ["deterministic=True in training"]),
+        (RTX, TRAINING | {"head_dim_qk": 128, "deterministic": True}, ["deterministic=True in training"]),
+        (H100, TRAINING | {"num_kv_heads": 4}, ["num_heads=16, num_kv_heads=4 on compute_capability=(9, 0)"]),
+        (H100, THD | {"pad_between_seqs": True}, ["pad_between_seqs=True"]),
+        (H100, {"attn_mask_type": "padding_causal"}, ["accepted is qkv_format='thd'"]),
+        (H100, {"has_kv_cache": True, "page_size": 64}, ["has_kv_cache=True"]),
+        (H100, {"dropout_p": 0.1}, ["dropout_p=0.1"]),
+        (H100, {"max_seqlen_kv": 4096}, ["FlashAttention aligns bottom-right"]),
+    ],
+)
+def test_refusals(platform: Platform, changes: dict[str, Any], reasons: list[str]) -> None:
+    decision = fa4.select_backend(mla_request(**changes), platform)
+    found = decision.reasons if isinstance(decision, Refused) else ()
+    assert len(found) == len(reasons), found
+    assert all(expected in reason for reason, expected in zip(found, reasons, strict=True)), found
+
+
+def test_what_runs_is_shown() -> None:
+    assert fa4.select_backend(mla_request(is_training=True), H100) == Accepted(notes=("flash-attn-4 4.0.0b36",))
+    trained = fa4.select_backend(mla_request(is_training=True, return_lse=True), H100)
+    assert isinstance(trained, Accepted)
+    assert trained.backward_by == "sdpa"
+
+
+def small() -> tuple[Plan, AttentionTensors]:
+    request = mla_request(batch_size=1, num_heads=2, num_kv_heads=2, max_seqlen_q=8, max_seqlen_kv=8)
+    q, k, v = (torch.zeros(1, 8, 2, dim, dtype=torch.bfloat16) for dim in (192, 192, 128))
+    return Plan(request, H100, "fa4", "fa4"), AttentionTensors(q, k, v, 0.1)
+
+
+def test_a_gradient_of_lse_is_an_error() -> None:
+    plan, tensors = small()
+    lse = torch.zeros(1, 2, 8)
+    with pytest.raises(ValueError, match="return_lse=True"):
+        fa4.backward(plan, Residuals(tensors, tensors.v, lse), tensors.v, lse)
+
+
+@pytest.mark.parametrize("members", [None, {"flash_attn_func": library.flash_attn_func}])
+def test_the_module_of_flash_attn_is_not_taken_for_it(
+    members: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if members is not None:
+        install(monkeypatch, "flash_attn.cute.interface", **members)
+    with pytest.raises(RuntimeError, match="pip install --force-reinstall --no-deps flash-attn-4"):
+        fa4.forward(*small())

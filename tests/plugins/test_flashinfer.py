@@ -1,0 +1,217 @@
+"""Our side of FlashInfer: what is refused and why, and when a plan is made."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_plugin.decode_types import DecodeLengths, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.plugins import flashinfer
+from mla_plugin.plugins.flashinfer import plan as planning
+from mla_plugin.types import Accepted, Platform, Refused
+from tests.plugins.flashinfer_emulation import LIBRARIES, Wrapper, hopper, install
+from tests.requests import mla_request
+
+PAGE = 4
+
+
+def request(**changes: Any) -> DecodeRequest:
+    return DecodeRequest(
+        dtype=torch.bfloat16,
+        device_type="cuda",
+        batch_size=2,
+        seqlen_q=1,
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        max_seqlen_kv=4096,
+        page_size=64,
+        has_seqlens_kv=True,
+        has_host_lengths=True,
+    ).replace(**changes)
+
+
+def reasons(call: DecodeRequest, platform: Platform) -> tuple[str, ...]:
+    answer = flashinfer.select_backend(call, platform)
+    return answer.reasons if isinstance(answer, Refused) else ()
+
+
+@pytest.mark.parametrize("version", ["0.6.12", "0.6.13", "0.7.2.post1"])
+def test_deepseek_is_taken(version: str) -> None:
+    assert flashinfer.select_backend(request(), hopper(version)) == Accepted(notes=("FlashInfer's fa3 kernel",))
+
+
+def test_the_kernel_is_named() -> None:
+    wide = flashinfer.select_backend(request(kv_lora_rank=384), hopper())
+    ampere = replace(hopper(), compute_capability=(8, 0), shared_memory_per_block=166912)
+    assert wide == flashinfer.select_backend(request(), ampere) == Accepted(notes=("FlashInfer's fa2 kernel",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "dtype=torch.float32, accepted is bfloat16 or float16"),
+        ({"kv_lora_rank": 320}, "kv_lora_rank=320, accepted is a multiple of 128"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim=32, accepted is a multiple of 64"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0 with flashinfer-python=0.6.13 < 0.7"),
+        ({"page_size": None}, "page_size=None, accepted is a paged cache"),
+        (
+            {"has_host_lengths": False},
+            "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)",
+        ),
+        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, accepted is False"),
+        (
+            {"causal": True, "seqlen_q": 4, "num_heads": 40},
+            "causal with seqlen_q=4, num_heads=40: a tile of 128 rows ends within a query and may lose its last key; "
+            "accepted are divisors of 128 heads",
+        ),
+        ({"batch_size": 8193}, "batch_size=8193 of 16 rows is more than 8192 tiles of 64"),
+        ({"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(changes: dict[str, Any], reason: str) -> None:
+    assert reasons(request(**changes), hopper()) == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "num_heads", "taken"), [(3, 40, True), (4, 40, False), (4, 128, True), (2, 48, True), (3, 48, False)]
+)
+def test_a_tile_must_end_with_a_query(seqlen_q: int, num_heads: int, taken: bool) -> None:
+    assert bool(reasons(request(causal=True, seqlen_q=seqlen_q, num_heads=num_heads), hopper())) != taken
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"packages": ()}, 'flashinfer-python is not installed: pip install "mla-plugin[flashinfer]"'),
+        ({"packages": (("flashinfer-python", "0.6.11"),)}, "flashinfer-python=0.6.11 < 0.6.12"),
+        ({"tools": frozenset({"nvcc"})}, "ninja is not found, with which it compiles its kernels"),
+        ({"tools": frozenset({"ninja"})}, "nvcc is not found, with which it compiles its kernels"),
+        ({"compute_capability": (7, 5)}, "compute_capability=(7, 5) < (8, 0)"),
+        (
+            {"packages": (("flashinfer-jit-cache", "0.6.12+cu130"), ("flashinfer-python", "0.6.13"))},
+            "flashinfer-jit-cache=0.6.12+cu130 with flashinfer-python=0.6.13: it does not import unless they agree",
+        ),
+        (
+            {"packages": (("flashinfer-cubin", "0.6.12"), ("flashinfer-python", "0.6.13"))},
+            "flashinfer-cubin=0.6.12 with flashinfer-python=0.6.13: it does not import unless they agree",
+        ),
+    ],
+)
+def test_a_machine_that_cannot_run_it(changes: dict[str, Any], reason: str) -> None:
+    (found,) = reasons(request(), replace(hopper(), **changes))
+    assert found.startswith(reason)
+
+
+def test_compiled_kernels_need_no_compiler() -> None:
+    packages = (("flashinfer-jit-cache", "0.6.13+cu130"), ("flashinfer-python", "0.6.13"))
+    assert reasons(request(), replace(hopper(), packages=packages, tools=frozenset())) == ()
+
+
+def test_shared_memory_of_consumer_cards_suffices_for_deepseek_alone() -> None:
+    consumer = replace(hopper("0.7.2"), compute_capability=(8, 9), shared_memory_per_block=101376)
+    assert flashinfer.fa2_shared_memory(512, 64, 101376) == 92704  # stated by FlashInfer
+    assert reasons(request(), consumer) == ()
+    (reason,) = reasons(request(kv_lora_rank=640), consumer)
+    assert reason == "shared_memory_per_block=101376 < 113184, for kv_lora_rank=640"
+
+
+def test_attention_is_refused() -> None:
+    answer = flashinfer.select_backend(mla_request(), hopper())
+    assert isinstance(answer, Refused)
+    assert answer.reasons[0].startswith("AttentionRequest, accepted is DecodeRequest")
+
+
+def test_used_pages() -> None:
+    pages = planning.used_pages(torch.tensor([5, 0, 4, 9], dtype=torch.int32), page_size=4, table_width=3)
+    assert pages.indptr.tolist() == [0, 2, 2, 3, 6]
+    assert pages.indptr.dtype == torch.int32
+    assert pages.entries.tolist() == [0, 1, 6, 9, 10, 11]
+    with pytest.raises(ValueError, match="a sequence has 13 keys; page_table has 3 pages of 4 for each"):
+        planning.used_pages(torch.tensor([1, 13], dtype=torch.int32), page_size=4, table_width=3)
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def _library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, request.param)
+
+
+def call(lengths: DecodeLengths, page_table: torch.Tensor, **changes: Any) -> DecodeTensors:
+    q, cache = torch.randn(2, 1, 16, 192).half(), torch.randn(9, PAGE, 192).half()
+    return DecodeTensors(
+        *(q[..., :128], q[..., 128:], cache[..., :128], cache[..., 128:]),
+        softmax_scale=0.1,
+        page_table=page_table,
+        seqlens_kv=lengths.seqlens_kv,
+        lengths=lengths,
+    )._replace(**changes)
+
+
+def run(tensors: DecodeTensors) -> Any:
+    return flashinfer.forward(DecodePlan(request(), hopper(), "flashinfer"), tensors)
+
+
+PAGE_TABLE = torch.tensor([[3, 1, 4], [5, 8, 2]], dtype=torch.int32)
+
+
+@pytest.mark.usefixtures("_library")
+def test_the_layers_of_a_step_share_one_plan() -> None:
+    lengths = DecodeLengths([5, 9], device="cpu")
+    for _ in range(4):
+        run(call(lengths, PAGE_TABLE))
+    run(call(lengths, PAGE_TABLE.view(2, 3)))  # a view of the same table
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 1
+
+
+@pytest.mark.usefixtures("_library")
+def test_the_next_step_plans_anew_in_the_same_memory() -> None:
+    for length in range(5, 10):
+        run(call(DecodeLengths([length, 9], device="cpu"), PAGE_TABLE))
+        gc.collect()
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 5
+
+
+@pytest.mark.usefixtures("_library")
+def test_changed_lengths_and_pages_are_planned_when_they_change() -> None:
+    lengths, page_table = DecodeLengths([5, 9], device="cpu"), PAGE_TABLE.clone()
+    run(call(lengths, page_table))
+    (wrapper,) = Wrapper.made
+    page_table[0, 2] = 7
+    lengths.update([9, 1])
+    assert wrapper.plans == 2
+    assert wrapper.lengths.tolist() == [9, 1]
+    assert wrapper.buffers["kv_indices"][:4].tolist() == [3, 1, 7, 5]
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize("changes", [{"return_lse": True}, {"softmax_scale": 0.2}, {"page_table": PAGE_TABLE.clone()}])
+def test_calls_that_differ_have_plans_of_their_own(changes: dict[str, Any]) -> None:
+    lengths = DecodeLengths([5, 9], device="cpu")
+    run(call(lengths, PAGE_TABLE))
+    run(call(lengths, PAGE_TABLE)._replace(**changes))
+    assert [wrapper.plans for wrapper in Wrapper.made] == [1, 1]
+
+
+@pytest.mark.usefixtures("_library")
+def test_rows_that_do_not_start_on_16_bytes() -> None:
+    lengths = DecodeLengths([5, 9], device="cpu")
+    buffer = torch.randn(9 * PAGE * 193).half()
+    odd = buffer.view(9, PAGE, 193)[..., :128]
+    with pytest.raises(ValueError, match=r"c_kv starts .*with strides \(772, 193, 1\)"):
+        run(call(lengths, PAGE_TABLE, c_kv=odd))
+    shifted = buffer[1 : 1 + 2 * 16 * 128].view(2, 1, 16, 128)
+    straight = shifted.clone()
+    given = call(lengths, PAGE_TABLE)
+    out = run(given._replace(q_nope_abs=shifted)).out
+    assert torch.equal(out, run(given._replace(q_nope_abs=straight)).out)
+
+
+def test_a_call_without_lengths_is_an_error() -> None:
+    with pytest.raises(ValueError, match="flashinfer needs page_table and seqlens_kv"):
+        run(call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE)._replace(lengths=None))

@@ -1,0 +1,219 @@
+"""The cache helpers against a plain loop; the kernels behind them on a GPU, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mla_plugin import cache
+from mla_plugin.kernels import cache as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES = 11
+RANK, ROPE = 24, 8
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def pages_of(page_size: int, dtype: torch.dtype = torch.float32, rope: int = ROPE) -> torch.Tensor:
+    return torch.randn(PAGES, page_size, RANK + rope).to(DEVICE, dtype)
+
+
+def tokens_of(*size: int, dtype: torch.dtype = torch.float32, rope: int = ROPE) -> Pair:
+    x = torch.randn(*size, RANK + rope).to(DEVICE, dtype)
+    return x[..., :RANK], x[..., RANK:]
+
+
+def by_kernel(kv_cache: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, slots: torch.Tensor) -> None:
+    pair = kv_cache[..., :RANK], kv_cache[..., RANK:]
+    kernels.append(*pair, c_kv, k_rope, slots)
+
+
+@pytest.mark.parametrize("append", [cache.append, by_kernel])
+@pytest.mark.parametrize("page_size", [1, 3, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rope", [0, ROPE])
+def test_append(append: Callable[..., None], page_size: int, dtype: torch.dtype, rope: int) -> None:
+    kv_cache = pages_of(page_size, dtype, rope)
+    expected = kv_cache.clone()
+    tokens = min(9, PAGES * page_size)
+    c_kv, k_rope = tokens_of(tokens, dtype=dtype, rope=rope)
+    slots = torch.randperm(PAGES * page_size)[:tokens].to(DEVICE)
+    slots[tokens // 2] = -1
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot // page_size, slot % page_size] = torch.cat([c_kv[token], k_rope[token]])
+    append(kv_cache, c_kv, k_rope, slots)
+    assert torch.equal(kv_cache, expected)
+
+
+def test_append_to_a_pair_of_caches_and_from_a_batch() -> None:
+    pair = (torch.zeros(PAGES, 4, RANK, device=DEVICE), torch.zeros(PAGES, 4, ROPE, device=DEVICE))
+    c_kv, k_rope = tokens_of(2, 3)
+    slots = torch.tensor([[5, 6, 7], [43, 0, 20]], device=DEVICE)
+    cache.append(pair, c_kv, k_rope, slots)
+    for b in range(2):
+        for i in range(3):
+            page, row = divmod(int(slots[b, i]), 4)
+            assert torch.equal(pair[0][page, row], c_kv[b, i])
+            assert torch.equal(pair[1][page, row], k_rope[b, i])
+    assert int((pair[0].abs().sum(-1) > 0).sum()) == 6
+
+
+def test_the_kernel_leaves_slots_that_do_not_exist_alone() -> None:
+    kv_cache = pages_of(4)
+    before = kv_cache.clone()
+    wrong = torch.tensor([PAGES * 4, 2**40, -(2**40)], device=DEVICE)
+    by_kernel(kv_cache, *tokens_of(3), wrong)
+    assert torch.equal(kv_cache, before)
+
+
+def test_append_nothing() -> None:
+    kv_cache = pages_of(4)
+    before = kv_cache.clone()
+    cache.append(kv_cache, *tokens_of(0), torch.empty(0, dtype=torch.int64, device=DEVICE))
+    by_kernel(kv_cache, *tokens_of(0), torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(kv_cache, before)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([0, 44, 1], r"slot_mapping has \[44\]; the cache has the slots 0 to 43"),
+        ([7, 3, 7], r"has \[7\] more than once"),
+    ],
+)
+def test_a_wrong_slot_is_an_error(slots: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    kv_cache = pages_of(4)
+    before = kv_cache.clone()
+    with pytest.raises(IndexError, match=message):
+        cache.append(kv_cache, *tokens_of(3), torch.tensor(slots, device=DEVICE))
+    assert torch.equal(kv_cache, before)
+
+
+def test_append_says_what_does_not_fit() -> None:
+    kv_cache, slots = pages_of(4), torch.arange(3, device=DEVICE)
+    c_kv, k_rope = tokens_of(3)
+    with pytest.raises(TypeError, match=r"slot_mapping is torch\.int32 .*int64 on"):
+        cache.append(kv_cache, c_kv, k_rope, slots.int())
+    with pytest.raises(ValueError, match=r"c_kv has shape \[2, 24\]; 3 slots of 24 columns"):
+        cache.append(kv_cache, c_kv[:2], k_rope, slots)
+    with pytest.raises(ValueError, match=r"k_rope has shape \[3, 4\]; 3 slots of 8 columns"):
+        cache.append(kv_cache, c_kv, k_rope[:, :4], slots)
+    with pytest.raises(TypeError, match=r"c_kv is torch\.float16 .*cast or move it"):
+        cache.append(kv_cache, c_kv.half(), k_rope, slots)
+    with pytest.raises(ValueError, match=r"c_kv has shape .* contiguous last dimension is needed"):
+        cache.append(kv_cache.transpose(0, 2).contiguous().transpose(0, 2), c_kv, k_rope, slots)
+
+
+def test_slot_mapping() -> None:
+    page_table = torch.tensor([[4, 2], [0, 9], [7, 7]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([4, 1, 6], dtype=torch.int32, device=DEVICE)
+    slots = cache.slot_mapping(page_table, lengths, 3, seqlen_q=2)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [[4 * 3 + 2, 2 * 3 + 0], [-1, 0], [7 * 3 + 1, 7 * 3 + 2]]
+    assert cache.slot_mapping(page_table, lengths, 3).tolist() == [[6], [0], [23]]
+
+
+def test_full_pages_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    page_table = torch.tensor([[4, 2]], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(IndexError, match=r"seqlens_kv=\[7\]; page_table has 2 pages of 3 .* they are full"):
+        cache.slot_mapping(page_table, torch.tensor([7], dtype=torch.int32, device=DEVICE), 3)
+
+
+def gathered_by_kernel(
+    kv_cache: torch.Tensor, page_table: torch.Tensor, seqlens_kv: torch.Tensor, max_seqlen_kv: int
+) -> Pair:
+    out = torch.full((len(seqlens_kv), max_seqlen_kv, kv_cache.shape[-1]), torch.nan).to(kv_cache)
+    found = out[..., :RANK], out[..., RANK:]
+    kernels.gather(kv_cache[..., :RANK], kv_cache[..., RANK:], page_table, seqlens_kv, *found)
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64, 256])
+@pytest.mark.parametrize("by", ["function", "kernel"])
+def test_gather(page_size: int, by: str) -> None:
+    kv_cache = pages_of(page_size)
+    lengths = torch.tensor([2 * page_size, 1, 0, page_size + page_size // 2], dtype=torch.int32, device=DEVICE)
+    page_table = torch.full((4, 3), 2**30, dtype=torch.int32, device=DEVICE)
+    page_table[:, :2] = torch.randperm(PAGES)[:8].view(4, 2)
+    page_table[2] = -7
+    expected = torch.zeros(4, 3 * page_size, RANK + ROPE, device=DEVICE)
+    for b, length in enumerate(lengths.tolist()):
+        for key in range(length):
+            expected[b, key] = kv_cache[int(page_table[b, key // page_size]), key % page_size]
+    if by == "kernel":
+        c_kv, k_rope = gathered_by_kernel(kv_cache, page_table, lengths, 3 * page_size)
+    else:
+        c_kv, k_rope = cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
+    assert torch.equal(torch.cat([c_kv, k_rope], -1), expected)
+    shorter, _ = cache.gather((kv_cache[..., :RANK], kv_cache[..., RANK:]), page_table, lengths, max_seqlen_kv=2)
+    assert torch.equal(shorter, expected[:, :2, :RANK])
+
+
+def test_gather_more_rows_than_the_pages_hold() -> None:
+    kv_cache = pages_of(3)
+    page_table = torch.tensor([[4]], dtype=torch.int32, device=DEVICE)
+    c_kv, _ = cache.gather(
+        kv_cache, page_table, torch.tensor([3], dtype=torch.int32, device=DEVICE), kv_lora_rank=RANK, max_seqlen_kv=5
+    )
+    assert torch.equal(c_kv[0, :3], kv_cache[4, :, :RANK])
+    assert not c_kv[0, 3:].any()
+
+
+def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    page_table = torch.tensor([[4, PAGES]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    kv_cache = pages_of(2)
+    with pytest.raises(IndexError, match=r"page_table\[0\] has \[11\]; the cache has the pages 0 to 10"):
+        cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
+    with pytest.raises(IndexError, match=r"seqlens_kv\[0\]=5; page_table has 2 pages of 2"):
+        cache.gather(kv_cache, page_table, lengths + 2, kv_lora_rank=RANK)
+    with pytest.raises(ValueError, match="kv_lora_rank is missing"):
+        cache.gather(kv_cache, page_table, lengths)
+
+
+def test_append_is_traced_whole() -> None:
+    def step(kv_cache: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, slots: torch.Tensor) -> None:
+        cache.append(kv_cache, c_kv, k_rope, slots)
+
+    kv_cache, slots = pages_of(4), torch.tensor([5, 1, -1], device=DEVICE)
+    c_kv, k_rope = tokens_of(3)
+    expected = kv_cache.clone()
+    cache.append(expected, c_kv, k_rope, slots)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(kv_cache, c_kv, k_rope, slots)
+    assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.gpu
+def test_a_captured_append_follows_slots_and_tokens() -> None:
+    kv_cache, slots = pages_of(4), torch.tensor([5, 1, -1], device=DEVICE)
+    c_kv, k_rope = (x.contiguous() for x in tokens_of(3))
+    cache.append(kv_cache, c_kv, k_rope, slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.append(kv_cache, c_kv, k_rope, slots)
+    expected = kv_cache.clone()
+    slots.copy_(torch.tensor([-1, 40, 2]))
+    c_kv.normal_()
+    cache.append(expected, c_kv, k_rope, slots)
+    graph.replay()
+    assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.gpu
+def test_slots_beyond_2_31_elements() -> None:
+    pages = 2**31 // (64 * (RANK + ROPE)) + 10
+    kv_cache = torch.zeros(pages, 64, RANK + ROPE, dtype=torch.float16, device=DEVICE)
+    c_kv, k_rope = tokens_of(2, dtype=torch.float16)
+    cache.append(kv_cache, c_kv, k_rope, torch.tensor([pages * 64 - 1, 3], device=DEVICE))
+    page_table = torch.tensor([[pages - 1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([64], dtype=torch.int32, device=DEVICE)
+    found, _ = cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
+    assert torch.equal(found[0, -1], c_kv[0])
+    assert torch.equal(kv_cache[0, 3, RANK:], k_rope[1])

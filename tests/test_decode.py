@@ -1,0 +1,333 @@
+"""The decode entry: arguments, alignment, tracing, what it keeps between calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import mla_plugin
+from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors, decode_ops, reference
+from mla_plugin.hooks.manager import get_manager
+from mla_plugin.types import Accepted
+
+SCALE = 0.3
+B, S_Q, H, R, DR, S_KV, PAGE = 3, 2, 5, 16, 8, 11, 4
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """Arguments of a contiguous call."""
+    arguments = {
+        "q_nope_abs": torch.randn(B, S_Q, H, R),
+        "q_rope": torch.randn(B, S_Q, H, DR),
+        "kv_cache": (torch.randn(B, S_KV, R), torch.randn(B, S_KV, DR)),
+        "softmax_scale": SCALE,
+    }
+    return arguments | changes
+
+
+def paged_call(**changes: Any) -> dict[str, Any]:
+    """Arguments of a paged call, the cache one tensor."""
+    return call(
+        kv_cache=torch.randn(20, PAGE, R + DR),
+        page_table=torch.randperm(20)[: B * 4].view(B, 4).int(),
+        seqlens_kv=torch.tensor([11, 1, 16], dtype=torch.int32),
+        **changes,
+    )
+
+
+def exact(arguments: dict[str, Any]) -> DecodeOutput:
+    """The oracle's answer."""
+    given = dict(arguments)
+    cache, q_nope_abs = given.pop("kv_cache"), given.pop("q_nope_abs")
+    c_kv, k_rope = cache if isinstance(cache, tuple) else (cache[..., :R], cache[..., R:])
+    causal = given.pop("causal", True)
+    given = {name: given[name] for name in given if name in DecodeTensors._fields}
+    return reference.decode(DecodeTensors(q_nope_abs, given.pop("q_rope"), c_kv, k_rope, causal=causal, **given))
+
+
+def check(arguments: dict[str, Any]) -> None:
+    out, lse = mla_plugin.decode(**arguments, return_lse=True)
+    wanted = exact(arguments)
+    assert out.dtype == arguments["q_nope_abs"].dtype
+    torch.testing.assert_close(out.double(), wanted.out, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), wanted.lse, atol=2e-6, rtol=2e-6)
+    assert torch.equal(mla_plugin.decode(**arguments), out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("make", [call, paged_call])
+def test_the_last_query_is_the_last_key(make: Any, causal: bool) -> None:
+    check(make(causal=causal))
+
+
+def test_one_tensor_holds_both_caches() -> None:
+    check(call(kv_cache=torch.randn(B, S_KV, R + DR)))
+    pages = torch.randn(20, PAGE, R + DR)
+    check(paged_call() | {"kv_cache": (pages[..., :R], pages[..., R:])})
+
+
+def test_no_rope() -> None:
+    check(call(q_rope=torch.randn(B, S_Q, H, 0), kv_cache=torch.randn(B, S_KV, R)))
+
+
+@pytest.mark.parametrize("make", [call, paged_call])
+def test_keys_before_leftpad_are_not_seen(make: Any) -> None:
+    leftpad_kv = torch.tensor([3, 0, 16], dtype=torch.int32)
+    arguments = make(leftpad_kv=leftpad_kv)
+    check(arguments)
+    out, lse = mla_plugin.decode(**arguments, return_lse=True)
+    assert not out[2].any()
+    assert (lse[2] == -math.inf).all()
+
+
+def test_lengths_on_the_host_change_nothing() -> None:
+    arguments = paged_call()
+    out = mla_plugin.decode(**arguments)
+    lengths = DecodeLengths([11, 1, 16], seqlens_kv=arguments["seqlens_kv"])
+    assert torch.equal(mla_plugin.decode(**arguments | {"seqlens_kv": lengths}), out)
+
+
+def test_queries_of_any_strides() -> None:
+    arguments = call()
+    transposed = arguments["q_nope_abs"].permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+    assert transposed.stride(-1) != 1
+    check(arguments | {"q_nope_abs": transposed})
+    half = torch.randn(B, S_Q, 2 * H, R + DR)[:, :, ::2]
+    check(arguments | {"q_nope_abs": half[..., :R], "q_rope": half[..., R:]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "q_nope_abs": torch.randn(0, S_Q, H, R),
+            "q_rope": torch.randn(0, S_Q, H, DR),
+            "kv_cache": torch.randn(0, 7, R + DR),
+        },
+        {"kv_cache": torch.randn(B, 0, R + DR)},
+        {"q_nope_abs": torch.randn(B, 0, H, R), "q_rope": torch.randn(B, 0, H, DR)},
+    ],
+)
+def test_nothing_to_compute(changes: dict[str, Any]) -> None:
+    arguments = call(**changes)
+    out, lse = mla_plugin.decode(**arguments, return_lse=True)
+    assert out.shape == arguments["q_nope_abs"].shape
+    assert not out.any()
+    assert lse.shape == (out.shape[0], H, out.shape[1])
+    assert (lse == -math.inf).all()
+
+
+def test_float64_stays_float64() -> None:
+    arguments = call(
+        q_nope_abs=torch.randn(B, S_Q, H, R).double(),
+        q_rope=torch.randn(B, S_Q, H, DR).double(),
+        kv_cache=torch.randn(B, S_KV, R + DR).double(),
+    )
+    out, lse = mla_plugin.decode(**arguments, return_lse=True)
+    assert lse.dtype == torch.float64
+    torch.testing.assert_close(out, exact(arguments).out, atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q_nope_abs": None}, TypeError, "q_nope_abs is NoneType"),
+        ({"q_rope": 3}, TypeError, r"q_rope is int; a torch\.Tensor \[B, S_q, H, Dr\]"),
+        ({"q_nope_abs": torch.randn(B, H, R)}, ValueError, r"q_nope_abs has shape \[3, 5, 16\], 3 dimensions"),
+        ({"q_rope": torch.randn(B, S_Q, H + 1, DR)}, ValueError, r"differ in \[B, S_q, H\]"),
+        ({"kv_cache": torch.randn(B, S_KV, 1, R + DR)}, ValueError, "Drop a head dimension of 1 by squeeze"),
+        ({"kv_cache": 7}, TypeError, r"kv_cache is int; a tensor or a pair"),
+        ({"kv_cache": (torch.randn(B, S_KV, R),)}, TypeError, "a pair"),
+        ({"kv_cache": (torch.randn(B, S_KV, R + 1), torch.randn(B, S_KV, DR))}, ValueError, "multiply q_nope by W_UK"),
+        ({"kv_cache": (torch.randn(B, S_KV, R), torch.randn(B, S_KV, 4))}, ValueError, "Dr=8, k_rope has Dr=4"),
+        ({"kv_cache": (torch.randn(B, S_KV, R), torch.randn(B, 3, DR))}, ValueError, "hold one row a token"),
+        ({"kv_cache": torch.randn(B + 1, S_KV, R + DR)}, ValueError, "has 4 sequences"),
+        ({"kv_cache": torch.randn(B, S_KV, R + DR).half()}, TypeError, r"c_kv torch\.float16.*cast them"),
+        ({"kv_cache": torch.randn(R + DR, B, S_KV).permute(1, 2, 0)}, ValueError, "last dimension of c_kv has stride"),
+        ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; a positive number is needed"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan"),
+        ({"host": "nowhere"}, ValueError, "host='nowhere'; accepted: direct"),
+        ({"backend": "fa9"}, ValueError, "no backend named 'fa9'"),
+        ({"seqlens_kv": torch.tensor([1, 2, 3])}, TypeError, r"seqlens_kv has dtype torch\.int64; it must be int32"),
+        ({"seqlens_kv": torch.tensor([1, 2], dtype=torch.int32)}, ValueError, "its first dimension must be B=3"),
+        ({"seqlens_kv": torch.tensor([1, 2, 12], dtype=torch.int32)}, ValueError, "room for 0 to 11 keys"),
+        ({"leftpad_kv": torch.zeros(B)}, TypeError, "leftpad_kv has dtype"),
+        ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
+    ],
+)
+def test_what_is_wrong_is_said(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mla_plugin.decode(**call(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seqlens_kv": torch.tensor([11, 1, 17], dtype=torch.int32)}, "room for 0 to 16 keys"),
+        ({"page_table": torch.full((B, 4), 20, dtype=torch.int32)}, r"page_table\[0\] .*has the pages 0 to 19"),
+        ({"kv_cache": torch.randn(20, 0, R + DR)}, "page_size 0"),
+    ],
+)
+def test_pages_that_are_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mla_plugin.decode(**paged_call() | changes)
+
+
+@pytest.mark.parametrize("place", ["q_nope_abs", "q_rope", "kv_cache"])
+def test_there_is_no_gradient(place: str) -> None:
+    arguments = call(kv_cache=torch.randn(B, S_KV, R + DR))
+    arguments[place].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"under torch\.no_grad\(\)"):
+        mla_plugin.decode(**arguments)
+    with torch.no_grad():
+        assert not mla_plugin.decode(**arguments).requires_grad
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("make", [call, paged_call])
+def test_it_is_traced_whole(make: Any, return_lse: bool) -> None:
+    arguments = make(return_lse=return_lse)
+    compiled = torch.compile(mla_plugin.decode, fullgraph=True, backend="aot_eager")
+    found, wanted = compiled(**arguments), mla_plugin.decode(**arguments)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_lengths_on_the_host_are_traced_too() -> None:
+    arguments = paged_call()
+    wanted = mla_plugin.decode(**arguments)
+    arguments["seqlens_kv"] = DecodeLengths([11, 1, 16], seqlens_kv=arguments["seqlens_kv"])
+    compiled = torch.compile(mla_plugin.decode, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**arguments), wanted)
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+def test_the_operator_keeps_its_word(return_lse: bool) -> None:
+    arguments = paged_call()
+    cache = arguments["kv_cache"]
+    torch.library.opcheck(
+        decode_ops.decode_operator,
+        (
+            *(arguments["q_nope_abs"], arguments["q_rope"], cache[..., :R], cache[..., R:], SCALE, True, return_lse),
+            *(arguments["page_table"], arguments["seqlens_kv"], None, "direct", None),
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+class Other:
+    """A backend that gives what it is told to give."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self.asked = 0
+
+    @mla_plugin.hookimpl
+    def select_backend(self, request: Any, platform: Any) -> Accepted:
+        self.asked += 1
+        return Accepted(priority=1)
+
+    @mla_plugin.hookimpl
+    def forward(self, plan: Any, tensors: Any) -> Any:
+        return self.output
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest) -> Any:
+    plugin = Other(getattr(request, "param", None))
+    get_manager().register(plugin, "other")
+    yield plugin
+    get_manager().unregister("other")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (None, "returned NoneType, not DecodeOutput"),
+        (DecodeOutput(torch.zeros(1), None), r"returned out as \(1,\)"),
+        (DecodeOutput(torch.zeros(B, S_Q, H, R), None), "lse as None"),
+        (DecodeOutput(torch.zeros(B, S_Q, H, R), torch.zeros(B, S_Q, H)), r"lse as \(3, 2, 5\)"),
+    ],
+    indirect=["other"],
+)
+def test_a_backend_that_breaks_the_contract_is_named(other: Other, message: str) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=rf"'other'.*{message}"):
+        mla_plugin.decode(**call(), return_lse=True)
+
+
+def test_a_layout_is_decided_on_once_and_a_variable_takes_effect(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    for _ in range(3):
+        assert mla_plugin.decode(**call()).eq(1).all()
+    assert other.asked == 1
+    monkeypatch.setenv("MLA_PLUGIN_BLOCK", "other")
+    check(call())
+    monkeypatch.delenv("MLA_PLUGIN_BLOCK")
+    assert mla_plugin.decode(**call()).eq(1).all()
+
+
+def test_a_growing_cache_is_decided_on_rarely(other: Other) -> None:
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    for length in range(100, 140):
+        mla_plugin.decode(**call(kv_cache=torch.zeros(B, length, R + DR)))
+    assert other.asked == 2  # up to 128 keys, and beyond
+
+
+def test_the_memory_of_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_ops, "_MAX_ENTRIES", 5)
+    decode_ops._entries.clear()
+    for length in range(1, 20):
+        mla_plugin.decode(**call(kv_cache=torch.zeros(B, length, R + DR)))
+        assert len(decode_ops._entries) <= 5
+
+
+class Planned:
+    def __init__(self, lengths: DecodeLengths) -> None:
+        self.seen = [lengths.host.tolist()]
+
+    def replan(self, lengths: DecodeLengths) -> None:
+        self.seen.append(lengths.seqlens_kv.tolist())
+
+
+def test_lengths_keep_one_plan_for_each_key_and_plan_anew_when_they_change() -> None:
+    lengths = DecodeLengths([3, 4], device="cpu")
+    plan, same, another = (lengths.planned(key, Planned) for key in ("a", "a", "b"))
+    assert plan is same
+    assert plan is not another
+    memory = lengths.seqlens_kv
+    lengths.update(torch.tensor([5, 6]))
+    assert lengths.seqlens_kv is memory
+    assert plan.seen == another.seen == [[3, 4], [5, 6]]
+    assert lengths.host.tolist() == [5, 6]
+    assert len(lengths) == 2
+
+
+def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
+    host = torch.tensor([3, 4], dtype=torch.int32)
+    lengths = DecodeLengths(host, device="cpu")
+    host += 1
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("host", "seqlens_kv", "error", "message"),
+    [
+        ([1, -2], None, ValueError, "one non-negative length a sequence"),
+        ([[1], [2]], None, ValueError, "one non-negative length a sequence"),
+        (torch.tensor([1.0]), None, TypeError, "int32 or int64 is needed"),
+        (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
+        ([1, 2], torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\].*int32 \[2\] is needed"),
+        ([1, 2], torch.tensor([1], dtype=torch.int32), ValueError, "host has 2 lengths"),
+    ],
+)
+def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DecodeLengths(host, seqlens_kv=seqlens_kv, device="cpu")
+
+
+def test_as_many_lengths_as_before() -> None:
+    with pytest.raises(ValueError, match="3 lengths given, 2 are held"):
+        DecodeLengths([1, 2], device="cpu").update([1, 2, 3])

@@ -1,0 +1,101 @@
+"""Calls laid end to end and back, with the real kernel that fills gaps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_plugin.conformance import Case
+from mla_plugin.kernels import padding
+from mla_plugin.layout import to_bhsd
+from mla_plugin.packed import Rows, addressable, kernel_window
+from tests.requests import mla_request
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "_PROGRAMS", 1)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+def test_a_dense_batch_with_lengths_is_laid_end_to_end(qkv_format: str) -> None:
+    case = Case("", qkv_format, torch.float32, (2, 0, 5), (3, 1, 4), (6,) * 3, (4,) * 3, attn_mask_type="padding")
+    request, tensors = case.request(), case.tensors()
+    rows = Rows.of(request, tensors)
+    assert rows.q is not None
+    assert rows.kv is not None
+    assert rows.q.starts.tolist() == [0, 6, 12, 18]
+    assert rows.q.lengths.tolist() == [2, 0, 5]
+    assert rows.kv.starts.tolist() == [0, 4, 8, 12]
+    assert rows.q.starts.dtype == rows.q.lengths.dtype == torch.int32
+    q = rows.of_tensor(tensors.q)
+    assert q.shape == (18, 3, 192)
+    back = rows.queries(q.clone())
+    padded = case.is_padding("q").expand_as(tensors.q)
+    assert torch.equal(back[~padded], tensors.q[~padded])
+    assert not back[padded].any()
+
+    lse = torch.randn(3, 3, 6)
+    of_kernel = rows.of_lse(lse)
+    assert of_kernel.shape == (3, 18)
+    assert of_kernel.is_contiguous()
+    of_kernel[:, 0] = torch.inf
+    found = rows.lse(of_kernel)
+    visible = ~to_bhsd(case.is_padding("q"), qkv_format)[..., 0].expand(3, 3, 6)
+    assert found[0, :, 0].isneginf().all()
+    assert torch.equal(found[0, :, 1], lse[0, :, 1])
+    assert found[~visible].isneginf().all()
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+def test_a_dense_batch_without_lengths_stays_as_it_is(qkv_format: str) -> None:
+    case = Case("", qkv_format, torch.float32, (5, 5), (7, 7), attn_mask_type="no_mask")
+    request, tensors = case.request(), case.tensors()
+    rows = Rows.of(request, tensors)
+    assert rows.q is rows.kv is None
+    q = rows.of_tensor(tensors.q)
+    assert q.shape == (2, 5, 3, 192)
+    assert q.data_ptr() == tensors.q.data_ptr()
+    assert torch.equal(rows.queries(q), tensors.q)
+    laid = Rows.of(request, tensors, takes_dense=False)
+    assert laid.q is not None
+    assert laid.q.lengths is None
+    assert laid.of_tensor(tensors.q).shape == (10, 3, 192)
+    assert torch.equal(laid.queries(laid.of_tensor(tensors.q).clone()), tensors.q)
+
+
+def test_packed_sequences_are_described_twice_only_where_they_have_padding() -> None:
+    case = Case("", "thd", torch.float32, (2, 3), (2, 3), (4, 4), (4, 4), attn_mask_type="padding")
+    rows = Rows.of(case.request(), case.tensors())
+    assert rows.q is not None
+    assert (rows.q.starts.tolist(), rows.q.lengths.tolist()) == ([0, 4, 8], [2, 3])
+    case = Case("", "thd", torch.float32, (2, 3), (2, 3), tail=2, attn_mask_type="padding")
+    rows = Rows.of(case.request(), case.tensors())
+    assert rows.kv is not None
+    assert (rows.kv.starts.tolist(), rows.kv.lengths) == ([0, 2, 5], None)
+    x = rows.keys(torch.ones(7, 3, 8))
+    assert (x[:5] == 1).all()
+    assert not x[5:].any()
+
+
+def test_addressable_copies_only_what_hardware_cannot_read() -> None:
+    x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
+    assert addressable(x) is x
+    assert addressable(x.transpose(0, 1)).data_ptr() == x.data_ptr()
+    for bad in (x[..., 4:], x[..., :1].expand(4, 6, 64), x[:, :1].expand(4, 6, 64), x[..., ::2]):
+        copy = addressable(bad)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, bad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (True, (-1, 0))),
+        ({"attn_mask_type": "no_mask", "window_size": (-1, -1)}, (False, (-1, -1))),
+        ({"attn_mask_type": "no_mask", "window_size": (5, 3)}, (False, (5, 3))),
+        ({"attn_mask_type": "padding_causal", "window_size": (7, -1)}, (True, (7, 0))),
+    ],
+)
+def test_window(changes: dict[str, object], expected: tuple[bool, tuple[int, int]]) -> None:
+    assert kernel_window(mla_request(**changes)) == expected
