@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -16,8 +15,6 @@ from mla_plugin import environment
 from mla_plugin.compat.transformer_engine import gaps
 from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, read
 from mla_plugin.types import AttentionRequest, NoBackendError
-
-logger = logging.getLogger("mla_plugin")
 
 _COMPARES_OFFSETS_BEFORE = Version("2.18")
 _DECISIONS_KEPT = 4096
@@ -51,7 +48,7 @@ class Wrapper:
         self._original: Callable[..., Any] | None = None
         self._forward: Callable[..., Any] | None = None
         self._is_installed = False
-        self._unfused: dict[tuple[AttentionRequest, environment.Gates, object], bool] = {}
+        self._unfused: dict[tuple[AttentionRequest, int, int, environment.Gates], bool] = {}
 
     def install(self, module: ModuleType) -> None:
         """Wrap the forward of the DotProductAttention that the module defines."""
@@ -102,19 +99,17 @@ class Wrapper:
         gates = environment.gates()
         backend = _chosen(call.request.replace(host="direct"), gates)
         gap = next((gap for gap in found if backend in gap.runs), None)
-        if gap is None:
+        if gap is None or not self._is_left_unfused(module, call, gates):
             return None
-        return backend if self._is_left_unfused(module, call, gates, gap) else None
+        return backend
 
-    def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates, gap: gaps.Gap) -> bool:
+    def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates) -> bool:
         """TransformerEngine's own answer, asked once for each kind of call."""
-        key = (call.request.replace(is_training=module.training), gates, gap)
+        key = (call.request.replace(is_training=module.training), len(call.q), len(call.k), gates)
         if key not in self._unfused:
             if len(self._unfused) >= _DECISIONS_KEPT:
                 self._unfused.clear()
             self._unfused[key] = gaps.is_left_unfused(module, call)
-            if self._unfused[key]:
-                logger.info("MLA_PLUGIN_TE=fill: %s (%s) for %s", gap.name, gap.source, call.request)
         return self._unfused[key]
 
 
