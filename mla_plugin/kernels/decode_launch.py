@@ -105,7 +105,8 @@ def _workspace(parts: int, rank: int, itemsize: int) -> int:
     In 2 bytes an element the rows are written and read in half the time, 2 % of a call at B 32, S_kv 4096; each is
     rounded as the result itself is, and their weighted mean is less rounded than any of them.
     """
-    return triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
+    elements: int = triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
+    return elements
 
 
 def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
@@ -148,6 +149,8 @@ def _make_plan(
     stages = tile.paged_stages if page_size else tile.num_stages
     block_splits = triton.next_power_of_2(splits)
     block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others
+    combine_warps = max(1, min(4, block_rank * c_kv.element_size() // 512)) if block_splits <= 16 else 4
     split_arguments = (
         *(heads, seqlen_q, capacity, splits),
         *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
@@ -171,7 +174,7 @@ def _make_plan(
             combine_kernel,
             (rows * batch, triton.cdiv(rank, block_rank), 1),
             combine_arguments,
-            _options(device, 4),
+            _options(device, combine_warps),
         ),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
