@@ -50,6 +50,8 @@ class PoisonedMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _ALLOCATIONS and result.is_floating_point():
             result.fill_(torch.nan)
+        if isinstance(result, list):  # one with None, which stands for an undefined tensor, cannot go back
+            return [torch.empty(0) if x is None else x for x in result]
         return result
 
 
