@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.types import Platform
+
+logger = logging.getLogger("mla_plugin")
 
 DISTRIBUTIONS: tuple[str, ...] = (
     "flash-attn",
@@ -92,7 +95,12 @@ def build_tools() -> frozenset[str]:
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:
-    version = torch.backends.cudnn.version()
+    """None without cuDNN, and where a library loaded another cuDNN first, which PyTorch then refuses to use."""
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as reason:
+        logger.warning("PyTorch cannot use cuDNN: %s", reason)
+        return None
     if version is None:
         return None
     if version >= 90000:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mla_plugin import checks, dispatch, environment
-from mla_plugin.resolver.resolve import resolve
+from mla_plugin.resolver.attention import resolve
 from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 
 _TENSORS = (

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl, ops
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.resolver.resolve import resolve
+from mla_plugin.resolver.attention import resolve
 from tests.requests import mla_request
 
 LAYOUTS = {"bshd": (2, 5, 4), "sbhd": (5, 2, 4), "bhsd": (2, 4, 5), "thd": (9, 4)}
