@@ -254,8 +254,8 @@ def decode_kernel(
     """One program: BLOCK_M (query, head) rows of one sequence over one split of its keys.
 
     Grid: (row tiles x splits x sequences,). With one split, Out and Lse (None: not wanted) are the results. With more,
-    Out is the workspace: the splits' results [B, num_splits, S_q * H, R] in the inputs' dtype, and after them their lse
-    in log2, float32 [B, num_splits, S_q * H]; a split without keys writes -inf there and leaves its result as it is.
+    Out is the workspace: the splits' results [B, num_splits, S_q * H, R] and after them their lse in log2, float32
+    [B, num_splits, S_q * H]; a split without keys writes -inf there and leaves its result as it is.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes

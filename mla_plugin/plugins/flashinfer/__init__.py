@@ -22,7 +22,7 @@ DISTRIBUTION = "flashinfer-python"
 MIN_VERSION = Version("0.6.12")
 FIRST_WITHOUT_ROPE = Version("0.7")
 FA3_RANKS = (512,)
-"""Its Hopper kernel adds up the splits of ranks 128 and 256 wrongly, seen on an H200 with 0.6.13."""
+"""Its Hopper kernel is wrong for ranks 128 and 256 and reads beyond its memory, seen on an H200 with 0.6.13."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
 MAX_INT32 = 2**31 - 1
