@@ -52,7 +52,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (320, DecodeTile(16, 64, 4, 3, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 1)),
         (320, DecodeTile(64, 64, 8, 2, 2, 1)),
-        (576, DecodeTile(16, 64, 4, 2, 3, 2)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 2)),
         (576, DecodeTile(32, 64, 8, 3, 5, 1)),
         (576, DecodeTile(64, 32, 8, 2, 2, 1)),
     ),

@@ -193,6 +193,6 @@ def test_registered_under_one_name():
 
 
 def test_an_old_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.56.2")
+    monkeypatch.setattr(adapter.transformers, "__version__", "4.56.2")
     with pytest.raises(ImportError, match=r"4\.56\.2 is installed, mla_plugin needs >= 4\.57: pip install --upgrade"):
         adapter.register()
