@@ -44,10 +44,11 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
 
     Returns:
         int64 [B, seqlen_q]; -1, which ``append`` leaves out, for a token before the sequence's first one, and where the
-        sequence's pages are full.
+        sequence's pages are full or the page's number is negative.
 
     Raises:
-        IndexError: a sequence's pages are full. On a CUDA device under MLA_PLUGIN_CHECK=1 only.
+        IndexError: a sequence's pages are full, or a token's page is negative. On a CUDA device under
+            MLA_PLUGIN_CHECK=1 only.
         ValueError, TypeError: an argument is off.
     """
     _check_indices("page_table", page_table, 2, torch.int32)
@@ -71,7 +72,12 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
         return torch.full_like(position, -1)
     position = position.clamp(0, room - 1)
     pages = page_table.gather(1, position // page_size).long()
-    return (pages * page_size + position % page_size).masked_fill(~exists, -1)
+    if _reads_values(seqlens_kv) and bool((exists & (pages < 0)).any()):
+        raise IndexError(
+            f"page_table={page_table.tolist()} has a negative page where a token of seqlens_kv={seqlens_kv.tolist()} "
+            "goes: give the sequence a page"
+        )
+    return (pages * page_size + position % page_size).masked_fill(~exists | (pages < 0), -1)
 
 
 def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -100,7 +106,7 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
         raise TypeError(
             f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; int64 on {pages_c.device} is needed"
         )
-    slots = slot_mapping.reshape(-1)
+    slots = slot_mapping.reshape(-1).contiguous()  # a column of a table is one-dimensional with a stride
     num_slots = pages_c.shape[0] * pages_c.shape[1]
     if _reads_values(slots):
         _check_slots(slots, num_slots)
@@ -160,6 +166,8 @@ def gather(
             f"kv_cache is on {pages_c.device}, page_table on {page_table.device}, seqlens_kv on {seqlens_kv.device}; "
             "move them to one device"
         )
+    if max_seqlen_kv is not None and max_seqlen_kv < 0:
+        raise ValueError(f"max_seqlen_kv={max_seqlen_kv}; at least 0 is needed")
     num_pages, page_size = pages_c.shape[:2]
     size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
     if _reads_values(page_table):

@@ -69,6 +69,26 @@ def test_the_kernel_leaves_slots_that_do_not_exist_alone() -> None:
     assert torch.equal(kv_cache, before)
 
 
+def test_slots_in_a_column_of_a_table() -> None:
+    table = torch.tensor([[5, 0], [9, 1], [2, 3]], device=DEVICE)
+    kv_cache, tokens = pages_of(4), tokens_of(3)
+    expected = kv_cache.clone()
+    by_kernel(expected, *tokens, table[:, 0].contiguous())
+    cache.append(kv_cache, *tokens, table[:, 0])
+    assert torch.equal(kv_cache, expected)
+
+
+def test_append_gives_the_kernel_slots_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(kernels, "append", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cache.append(pages_of(4), *tokens_of(3), torch.tensor([[5, 0], [9, 1], [2, 3]], device=DEVICE)[:, 0])
+    (slots,) = found
+    assert slots.stride() == (1,)
+    assert slots.tolist() == [5, 9, 2]
+
+
 def test_append_nothing() -> None:
     kv_cache = pages_of(4)
     before = kv_cache.clone()
@@ -124,6 +144,16 @@ def test_full_pages_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.slot_mapping(page_table, torch.tensor([7], dtype=torch.int32, device=DEVICE), 3)
 
 
+def test_a_page_that_nobody_gave_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    page_table = torch.tensor([[4, -1], [2, -1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([4, 3], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    with pytest.raises(IndexError, match=r"page_table=\[\[4, -1\], \[2, -1\]\] has a negative page"):
+        cache.slot_mapping(page_table, lengths, 3)
+    monkeypatch.setattr(cache, "_reads_values", lambda x: False)
+    assert cache.slot_mapping(page_table, lengths, 3, seqlen_q=2).tolist() == [[14, -1], [7, 8]]
+
+
 def gathered_by_kernel(
     kv_cache: torch.Tensor, page_table: torch.Tensor, seqlens_kv: torch.Tensor, max_seqlen_kv: int
 ) -> Pair:
@@ -175,6 +205,8 @@ def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.gather(kv_cache, page_table, lengths + 2, kv_lora_rank=RANK)
     with pytest.raises(ValueError, match="kv_lora_rank is missing"):
         cache.gather(kv_cache, page_table, lengths)
+    with pytest.raises(ValueError, match="max_seqlen_kv=-1; at least 0"):
+        cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK, max_seqlen_kv=-1)
 
 
 def test_append_is_traced_whole() -> None:
@@ -217,3 +249,17 @@ def test_slots_beyond_2_31_elements() -> None:
     found, _ = cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
     assert torch.equal(found[0, -1], c_kv[0])
     assert torch.equal(kv_cache[0, 3, RANK:], k_rope[1])
+
+
+@pytest.mark.gpu
+def test_gather_rows_that_are_far_apart() -> None:
+    """A sequence-first cache, whose rows are more than 2**31 elements from the first."""
+    sequences, rows, width = 2**17, 600, RANK + ROPE
+    memory = torch.zeros(rows, sequences, width, dtype=torch.float16, device=DEVICE)
+    memory[-1, 0] = 1.0
+    page_table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+    found, _ = cache.gather(memory.transpose(0, 1), page_table, lengths, kv_lora_rank=RANK)
+    assert (rows - 1) * sequences * width > 2**31
+    assert bool((found[0, -1] == 1.0).all())
+    assert not found[0, :-1].any()

@@ -79,7 +79,7 @@ def gather_kernel(
     exists = key < tl.load(seqlens_kv + b)
     page = tl.load(page_table + b * stride_pt + key // page_size, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
-    row = key % page_size
+    row = (key % page_size).to(tl.int64)  # rows of a transposed cache are far apart
     _copy_row(C_kv + page * stride_cb + row * stride_cn, C_out + b * stride_cob + key * stride_con, R, BLOCK_R, exists)
     if D_ROPE > 0:
         target = K_out + b * stride_kob + key * stride_kon
