@@ -27,7 +27,7 @@ def decode(
 
     out = softmax(softmax_scale * (q_nope_abs @ c_kv.T + q_rope @ k_rope.T) + mask) @ c_kv, per head; every head reads
     the same cache and no per-head key or value is made (weight absorption, DeepSeek-V2, 2024). Multiply q_nope by W_UK
-    before and out by W_UV after. The new tokens' rows are in the cache already. No backward.
+    before and out by W_UV after. The new tokens' rows are in the cache already. No backward. Autocast changes nothing.
 
     Args:
         q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. bfloat16, float16, float32 or float64.

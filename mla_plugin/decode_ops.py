@@ -103,8 +103,11 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     return output
 
 
-def _checks_values() -> bool:
-    return environment.is_value_check_requested() and not torch.cuda.is_current_stream_capturing()
+def _check_values(tensors: DecodeTensors) -> None:
+    if tensors.q_nope_abs.device.type == "cpu" or (
+        environment.is_value_check_requested() and not torch.cuda.is_current_stream_capturing()
+    ):
+        decode_checks.check_values(tensors)
 
 
 def run(tensors: DecodeTensors, host: str, backend: str | None) -> DecodeOutput:
@@ -114,10 +117,10 @@ def run(tensors: DecodeTensors, host: str, backend: str | None) -> DecodeOutput:
         tensors = tensors._replace(q_nope_abs=q_nope_abs.contiguous(), q_rope=q_rope.contiguous())
     if not q_nope_abs.numel() or not tensors.c_kv.numel():
         decode_checks.check_tensors(tensors)
+        _check_values(tensors)
         return _empty_output(tensors)
     plan, forward = _entry(tensors, host, backend)
-    if plan.request.device_type == "cpu" or _checks_values():
-        decode_checks.check_values(tensors)
+    _check_values(tensors)
     return _check_output(forward(plan=plan, tensors=tensors), tensors, plan.forward_backend)
 
 

@@ -147,12 +147,12 @@ class DecodeLengths:
 
 
 def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    if isinstance(host, torch.Tensor):
-        if host.device.type != "cpu":
-            raise ValueError(f"host lengths are on {host.device}; give those that the host knows: ints or a CPU tensor")
-        if host.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"host lengths have dtype {host.dtype}; int32 or int64 is needed")
-    lengths = torch.as_tensor(host, dtype=torch.int32).clone()
+    if isinstance(host, torch.Tensor) and host.device.type != "cpu":
+        raise ValueError(f"host lengths are on {host.device}; give those that the host knows: ints or a CPU tensor")
+    given = torch.as_tensor(host)
+    if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
+        raise TypeError(f"host lengths have dtype {given.dtype}; int32 or int64 is needed")
+    lengths = given.to(torch.int32, copy=True)
     if lengths.dim() != 1 or (lengths < 0).any():
         raise ValueError(f"host lengths are {lengths.tolist()}; one non-negative length a sequence is needed")
     return lengths

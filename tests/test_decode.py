@@ -120,6 +120,20 @@ def test_nothing_to_compute(changes: dict[str, Any]) -> None:
     assert (lse == -math.inf).all()
 
 
+def test_a_length_in_a_cache_without_room() -> None:
+    arguments = call(kv_cache=torch.randn(B, 0, R + DR), seqlens_kv=torch.tensor([0, 2, 0], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"seqlens_kv=\[0, 2, 0\]; the cache has room for 0 to 0 keys"):
+        mla_plugin.decode(**arguments)
+
+
+def test_autocast_changes_nothing() -> None:
+    arguments = call()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(arguments)
+        out = mla_plugin.decode(**arguments)
+    assert torch.equal(out, mla_plugin.decode(**arguments))
+
+
 def test_float64_stays_float64() -> None:
     arguments = call(
         q_nope_abs=torch.randn(B, S_Q, H, R).double(),
@@ -318,6 +332,7 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         ([1, -2], None, ValueError, "one non-negative length a sequence"),
         ([[1], [2]], None, ValueError, "one non-negative length a sequence"),
         (torch.tensor([1.0]), None, TypeError, "int32 or int64 is needed"),
+        ([1, 2.5], None, TypeError, "host lengths have dtype torch.float32; int32 or int64 is needed"),
         (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
         ([1, 2], torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\].*int32 \[2\] is needed"),
         ([1, 2], torch.tensor([1], dtype=torch.int32), ValueError, "host has 2 lengths"),
@@ -326,6 +341,10 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
 def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DecodeLengths(host, seqlens_kv=seqlens_kv, device="cpu")
+
+
+def test_no_lengths() -> None:
+    assert DecodeLengths([], device="cpu").seqlens_kv.tolist() == []
 
 
 def test_as_many_lengths_as_before() -> None:

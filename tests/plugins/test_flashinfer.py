@@ -97,6 +97,10 @@ def test_a_tile_must_end_with_a_query(seqlen_q: int, num_heads: int, taken: bool
             "flashinfer-jit-cache=0.6.12+cu130 with flashinfer-python=0.6.13: it does not import unless they agree",
         ),
         (
+            {"packages": (("flashinfer-jit-cache", "0.7.10+cu130"), ("flashinfer-python", "0.7.1"))},
+            "flashinfer-jit-cache=0.7.10+cu130 with flashinfer-python=0.7.1: it does not import unless they agree",
+        ),
+        (
             {"packages": (("flashinfer-cubin", "0.6.12"), ("flashinfer-python", "0.6.13"))},
             "flashinfer-cubin=0.6.12 with flashinfer-python=0.6.13: it does not import unless they agree",
         ),

@@ -44,7 +44,7 @@ def _package_refusals(platform: Platform) -> Iterator[str]:
         yield f"flashinfer-python={found} < {MIN_VERSION}"
     for companion in ("flashinfer-jit-cache", "flashinfer-cubin"):
         version = platform.version(companion)
-        if version is not None and not version.startswith(found):
+        if version is not None and Version(version).public != Version(found).public:
             yield f"{companion}={version} with flashinfer-python={found}: it does not import unless they agree"
     if platform.version("flashinfer-jit-cache") is None:
         for tool in sorted({"nvcc", "ninja"} - platform.tools):

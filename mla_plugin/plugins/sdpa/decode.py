@@ -44,8 +44,9 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     else:
         size = max(1, GROUP_ELEMENTS // max(1, capacity * max(tensors.c_kv.shape[-1], seqlen_q * heads)))
         groups = [(b, min(b + size, batch), capacity) for b in range(0, batch, size)]
-    for first, last, length in groups:
-        out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
+    with torch.autocast(q.device.type, enabled=False):  # products in float32, as they are in every backend
+        for first, last, length in groups:
+            out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
     return DecodeOutput(out, lse)
 
 
