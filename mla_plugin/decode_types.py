@@ -79,8 +79,11 @@ class DecodePlan:
 class Replannable(Protocol):
     """What a backend keeps in ``DecodeLengths``: a plan that depends on the lengths."""
 
-    def replan(self, lengths: DecodeLengths) -> None:
-        """Plan again for lengths that have changed, in the same device memory, so that captured graphs stay valid."""
+    def replan(self, lengths: DecodeLengths) -> bool:
+        """Plan again for lengths that have changed, in the same device memory, so that captured graphs stay valid.
+
+        False, and no new plan, where no call has used it since it was made and no graph can: it is then forgotten.
+        """
 
 
 Planned = TypeVar("Planned", bound=Replannable)
@@ -135,8 +138,7 @@ class DecodeLengths:
             raise ValueError(f"{len(new)} lengths given, {len(self.host)} are held; make a new DecodeLengths")
         self.host.copy_(new)
         self.seqlens_kv.copy_(new, non_blocking=True)
-        for plan in self._plans.values():
-            plan.replan(self)
+        self._plans = {key: plan for key, plan in self._plans.items() if plan.replan(self)}
 
     def planned(self, key: Hashable, make: Callable[[DecodeLengths], Planned]) -> Planned:
         """A backend's plan for these lengths: the one kept under ``key``, or a new one."""

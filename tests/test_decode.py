@@ -301,9 +301,11 @@ def test_the_memory_of_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 class Planned:
     def __init__(self, lengths: DecodeLengths) -> None:
         self.seen = [lengths.host.tolist()]
+        self.is_needed = True
 
-    def replan(self, lengths: DecodeLengths) -> None:
+    def replan(self, lengths: DecodeLengths) -> bool:
         self.seen.append(lengths.seqlens_kv.tolist())
+        return self.is_needed
 
 
 def test_lengths_keep_one_plan_for_each_key_and_plan_anew_when_they_change() -> None:
@@ -317,6 +319,10 @@ def test_lengths_keep_one_plan_for_each_key_and_plan_anew_when_they_change() -> 
     assert plan.seen == another.seen == [[3, 4], [5, 6]]
     assert lengths.host.tolist() == [5, 6]
     assert len(lengths) == 2
+    plan.is_needed = False
+    lengths.update([7, 8])
+    assert lengths.planned("a", Planned) is not plan
+    assert lengths.planned("b", Planned) is another
 
 
 def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_plugin import reference
 from mla_plugin.decode_types import DecodeLengths, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.plugins import flashinfer
 from mla_plugin.plugins.flashinfer import plan as planning
@@ -191,6 +192,58 @@ def test_changed_lengths_and_pages_are_planned_when_they_change() -> None:
     assert wrapper.plans == 2
     assert wrapper.lengths.tolist() == [9, 1]
     assert wrapper.buffers["kv_indices"][:4].tolist() == [3, 1, 7, 5]
+
+
+@pytest.mark.usefixtures("_library")
+def test_pages_that_change_after_the_lengths_are_planned_at_the_next_call() -> None:
+    lengths, page_table = DecodeLengths([5, 9], device="cpu"), PAGE_TABLE.clone()
+    tensors = call(lengths, page_table)
+    run(tensors)
+    page_table[:, 0] = page_table[:, 0].flip(0)  # as beam search does
+    found = run(tensors).out
+    run(tensors)
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 2
+    exact = reference.decode(tensors._replace(lengths=None)).out
+    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_page_table_of_inference_mode_is_planned_with_the_lengths() -> None:
+    with torch.inference_mode():
+        lengths, page_table = DecodeLengths([5, 9], device="cpu"), PAGE_TABLE.clone()
+        run(call(lengths, page_table))
+        page_table[0, 2] = 7
+        lengths.update([9, 9])
+        run(call(lengths, page_table))
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 2
+    assert wrapper.buffers["kv_indices"][:3].tolist() == [3, 1, 7]
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_page_table_for_each_step_leaves_no_plans_behind() -> None:
+    lengths = DecodeLengths([1, 9], device="cpu")
+    for length in range(2, 12):
+        run(call(lengths, PAGE_TABLE.clone()))
+        lengths.update([length, 9])
+        gc.collect()
+    assert len(Wrapper.made) == 2  # one that ran in this step, one that ran in the step before
+    assert len(lengths._plans) == 1
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_plan_that_a_graph_holds_is_planned_at_every_change() -> None:
+    lengths = DecodeLengths([1, 9], device="cpu")
+    run(call(lengths, PAGE_TABLE))
+    (plan,) = lengths._plans.values()
+    assert isinstance(plan, planning.MLAPlan)
+    plan._give_back.detach()  # as a captured call does
+    for length in range(2, 5):
+        lengths.update([length, 9])
+    (wrapper,) = Wrapper.made
+    assert wrapper.plans == 4
+    assert wrapper.lengths.tolist() == [4, 9]
 
 
 @pytest.mark.usefixtures("_library")

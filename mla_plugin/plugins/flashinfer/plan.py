@@ -132,10 +132,18 @@ class MLAPlan:
         self._give_back = weakref.finalize(self, _idle[key].append, self._slot)
         self._give_back.atexit = False
         self._structured = hasattr(self._slot.mla, "MLAPlanMetadata")  # 0.7: declares everything when planning
-        self.replan(lengths)
+        self._make(lengths)
 
-    def replan(self, lengths: DecodeLengths) -> None:
+    def replan(self, lengths: DecodeLengths) -> bool:
+        """Plan for new lengths; not where the caller goes on with another page table, which has a plan of its own."""
+        is_needed = self._is_used or not self._give_back.alive  # a graph holds it
+        if is_needed:
+            self._make(lengths)
+        return is_needed
+
+    def _make(self, lengths: DecodeLengths) -> None:
         """Plan for these lengths and for what the page table holds now; nothing is read from the device."""
+        self._is_used, self._table_version = False, _version(self._page_table)
         slot, layout, page_table = self._slot, self._layout, self._page_table
         slot.wait_until_staged()
         pages = used_pages(lengths.host, layout.page_size, page_table.shape[1])
@@ -172,8 +180,13 @@ class MLAPlan:
     def run(self, tensors: DecodeTensors) -> DecodeOutput:
         """Launch the kernel."""
         wrapper = self._slot.wrapper
-        if tensors.q_nope_abs.is_cuda and torch.cuda.is_current_stream_capturing() and self._give_back.detach():
-            _captured.append(self._slot)  # a graph goes on reading its memory
+        if tensors.q_nope_abs.is_cuda and torch.cuda.is_current_stream_capturing():
+            if self._give_back.detach():
+                _captured.append(self._slot)  # a graph goes on reading its memory
+        elif self._table_version != _version(self._page_table):
+            assert tensors.lengths is not None
+            self._make(tensors.lengths)
+        self._is_used = True
         q_nope, q_rope = (aligned(x.flatten(0, 1)) for x in tensors[:2])  # [B * S_q, H, columns]
         c_kv, k_rope, return_lse = tensors.c_kv, tensors.k_rope, tensors.return_lse
         out = torch.empty(tensors.q_nope_abs.shape, dtype=q_nope.dtype, device=q_nope.device)
@@ -186,6 +199,11 @@ class MLAPlan:
         if not return_lse:
             return DecodeOutput(out, None)
         return DecodeOutput(out, result[1].view(tensors.q_nope_abs.shape[:3]).transpose(1, 2))
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """Counts what PyTorch writes into x in place, through whatever view; nothing counts it in inference mode."""
+    return None if x.is_inference() else x._version
 
 
 def _is_aligned(x: torch.Tensor) -> bool:
