@@ -231,7 +231,7 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
         yield f"kv_b_proj.weight is a {type(weight).__name__}, only a plain tensor can be absorbed"
     if kv_b_proj.bias is not None:
         yield "kv_b_proj has a bias"
-    if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or "forward" in vars(kv_b_proj):
+    if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or _is_wrapped(kv_b_proj):
         yield "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by"
     if weight.device != query.device:
         yield f"kv_b_proj.weight is on {weight.device}, the queries are on {query.device}"
@@ -241,6 +241,22 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
     dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
     if len(dtypes) > 1 or torch.is_autocast_enabled(query.device.type):
         yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
+
+
+def _is_wrapped(projection: torch.nn.Linear) -> bool:
+    """Whether ``forward`` was replaced by one that does something else.
+
+    Not by accelerate's for a model that ``device_map`` spreads over devices: it moves inputs to the weight, and does no
+    more unless it offloads that (``accelerate.hooks``, AlignDevicesHook). Where it is removed, it leaves the plain one.
+    """
+    forward = vars(projection).get("forward")
+    if forward is None:
+        return False
+    hook: Any = vars(projection).get("_hf_hook")
+    only_moves = type(hook).__name__ == "AlignDevicesHook" and hook.offload is False
+    if only_moves and getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
+        forward = projection._old_forward
+    return getattr(forward, "__func__", None) is not torch.nn.Linear.forward
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 from collections import Counter
@@ -135,6 +136,68 @@ def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reaso
     assert caplog.records[0].message.startswith("DeepseekV3Attention decodes over expanded K and V: ")
     assert torch.equal(found, generate(eager))
     assert not torch.equal(found, generate(fresh())) or change is with_a_subclass_as_weight
+
+
+class AlignDevicesHook:
+    """accelerate's, as far as it matters: it may change what goes in, as the real one does when it offloads."""
+
+    def __init__(self, offload: bool):
+        self.offload = offload
+
+    def pre_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5 if self.offload else x
+
+
+def add_hook(projection: torch.nn.Linear, hook: AlignDevicesHook) -> None:
+    """Attributes and a replaced forward, as ``accelerate.hooks.add_hook_to_module`` leaves them (1.15)."""
+
+    def new_forward(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return module._old_forward(module._hf_hook.pre_forward(x))
+
+    new_forward.__module__ = "accelerate.hooks"
+    projection._old_forward, projection._hf_hook = projection.forward, hook
+    projection.forward = functools.update_wrapper(functools.partial(new_forward, projection), projection._old_forward)
+
+
+def spread_over_devices(layer: torch.nn.Module) -> None:
+    add_hook(layer.kv_b_proj, AlignDevicesHook(offload=False))
+
+
+def gathered_again(layer: torch.nn.Module) -> None:
+    layer.kv_b_proj.forward = layer.kv_b_proj.forward
+
+
+def offloaded(layer: torch.nn.Module) -> None:
+    add_hook(layer.kv_b_proj, AlignDevicesHook(offload=True))
+
+
+def wrapped_before_it_was_spread(layer: torch.nn.Module) -> None:
+    with_a_wrapped_forward(layer)
+    spread_over_devices(layer)
+
+
+def wrapped_after_it_was_spread(layer: torch.nn.Module) -> None:
+    spread_over_devices(layer)
+    with_a_wrapped_forward(layer)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_absorbed"),
+    [
+        (spread_over_devices, True),
+        (gathered_again, True),
+        (offloaded, False),
+        (wrapped_before_it_was_spread, False),
+        (wrapped_after_it_was_spread, False),
+    ],
+)
+def test_a_model_that_accelerate_spread_over_devices(change, is_absorbed, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    for each in (model, eager):
+        for layer in layers_of(each):
+            change(layer)
+    assert torch.equal(generate(model), generate(eager))
+    assert bool(spy.calls["absorbed"]) == is_absorbed
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
