@@ -50,9 +50,19 @@ def request_of(tensors: DecodeTensors, host: str = "direct") -> DecodeRequest:
         has_seqlens_kv=tensors.seqlens_kv is not None,
         has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
         has_leftpad_kv=tensors.leftpad_kv is not None,
+        has_aligned_rows=_has_aligned_rows(c_kv, tensors.k_rope),
         return_lse=tensors.return_lse,
         host=host,
     )
+
+
+def _starts_aligned(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
+    return (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0
+
+
+def _has_aligned_rows(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
+    steps = [stride * x.element_size() for x in (c_kv, k_rope) for stride in x.stride()[:-1]]
+    return _starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps)
 
 
 def _make_entry(tensors: DecodeTensors, host: str, backend: str | None) -> _Entry:
@@ -66,7 +76,7 @@ def _entry(tensors: DecodeTensors, host: str, backend: str | None) -> _Entry:
     key = (
         *(q_nope_abs.shape, q_nope_abs.dtype, q_nope_abs.device, q_rope.shape, q_rope.dtype, q_rope.device),
         *(c_kv.shape, c_kv.stride(), c_kv.dtype, c_kv.device, k_rope.shape, k_rope.stride(), k_rope.dtype),
-        k_rope.device,
+        *(k_rope.device, _starts_aligned(c_kv, k_rope)),
         *(
             None if x is None else (x.shape, x.stride(), x.dtype, x.device)
             for x in (page_table, seqlens_kv, leftpad_kv)

@@ -32,6 +32,7 @@ class DecodeRequest:
         has_seqlens_kv: the sequences have lengths of their own; otherwise they fill a contiguous cache.
         has_host_lengths: the lengths are known on the host too: they fill the cache, or came as ``DecodeLengths``.
         has_leftpad_kv: sequences begin behind the cache's first token.
+        has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
         return_lse: the caller wants the log-sum-exp.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: who asks.
@@ -50,6 +51,7 @@ class DecodeRequest:
     has_seqlens_kv: bool = False
     has_host_lengths: bool = False
     has_leftpad_kv: bool = False
+    has_aligned_rows: bool = True
     return_lse: bool = False
     device_index: int | None = None
     host: str = "direct"

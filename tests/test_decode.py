@@ -283,6 +283,26 @@ def test_a_layout_is_decided_on_once_and_a_variable_takes_effect(other: Other, m
     assert mla_plugin.decode(**call()).eq(1).all()
 
 
+def test_where_rows_start_is_part_of_the_request() -> None:
+    memory = torch.zeros(B * S_KV * (R + DR) + 1)
+    straight, shifted = (x.view(B, S_KV, R + DR) for x in (memory[:-1], memory[1:]))
+    wide = torch.zeros(B, S_KV, R + DR + 1)[..., : R + DR]
+    assert wide.stride(1) % 4
+    for cache, wanted in ((straight, True), (shifted, False), (wide, False)):
+        tensors = DecodeTensors(
+            torch.zeros(B, 1, H, R), torch.zeros(B, 1, H, DR), cache[..., :R], cache[..., R:], SCALE
+        )
+        assert decode_ops.request_of(tensors).has_aligned_rows == wanted
+
+
+def test_a_cache_that_moves_off_16_bytes_is_decided_on_anew(other: Other) -> None:
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    memory = torch.randn(B * S_KV * (R + DR) + 1)
+    for cache in (memory[:-1], memory[1:], memory[:-1]):
+        mla_plugin.decode(**call(kv_cache=cache.view(B, S_KV, R + DR)))
+    assert other.asked == 2
+
+
 def test_a_growing_cache_is_decided_on_rarely(other: Other) -> None:
     other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
     for length in range(100, 140):

@@ -140,15 +140,15 @@ def test_a_step_plans_once_and_never_waits_for_the_device() -> None:
 
     layer(DecodeLengths(host, seqlens_kv=seqlens_kv))
     planned = []
-    replan = planning.MLAPlan.replan
+    make = planning.MLAPlan._make
     torch.cuda.set_sync_debug_mode("error")
     try:
-        planning.MLAPlan.replan = lambda self, held: (planned.append(self), replan(self, held))[1]  # type: ignore
+        planning.MLAPlan._make = lambda self, held: (planned.append(self), make(self, held))[1]  # type: ignore
         for _ in range(3):
             lengths = DecodeLengths(host, seqlens_kv=seqlens_kv)
             outs = [layer(lengths) for _ in range(4)]
     finally:
-        planning.MLAPlan.replan = replan  # type: ignore[method-assign]
+        planning.MLAPlan._make = make  # type: ignore[method-assign]
         torch.cuda.set_sync_debug_mode("default")
     assert len(planned) == 3
     assert all(torch.equal(out, outs[0]) for out in outs)

@@ -12,7 +12,7 @@ import torch
 
 from mla_plugin import reference
 from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
-from mla_plugin.decode_types import DecodeRequest, DecodeTensors
+from mla_plugin.decode_types import DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import decode, providers
 from mla_plugin.types import Accepted, Platform, Refused
@@ -155,6 +155,10 @@ def test_deepseek_and_minicpm3_are_taken_and_the_provider_named() -> None:
         ({"qk_rope_head_dim": 128}, "qk_rope_head_dim=128, accepted is a multiple of 8 from 8 to 64"),
         ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0, accepted is a multiple of 8 from 8 to 64"),
         ({"has_leftpad_kv": True}, "has_leftpad_kv=True, accepted is False"),
+        (
+            {"has_aligned_rows": False},
+            "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes",
+        ),
         ({"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
     ],
 )
@@ -170,6 +174,16 @@ def test_a_machine_that_cannot_run_it() -> None:
             "compute_capability=(10, 0), accepted is (9, 0)",
         )
     )
+
+
+def test_queries_that_do_not_start_on_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=with_kvcache)
+    memory, cache = torch.randn(2, 1, 16, 577).half(), torch.randn(2, 9, 576).half()
+    q = memory[..., :576]
+    given = DecodeTensors(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], 0.1)
+    plan = DecodePlan(request(), hopper("flash-attn-3"), "fa3")
+    exact = reference.decode(given).out
+    torch.testing.assert_close(fa3.forward(plan, given).out.double(), exact, atol=2e-3, rtol=2e-3)
 
 
 def test_an_operator_of_another_shape_is_named() -> None:

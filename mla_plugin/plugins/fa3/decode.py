@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.layout import aligned
 from mla_plugin.plugins.fa3 import providers
 from mla_plugin.types import Accepted, Platform, Refused
 
@@ -40,6 +41,8 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield f"qk_rope_head_dim={rope}, accepted is a multiple of 8 from 8 to {MAX_ROPE}"
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
+    if not request.has_aligned_rows:
+        yield "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes"
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
@@ -57,7 +60,7 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     provider = providers.find(platform)
     if provider is None:
         raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
-    q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
+    q_nope_abs, q_rope = aligned(tensors.q_nope_abs), aligned(tensors.q_rope)
     c_kv, k_rope = tensors.c_kv.unsqueeze(2), tensors.k_rope.unsqueeze(2)  # [pages or B, rows, 1, columns]
     seqlens_kv = tensors.seqlens_kv
     if seqlens_kv is None:

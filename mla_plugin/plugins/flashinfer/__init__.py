@@ -86,6 +86,8 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
+    if not request.has_aligned_rows:
+        yield "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes"
     rows = request.seqlen_q * request.num_heads
     tile = 128 if rows > 64 else 64
     if request.causal and rows > tile and tile % request.num_heads:

@@ -206,27 +206,16 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _is_aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-
-
 def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
     """Find or make the plan, and run it.
 
     Raises:
-        ValueError: a sequence is longer than its pages, or the cache's rows do not start on 16 bytes.
+        ValueError: a sequence is longer than its pages, or the call has no pages or no lengths on the host.
         RuntimeError: a new plan would have to be made while a CUDA graph is captured.
     """
     q, page_table, lengths = tensors.q_nope_abs, tensors.page_table, tensors.lengths
     if page_table is None or lengths is None:
         raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...)")
-    for name in ("c_kv", "k_rope"):
-        cache = getattr(tensors, name)
-        if not _is_aligned(cache):
-            raise ValueError(
-                f"{name} starts at {cache.data_ptr() % 16} bytes past a multiple of 16, with strides {cache.stride()}; "
-                "rows that start on 16 bytes are needed. MLA_PLUGIN_BLOCK=flashinfer leaves this backend out"
-            )
     layout = Layout(
         kernel,
         q.device,
