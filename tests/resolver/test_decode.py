@@ -9,6 +9,7 @@ import mla_plugin
 from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver import decode_preference, resolve, survey_decode
+from mla_plugin.resolver.decode import describe_request
 from mla_plugin.types import Accepted, NoBackendError, Platform, Refused
 
 PACKAGES = (("flashinfer-python", "0.6.13"), ("triton", "3.6.0"), ("vllm", "0.25.1"))
@@ -188,3 +189,10 @@ def test_every_name_in_the_table_is_a_backend() -> None:
 def test_a_request_out_of_range_is_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{field}={value}"):
         request(**{field: value})
+
+
+def test_rows_that_do_not_start_on_16_bytes_are_left_to_the_kernels_that_read_them() -> None:
+    call = request(num_heads=128, has_aligned_rows=False)
+    assert chosen(call, gpu()) == "triton"
+    assert "rows not on 16 bytes" in describe_request(call)
+    assert "rows" not in describe_request(request())
