@@ -222,7 +222,8 @@ def test_the_choice_is_within_3_percent_of_the_best_that_is_left(missing: tuple[
 )
 def test_between_the_measured_calls_the_nearest_decides(changes: dict[str, int], nearest: tuple[int, int, int]) -> None:
     row = next(row for row in decode_measured.MEASURED[9, 0] if row[:3] == nearest)
-    fastest_first = tuple(sorted(decode_measured.BACKENDS, key=dict(zip(decode_measured.BACKENDS, row[3:], strict=True)).get))
+    milliseconds = dict(zip(decode_measured.BACKENDS, row[3:], strict=True))
+    fastest_first = tuple(sorted(decode_measured.BACKENDS, key=milliseconds.__getitem__))
     assert decode_preference.measured_order(request(**changes), gpu()) == fastest_first
 
 
