@@ -69,7 +69,7 @@ def attention(cls=ATTENTION, dims=(D_QK, D_V), groups: int = H, **options) -> to
 
 
 def tensors(s_q=5, s_kv=None, qkv_format="bshd", groups=H, dims=(D_QK, D_V), seed=0, kind=torch.Tensor, batch=2):
-    """q, k and v; the interpreter's time is that of ``batch``, so it is 1 where a second sequence would show nothing."""
+    """q, k and v; the interpreter's time is that of ``batch``: 1 where a second sequence would show nothing."""
     generator = torch.Generator().manual_seed(seed)
     s_kv = s_q if s_kv is None else s_kv
     made = []
