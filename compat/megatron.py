@@ -90,8 +90,9 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: its ``tp`` group; default the global one, if there is one.
 
     Attributes:
-        current_max_attn_logits: float32 [H], with ``qk_clip`` or ``log_max_attention_logit``: the largest scaled score
-            of each head since Megatron's ``clip_qk`` last set it to None; otherwise None.
+        current_max_attn_logits: float32 (float64 for float64 inputs) [H], with ``qk_clip`` or
+            ``log_max_attention_logit``: the largest scaled score of each head since Megatron's ``clip_qk`` last set it
+            to None; otherwise None. One module therefore serves one number of heads.
 
     Raises:
         ValueError: the configuration asks for what is not computed here; the message says what and what to do.
@@ -212,12 +213,17 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         max(s) <= lse(c * s) / c <= max(s) + log(n) / c, so a forward with a sharpened scale gives the maximum through
         the log-sum-exp of whichever backend runs, under every mask and layout, in linear memory.
         """
+        previous, num_heads = self.current_max_attn_logits, query.shape[-2]
+        if previous is not None and len(previous) != num_heads:
+            raise ValueError(
+                f"query has {num_heads} heads and current_max_attn_logits holds the largest scores of {len(previous)}; "
+                "build a MLACoreAttention for each number of heads, or set current_max_attn_logits to None"
+            )
         softmax_scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         sharpened = {**arguments, "softmax_scale": softmax_scale * _SHARPNESS}
         _, lse = mla_plugin.attention(query, key, value, return_lse=True, **sharpened)
         heads = 0 if arguments["qkv_format"] == "thd" else 1  # [H, T] or [B, H, S]
         largest = lse.transpose(0, heads).flatten(1).amax(1) / _SHARPNESS
-        previous = self.current_max_attn_logits
         self.current_max_attn_logits = largest if previous is None else torch.maximum(previous, largest)
 
     @contextlib.contextmanager

@@ -1,13 +1,8 @@
-"""What holds inside one version of TransformerEngine; ``test_transformer_engine`` runs this file once for each.
-
-TransformerEngine's unfused attention really runs here, on the CPU; of its other backends the selection runs. Head
-dimensions are small and float32, for Triton's interpreter.
-"""
+"""What holds inside one version of TransformerEngine; ``test_transformer_engine`` runs this file once for each."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from functools import partialmethod
 from unittest.mock import Mock
 
@@ -18,97 +13,33 @@ import mla_plugin
 from mla_plugin.compat import transformer_engine as adapter
 from mla_plugin.compat.transformer_engine import wrapper as wrapper_module
 from tests.compat import te_host
-
-VERSION = os.environ["TE_VERSION"]
-te = te_host.import_transformer_engine(VERSION)
-ATTENTION = te.DotProductAttention
-ORIGINAL = ATTENTION.forward
-PARAMETERS = inspect.signature(ORIGINAL).parameters
-H, D_QK, D_V = 2, 24, 16
-
-
-@pytest.fixture(autouse=True)
-def _afresh(monkeypatch: pytest.MonkeyPatch):
-    """TransformerEngine without us, its cached selection forgotten; flash-attn is absent, cuDNN is switched off."""
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    monkeypatch.setattr(te_host.torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    te._attention_backends["attention_params"] = None
-    yield
-    if adapter._registration is not None:
-        adapter._registration.uninstall()
-    assert ATTENTION.forward is ORIGINAL
-
-
-@pytest.fixture
-def triton_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    mla_plugin.register("transformer_engine")
-    monkeypatch.setenv("NVTE_MLA_TRITON", "1")
-
-
-@pytest.fixture
-def te_calls():
-    """Calls that reach TransformerEngine's own forward, which answers 7; ask for it before the wrapper is installed."""
-    calls = []
-
-    def forward(self, *args, **kwargs):
-        calls.append((args, kwargs))
-        return torch.tensor(7.0)
-
-    forward.__signature__ = inspect.signature(ORIGINAL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ATTENTION, "forward", forward)
-        yield calls
-        if adapter._registration is not None:
-            adapter._registration.uninstall()
-
-
-def attention(cls=ATTENTION, dims=(D_QK, D_V), groups: int = H, **options) -> torch.nn.Module:
-    with pytest.MonkeyPatch.context() as patch, te_host.CudaIsCpu():
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        return cls(H, dims, num_gqa_groups=groups, **{"qkv_format": "bshd", **options})
-
-
-def tensors(s_q=5, s_kv=None, qkv_format="bshd", groups=H, dims=(D_QK, D_V), seed=0, kind=torch.Tensor):
-    generator = torch.Generator().manual_seed(seed)
-    s_kv = s_q if s_kv is None else s_kv
-    made = []
-    for length, heads, dim in ((s_q, H, dims[0]), (s_kv, groups, dims[0]), (s_kv, groups, dims[1])):
-        shape = {"bshd": (2, length), "sbhd": (length, 2), "thd": (length,)}[qkv_format]
-        made.append(torch.randn(*shape, heads, dim, generator=generator).as_subclass(kind).requires_grad_())
-    return made
-
-
-def with_gradients(run, q, k, v) -> list[torch.Tensor]:
-    """Output and gradients, plain tensors."""
-    for x in (q, k, v):
-        x.grad = None
-    out = run(q, k, v)
-    (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
-    return [x.detach().as_subclass(torch.Tensor) for x in (out, q.grad, k.grad, v.grad)]
-
-
-def direct(attn_mask_type="causal", **options):
-    """The same attention through the direct entry."""
-
-    def run(q, k, v):
-        return mla_plugin.attention(q, k, v, attn_mask_type=attn_mask_type, backend="triton", **options).flatten(-2)
-
-    return run
+from tests.compat.te_parts import (
+    ATTENTION,
+    D_V,
+    ORIGINAL,
+    PARAMETERS,
+    H,
+    attention,
+    direct,
+    te,
+    tensors,
+    with_gradients,
+)
 
 
 @pytest.mark.parametrize(
-    ("qkv_format", "mask", "lengths", "groups"),
+    ("qkv_format", "mask", "lengths", "groups", "batch"),
     [
-        ("bshd", "causal", (5, 5), H),
-        ("sbhd", "causal", (7, 7), 1),
-        ("bshd", "no_mask", (1, 3), H),
-        ("sbhd", "causal_bottom_right", (3, 7), H),
-        ("bshd", "causal", (7, 3), H),
+        ("bshd", "causal", (5, 5), H, 2),
+        ("sbhd", "causal", (7, 7), 1, 2),
+        ("bshd", "no_mask", (1, 3), H, 1),
+        ("sbhd", "causal_bottom_right", (3, 7), H, 1),
+        ("bshd", "causal", (7, 3), H, 1),
     ],
 )
-def test_equals_the_direct_call(te_calls, triton_on, qkv_format, mask, lengths, groups) -> None:
+def test_equals_the_direct_call(te_calls, triton_on, qkv_format, mask, lengths, groups, batch) -> None:
     module = attention(qkv_format=qkv_format, attn_mask_type=mask, groups=groups, softmax_scale=0.3)
-    q, k, v = tensors(*lengths, qkv_format, groups)
+    q, k, v = tensors(*lengths, qkv_format, groups, batch=batch)
     found = with_gradients(module, q, k, v)
     expected = with_gradients(direct(mask, qkv_format=qkv_format, softmax_scale=0.3), q, k, v)
     assert found[0].shape == (*q.shape[:2], H * D_V)
@@ -275,11 +206,11 @@ def test_context_parallel_groups_stay_unless_of_one_process(te_calls, triton_on,
 
 def test_arguments_without_effect_do_not_keep_a_call(te_calls, triton_on) -> None:
     """A flash-like kernel has nothing to recompute, and a mask tensor is read for padding and arbitrary masks alone."""
-    q, k, v = tensors()
+    q, k, v = tensors(batch=1)
     expected = with_gradients(attention(), q, k, v)
     for arguments in (
         {"checkpoint_core_attention": True},
-        {"attention_mask": torch.ones(2, 1, 1, 5, dtype=torch.bool)},
+        {"attention_mask": torch.ones(1, 1, 1, 5, dtype=torch.bool)},
         {"window_size": (-1, -1), "attn_mask_type": "causal"},
         {"window_size": (-1, 0), "max_seqlen_q": 5, "max_seqlen_kv": 5, "fast_zero_fill": False},
     ):
@@ -293,14 +224,14 @@ def test_graph_capture_is_no_obstacle(te_calls, triton_on) -> None:
 
     graph.set_capture_start()
     try:
-        attention()(*tensors())
+        attention()(*tensors(batch=1))
     finally:
         graph.set_capture_end()
     assert not te_calls
 
 
 def test_mask_spellings(te_calls, triton_on) -> None:
-    q, k, v = tensors(3, 5)
+    q, k, v = tensors(3, 5, batch=1)
     for mask in ("causal", "causal_bottom_right", "causal,bottom_right"):
         expected = direct(mask.replace(",", "_"))(q, k, v)
         assert torch.equal(attention(attn_mask_type="no_mask")(q, k, v, attn_mask_type=mask), expected)
@@ -309,7 +240,7 @@ def test_mask_spellings(te_calls, triton_on) -> None:
 
 
 def test_autocast_does_not_change_the_dtype(triton_on) -> None:
-    q, k, v = tensors()
+    q, k, v = tensors(batch=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention()(q, k, v)
     assert torch.equal(out, direct()(q, k, v))
@@ -317,7 +248,7 @@ def test_autocast_does_not_change_the_dtype(triton_on) -> None:
 
 def test_arguments_by_position(te_calls, triton_on) -> None:
     """Each version has its own order: a value that keeps the call is found wherever it stands."""
-    q, k, v = tensors()
+    q, k, v = tensors(batch=1)
     values = {"query_layer": q, "key_layer": k, "value_layer": v, "attn_mask_type": "no_mask"}
     names = list(PARAMETERS)[1:]
     defaults = [values.get(name, PARAMETERS[name].default) for name in names]
@@ -344,25 +275,25 @@ def test_a_subclass_that_calls_its_parent(triton_on) -> None:
         def forward(self, query, key, value, attention_mask):
             return super().forward(query, key, value, attention_mask, qkv_format="sbhd")
 
-    q, k, v = tensors(qkv_format="sbhd")
+    q, k, v = tensors(qkv_format="sbhd", batch=1)
     assert torch.equal(attention(MegatronLike)(q, k, v, None), direct(qkv_format="sbhd")(q, k, v))
 
 
 def test_alternating_shapes_and_training(te_calls, triton_on) -> None:
     module = attention()
-    runs = [(tensors(length), training) for length in (3, 6) for training in (True, False)]
-    expected = [direct()(*t).detach() for t, _ in runs]
+    runs = [(tensors(length, batch=1), training) for length in (3, 6) for training in (True, False)]
+    expected = {len(t[0][0]): direct()(*t).detach() for t, _ in runs[::2]}
     for _ in range(2):
-        for (t, training), wanted in zip(runs, expected, strict=True):
+        for t, training in runs:
             module.train(training)
             with torch.set_grad_enabled(training):
-                assert torch.equal(module(*t), wanted)
+                assert torch.equal(module(*t), expected[len(t[0][0])])
     assert not te_calls
 
 
 def test_the_variable_is_read_at_every_call(te_calls, monkeypatch) -> None:
     mla_plugin.register("transformer_engine")
-    module, t = attention(), tensors()
+    module, t = attention(), tensors(batch=1)
     for text, is_ours in (("1", True), ("0", False), ("1", True), ("true", False), (None, False), ("1", True)):
         monkeypatch.delenv("NVTE_MLA_TRITON", raising=False)
         if text is not None:
@@ -409,170 +340,7 @@ def test_torch_compile(te_calls, monkeypatch, is_on) -> None:
     mla_plugin.register("transformer_engine")
     if is_on:
         monkeypatch.setenv("NVTE_MLA_TRITON", "1")
-    module, t = attention(), tensors()
+    module, t = attention(), tensors(batch=1)
     compiled = torch.compile(lambda q, k, v: module(q, k, v) * 2, backend="eager", fullgraph=not is_on)
     assert torch.equal(compiled(*t), module(*t) * 2)
     assert bool(te_calls) != is_on
-
-
-# MLA_PLUGIN_TE=fill
-
-
-def packed(lengths=(4, 5), slots=None, **options) -> dict:
-    """Arguments for packed self-attention."""
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    arguments = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "max_seqlen_q": 5, "max_seqlen_kv": 5}
-    arguments |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
-    if slots is not None:
-        offsets = torch.tensor([0, *slots]).cumsum(0, dtype=torch.int32)
-        arguments |= {"cu_seqlens_q_padded": offsets, "cu_seqlens_kv_padded": offsets}
-    return {**arguments, **options}
-
-
-@pytest.fixture
-def fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    mla_plugin.register("transformer_engine")
-    monkeypatch.setenv("MLA_PLUGIN_TE", "fill")
-
-
-def release() -> tuple[int, int]:
-    return tuple(map(int, VERSION.split(".")[:2]))
-
-
-@pytest.mark.parametrize("mask", ["padding_causal", "causal,padding"])
-def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch, mask) -> None:
-    q, k, v = tensors(9, qkv_format="thd")
-    arguments = packed(attn_mask_type=mask)
-    found = with_gradients(lambda *t: attention()(*t, **arguments), q, k, v)
-    expected = with_gradients(lambda *t: mla_plugin.attention(*t, backend="sdpa", **arguments).flatten(-2), q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not te_calls
-    monkeypatch.delenv("MLA_PLUGIN_TE")
-    assert attention()(q, k, v, **arguments) == 7.0
-
-
-def test_the_filled_gap_equals_transformer_engines_unfused_attention(fill, monkeypatch) -> None:
-    q, k, v = tensors(9, qkv_format="thd", kind=te_host.OnDevice)
-    plain = [x.detach().as_subclass(torch.Tensor).requires_grad_() for x in (q, k, v)]
-    found = with_gradients(lambda *t: attention()(*t, **packed()), *plain)
-    monkeypatch.delenv("MLA_PLUGIN_TE")
-    with te_host.CudaIsCpu():
-        if release() < (2, 11):  # before that, its unfused attention takes no packed sequences
-            with pytest.raises(ValueError, match="No dot product attention backend"):
-                attention()(q, k, v, **packed())
-            return
-        expected = with_gradients(lambda *t: attention()(*t, **packed()), q, k, v)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_fills_padding_between_sequences_before_hopper(te_calls, fill, monkeypatch) -> None:
-    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "triton")  # what a GPU would choose
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
-    q, k, v = tensors(12, qkv_format="thd")
-    arguments = packed(slots=(6, 6))
-    found = with_gradients(lambda *t: attention()(*t, **arguments), q, k, v)
-    expected = with_gradients(lambda *t: mla_plugin.attention(*t, backend="triton", **arguments).flatten(-2), q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not te_calls
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    assert attention()(q, k, v, **arguments) == 7.0
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch):
-    """Pretends a backend that the CPU lacks; the test sees which one would have run."""
-
-    def pretend(backend: str) -> None:
-        monkeypatch.setattr(wrapper_module, "_chosen", lambda request, gates: backend)
-        monkeypatch.setattr(wrapper_module, "_attend", lambda call, backend: torch.tensor(ord(backend[-1])))
-
-    return pretend
-
-
-def test_fills_flash_attention_3_with_lengths_before_2_16(te_calls, fill, chosen) -> None:
-    chosen("fa3")
-    out = attention()(*tensors(12, qkv_format="thd"), **packed(slots=(6, 6)))
-    assert out == (ord("3") if release() < (2, 16) else 7.0)
-
-
-@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
-def test_fills_flash_attention_2_with_padded_v_before_2_17(te_calls, fill, chosen, qkv_format) -> None:
-    chosen("fa2")
-    arguments = packed(attn_mask_type="padding") if qkv_format == "thd" else {}
-    out = attention()(*tensors(9, qkv_format=qkv_format), **arguments)
-    assert out == (ord("2") if release() < (2, 17) else 7.0)
-
-
-def test_fills_nothing_that_transformer_engine_runs_fused(te_calls, fill, monkeypatch) -> None:
-    asked = []
-
-    def select(params):
-        asked.append(params)
-        return True, None, False, None, False, [True, False, True]
-
-    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
-    module = attention()
-    for _ in range(2):
-        assert module(*tensors(9, qkv_format="thd"), **packed()) == 7.0
-    assert len(asked) == 1  # kept for the next call of the kind
-    assert asked[0].head_dim_v == D_V
-
-
-@pytest.mark.parametrize("slots", [None, (6, 6)])
-def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch, slots) -> None:
-    """Every field of its AttentionParams, by TransformerEngine's own forward and by us."""
-    asked = []
-
-    def select(params):
-        asked.append({name: value for name, value in vars(params).items() if name not in ("fp8_meta", "qkv_type")})
-        return True, None, False, None, False, [True, False, True]
-
-    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
-    monkeypatch.setattr(te.FlashAttention, "forward", lambda self, *args, **kwargs: torch.tensor(7.0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
-    monkeypatch.setattr(wrapper_module, "_chosen", lambda request, gates: "triton")
-    module, t = attention(), tensors(12, qkv_format="thd", kind=te_host.OnDevice)
-    with te_host.CudaIsCpu():
-        assert module(*t, **packed(slots=slots)) == 7.0
-    ours, its_own = asked
-    assert ours == its_own
-
-
-@pytest.mark.parametrize("attention_type", ["self", "cross"])
-def test_fills_packed_self_attention_alone(te_calls, fill, attention_type) -> None:
-    out = attention(attention_type=attention_type)(*tensors(9, qkv_format="thd"), **packed())
-    assert (out.dim() == 2) == (attention_type == "self")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attn_mask_type": "padding"},
-        {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int64)},
-        {"attn_mask_type": "causal"},
-        {"max_seqlen_q": 4},
-        {"window_size": (2, 0)},
-    ],
-    ids=str,
-)
-def test_fills_no_other_packed_call(te_calls, fill, options) -> None:
-    assert attention()(*tensors(9, qkv_format="thd"), **packed(**options)) == 7.0
-
-
-def test_padding_between_sequences_is_found_as_this_version_finds_it(te_calls, fill) -> None:
-    """Up to 2.17 by value, later by which tensors were given; without padding the packed gap is filled."""
-    same = {"cu_seqlens_q_padded": packed()["cu_seqlens_q"], "cu_seqlens_kv_padded": packed()["cu_seqlens_q"]}
-    out = attention()(*tensors(9, qkv_format="thd"), **packed(**same))
-    assert (out.dim() == 2) == (release() < (2, 18))
-    arguments = packed()
-    same = {"cu_seqlens_q_padded": arguments["cu_seqlens_q"], "cu_seqlens_kv_padded": arguments["cu_seqlens_q"]}
-    assert attention()(*tensors(9, qkv_format="thd"), **arguments, **same).dim() == 2
-
-
-def test_the_longest_sequence_is_found_when_left_out(te_calls, fill) -> None:
-    arguments = packed(max_seqlen_q=None, max_seqlen_kv=None)
-    q, k, v = tensors(9, qkv_format="thd")
-    expected = mla_plugin.attention(q, k, v, backend="sdpa", **packed()).flatten(-2)
-    assert torch.equal(attention()(q, k, v, **arguments), expected)
-    assert not te_calls

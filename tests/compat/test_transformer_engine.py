@@ -33,9 +33,9 @@ def run(*command: str, version: str, also: Path = ROOT, **variables: str) -> sub
 
 @pytest.mark.parametrize("version", te_host.VERSIONS)
 def test_inside(version: str) -> None:
-    done = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/compat/te_inside.py", version=version
-    )
+    files = ("tests/compat/te_inside.py", "tests/compat/te_inside_fill.py")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.compat.te_parts", *files)
+    done = run(*command, version=version, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # none is used: a second saved
     assert done.returncode == 0, done.stdout + done.stderr
     summary = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"\d\d+ passed.* in .*", summary), summary  # nothing skipped, nothing left out

@@ -87,6 +87,20 @@ def test_the_largest_of_all_microbatches_counts_until_it_is_reset():
     assert_max(module.current_max_attn_logits, largest(*batches[0][:2], causal(5)))
 
 
+def test_another_number_of_heads_is_refused_until_it_is_reset():
+    q, k, v = tensors(5)
+    fewer = [x[:, :, : H // 2] for x in (q, k, v)]
+    module = core(qk_clip=True)
+    module(q, k, v, None)
+    with pytest.raises(ValueError, match=f"query has {H // 2} heads and current_max_attn_logits .* of {H}; build"):
+        module(*fewer, None)
+    module.current_max_attn_logits = None
+    module(*fewer, None)
+    torch.testing.assert_close(
+        module.current_max_attn_logits, largest(*fewer[:2], causal(5)).detach(), rtol=1e-12, atol=14 / 2**20
+    )
+
+
 def test_the_output_is_the_same_and_the_cost_is_one_forward_when_asked(monkeypatch):
     calls = []
     attention = mla_plugin.attention
