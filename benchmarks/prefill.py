@@ -7,7 +7,8 @@
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
 libraries in turn; ``host_us`` is the time on the host of one of our forward calls. TFLOP/s count 2 B H S^2 x 320
-operations forward and x 832 backward, half of it under a causal mask. Writes benchmarks/results/prefill_<gpu>.json, prints a table last.
+operations forward and x 832 backward, half of it under a causal mask. Writes
+benchmarks/results/prefill_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations
