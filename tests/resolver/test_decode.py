@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 import mla_plugin
 from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
-from mla_plugin.resolver import decode_preference, resolve, survey_decode
+from mla_plugin.resolver import decode_measured, decode_preference, resolve, survey_decode
 from mla_plugin.types import Accepted, NoBackendError, Platform, Refused
+from tests.house.project import ROOT
 
 PACKAGES = (("flashinfer-python", "0.6.13"), ("triton", "3.6.0"), ("vllm", "0.25.1"))
 
@@ -49,8 +53,8 @@ def chosen(call: DecodeRequest, platform: Platform, environ: dict[str, str] | No
     [
         ((1, 16, 4096), "triton"),
         ((1, 16, 65536), "triton"),
-        ((32, 16, 4096), "flashinfer"),
-        ((128, 16, 8192), "fa3"),
+        ((32, 16, 4096), "triton"),
+        ((128, 16, 8192), "triton"),
         ((1, 128, 4096), "fa3"),
         ((32, 128, 4096), "flashinfer"),
         ((128, 128, 8192), "fa3"),
@@ -125,7 +129,7 @@ def test_explain_tells_the_whole_decision() -> None:
         "decode bfloat16, batch 32, lengths 1 x 4096, 16 heads, kv_lora_rank 512, rope 64, pages of 64, "
         "has_seqlens_kv, has_host_lengths  on cuda sm90"
     )
-    assert last == "=> decode: flashinfer"
+    assert last == "=> decode: triton"
     assert "fa3 kernel" in text
     assert "cudnn       refuses   DecodeRequest, accepted is AttentionRequest" in text
     nothing = mla_plugin.explain(request(), platform=gpu(packages=()), environ={"NVTE_UNFUSED_ATTN": "0"})
@@ -177,9 +181,50 @@ def test_the_cpu_falls_to_sdpa_alone() -> None:
 
 
 def test_every_name_in_the_table_is_a_backend() -> None:
-    orders = [entry.order for entries in decode_preference.MEASURED.values() for entry in entries]
-    for order in (*orders, decode_preference.UNMEASURED):
+    for order in (decode_measured.BACKENDS, decode_preference.UNMEASURED):
         assert set(order) <= set(BUILTIN_BACKENDS)
+
+
+def kept_result() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/decode_backends_NVIDIA_H200.json").read_text())[
+        "rows"
+    ]
+    return rows
+
+
+def test_the_table_is_the_kept_result() -> None:
+    kept = {
+        (row["B"], row["H"], row["S_kv"], *(round(row["ms"][name], 4) for name in decode_measured.BACKENDS))
+        for row in kept_result()
+    }
+    assert set(decode_measured.MEASURED[9, 0]) == kept
+    assert len(kept) == 44
+
+
+@pytest.mark.parametrize("missing", [(), ("triton",), ("flashinfer",), ("fa3",)], ids=str)
+def test_the_choice_is_within_3_percent_of_the_best_that_is_left(missing: tuple[str, ...]) -> None:
+    for row in kept_result():
+        asked = request(batch_size=row["B"], num_heads=row["H"], max_seqlen_kv=row["S_kv"])
+        order = decode_preference.measured_order(asked, gpu())
+        left = {name: ms for name, ms in row["ms"].items() if name not in missing}
+        chosen = next(name for name in order if name in left)
+        assert left[chosen] * 0.97 <= min(left.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ({"batch_size": 1, "num_heads": 5, "max_seqlen_kv": 100}, (1, 16, 4096)),
+        ({"batch_size": 1, "num_heads": 4, "seqlen_q": 4, "max_seqlen_kv": 5000}, (1, 16, 4096)),
+        ({"batch_size": 200, "num_heads": 96, "max_seqlen_kv": 9000}, (256, 128, 8192)),
+        ({"batch_size": 0, "num_heads": 128, "max_seqlen_kv": 0}, (1, 128, 4096)),
+    ],
+)
+def test_between_the_measured_calls_the_nearest_decides(changes: dict[str, int], nearest: tuple[int, int, int]) -> None:
+    row = next(row for row in decode_measured.MEASURED[9, 0] if row[:3] == nearest)
+    milliseconds = dict(zip(decode_measured.BACKENDS, row[3:], strict=True))
+    fastest_first = tuple(sorted(decode_measured.BACKENDS, key=milliseconds.__getitem__))
+    assert decode_preference.measured_order(request(**changes), gpu()) == fastest_first
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,221 @@
+"""Writes docs/benchmarks.md from the kept results; a test holds the page to them.
+
+python -m benchmarks.page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+GPU = "NVIDIA_H200"
+OURS = "mla-plugin"
+
+TEXT = """\
+# Measured on an H200
+
+Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. Every library ran in the same process,
+in turn; nothing is timed whose error against float64 is more than twice that of plain PyTorch in the same dtype.
+Absolute figures hold for that GPU and that run, and drift by some percent from run to run: compare within a table.
+
+## Prefill and training
+
+{prefill_versions}
+
+`python benchmarks/prefill.py`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
+operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
+so below 4k tokens the time on the host shows.
+
+{prefill}
+
+As shares of the other libraries' speed: forward of FlashAttention 3; forward of PyTorch's memory-efficient kernel;
+backward of the faster of FlashAttention 4 and cuDNN; forward and backward of the memory-efficient kernel.
+
+{shares}
+
+![Throughput against sequence length](../benchmarks/results/prefill_NVIDIA_H200.png)
+
+## Decode kernels
+
+{decode_versions}
+
+`python benchmarks/decode.py`: the compressed cache in pages of 64 (kv_lora_rank 512, rope 64), one
+query token, bfloat16, milliseconds of a call in a CUDA graph; host us is the time that our call takes on the host
+outside of one.
+
+{decode}
+
+vLLM's Triton kernel could not be captured and was timed by events.
+
+## Decode backends and the resolver's choice
+
+{backends_versions}
+
+`python benchmarks/decode_backends.py`: the same calls through `mla_plugin.decode`, milliseconds, the
+choice in bold.
+
+{backends}
+
+## Decoding in Hugging Face transformers
+
+{transformers_versions}
+
+`python benchmarks/transformers_decode.py`: {layers} layers with DeepSeek-V3's attention, one
+sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
+
+{transformers}
+
+## FlashAttention 2 with V padded
+
+{padding_versions}
+
+`python benchmarks/flash_padding.py`: milliseconds, causal: the backend `fa2` as a whole, what of it
+are the copies that pad and trim, and our Triton kernels beside it.
+
+{padding}
+"""
+
+
+def load(name: str) -> dict[str, Any]:
+    """A kept result."""
+    record: dict[str, Any] = json.loads((RESULTS / f"{name}_{GPU}.json").read_text())
+    return record
+
+
+def versions(record: dict[str, Any]) -> str:
+    """What it was measured with."""
+    packages = [f"{name} {record[name]}" for name in ("torch", "triton", "transformers") if name in record]
+    return f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}."
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _number(values: dict[str, float], name: str, form: str) -> str:
+    return format(values[name], form) if name in values else ""
+
+
+def prefill(record: dict[str, Any]) -> str:
+    """TFLOP/s of every library."""
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["tflop_per_s"]))
+    rows = [
+        [
+            f"{row['batch']},{row['heads']},{row['seqlen']}",
+            "causal" if row["causal"] else "full",
+            row["pass"],
+            *(_number(row["tflop_per_s"], name, ".0f") for name in names),
+        ]
+        for row in record["rows"]
+    ]
+    return markdown(["B,H,S", "mask", "pass", *names], rows)
+
+
+def shares(record: dict[str, Any]) -> str:
+    """Our speed over the others', of the four large cases."""
+    rows = []
+    for forward, backward in zip(record["rows"][0:8:2], record["rows"][1:8:2], strict=True):
+        fast, back = forward["tflop_per_s"], backward["tflop_per_s"]
+        both = [sum(row["ms"][name] for row in (forward, backward)) for name in ("memory-efficient", OURS)]
+        rows.append(
+            [
+                f"{forward['batch']},{forward['heads']},{forward['seqlen']}",
+                "causal" if forward["causal"] else "full",
+                f"{fast[OURS] / fast['FA3']:.2f}",
+                f"{fast[OURS] / fast['memory-efficient']:.1f}",
+                f"{back[OURS] / max(back['FA4'], back['cuDNN']):.2f}",
+                f"{both[0] / both[1]:.1f}",
+            ]
+        )
+    header = ["B,H,S", "mask", "of FA3", "of memory-efficient", "backward", "both passes, of memory-efficient"]
+    return markdown(header, rows)
+
+
+def decode(record: dict[str, Any]) -> str:
+    """Milliseconds of every library."""
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
+    rows = [
+        [
+            f"{row['B']},{row['H']},{row['S_kv']}",
+            *(_number(row["ms"], name, ".4f") for name in names),
+            f"{row['gb_per_s'][OURS]:.0f}",
+            f"{row['tflop_per_s'][OURS]:.0f}",
+            f"{row['of_the_best']:.2f}",
+            f"{row['host_us']:.0f}",
+        ]
+        for row in record["rows"]
+    ]
+    return markdown(["B,H,S_kv", *names, "GB/s", "TFLOP/s", "of the best", "host us"], rows)
+
+
+def backends(record: dict[str, Any]) -> str:
+    """Milliseconds of every backend, the choice in bold."""
+    names = list(record["rows"][0]["ms"])
+    rows = []
+    for row in record["rows"]:
+        cells = {name: _number(row["ms"], name, ".4f") for name in names}
+        cells[row["choice"]] = f"**{cells[row['choice']]}**"
+        rows.append([f"{row['B']},{row['H']},{row['S_kv']}", *cells.values()])
+    return markdown(["B,H,S_kv", *names], rows)
+
+
+def transformers(record: dict[str, Any]) -> str:
+    """Tokens per second and added memory."""
+    names = list(record["rows"][0]["tokens_per_s"])
+    rows = [
+        [
+            str(row["context"]),
+            *(_number(row["tokens_per_s"], name, ".0f") for name in names),
+            *(_number(row["peak_above_start_gib"], name, ".2f") for name in names),
+        ]
+        for row in record["rows"]
+    ]
+    return markdown(["context", *(f"{name} tokens/s" for name in names), *(f"{name} GiB" for name in names)], rows)
+
+
+def padding(record: dict[str, Any]) -> str:
+    """Milliseconds of the backend, of its copies, of ours."""
+    names = [
+        name for name in record["milliseconds"][0] if name != "case" and name.split()[-1] in ("forward", "backward")
+    ]
+    return markdown(
+        ["B,H,S", *names], [[row["case"], *(f"{row[name]:.3f}" for name in names)] for row in record["milliseconds"]]
+    )
+
+
+def render() -> str:
+    """The whole page."""
+    sections = {
+        "prefill": load("prefill"),
+        "decode": load("decode"),
+        "backends": load("decode_backends"),
+        "transformers": load("transformers_decode"),
+        "padding": load("flash_padding"),
+    }
+    tables = {
+        name: table(sections[name])
+        for name, table in (
+            ("prefill", prefill),
+            ("decode", decode),
+            ("backends", backends),
+            ("transformers", transformers),
+            ("padding", padding),
+        )
+    }
+    return TEXT.format(
+        **{f"{name}_versions": versions(record) for name, record in sections.items()},
+        **tables,
+        shares=shares(sections["prefill"]),
+        layers=sections["transformers"]["model"]["num_hidden_layers"],
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
