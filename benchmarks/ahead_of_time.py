@@ -1,9 +1,10 @@
-"""What the prefill kernels take on each card, compiled ahead of time: no GPU is needed.
+"""What the kernels take on each card, compiled ahead of time: no GPU is needed.
 
     python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
-Which tiles, head dimensions and cards: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets.
+Which tiles, head dimensions and cards: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
+tests/kernels/decode_compiler.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 import triton
 
-from tests.kernels.compiler import ROOT, blocks_per_processor, results
-from tests.kernels.prefill_compiler import DEEPSEEK, TYPES, jobs
+from tests.kernels import decode_compiler
+from tests.kernels.compiler import ROOT, Usage, blocks_per_processor, results
+from tests.kernels.prefill_compiler import DEEPSEEK, TYPES, Job, jobs
 
 RESULTS = ROOT / "benchmarks" / "results" / "ahead_of_time.json"
 PAGE = ROOT / "docs" / "kernels_ahead_of_time.md"
@@ -27,20 +29,20 @@ MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 COLUMNS = ("tile", "warps", "stages", "registers", "spilled stores", "shared memory", "blocks", "warps per SM")
 
 TEXT = """\
-# The prefill kernels, compiled ahead of time
+# The kernels, compiled ahead of time
 
 Written by `python -m benchmarks.ahead_of_time` with Triton {triton}; do not edit. Nothing here was run on a card: the
 kernels were compiled for it, and the numbers are what the compiler allotted.
-`tests/kernels/test_prefill_ahead_of_time.py` holds them: shared memory to the card's limit per block, spilled stores to
-stated figures. It compiles every entry of the tile tables for the first card of its class, and DeepSeek-V3's 192/128 in
-bfloat16 for every card; with `--all-targets` every entry for every card of its class, for head dimensions from 24/16 to
-576/512, with lengths and windows, and by tensor descriptors.
+`tests/kernels/test_prefill_ahead_of_time.py` and `test_decode_ahead_of_time.py` hold them: shared memory to the card's
+limit per block, spilled stores to stated figures. They compile every entry of the tile tables for every card of its
+class, of prefill for the widest head dimensions that it serves and DeepSeek-V3's 192/128 in bfloat16; with
+`--all-targets` for head dimensions from 24/16 to 576/512, with lengths and windows, and by tensor descriptors.
 
-A tile is queries x keys. Blocks are those that one multiprocessor holds at a time, by registers and shared memory.
-Spilled stores are instructions in the whole program. *Causal* is a dense batch under a causal mask, *packed* has
-lengths and a window too, *descriptors* loads by tensor descriptors.
+A tile of prefill is queries x keys. Blocks are those that one multiprocessor holds at a time, by registers and shared
+memory. Spilled stores are instructions in the whole program. *Causal* is a dense batch under a causal mask, *packed*
+has lengths and a window too, *descriptors* loads by tensor descriptors.
 
-## A100, head_dim_qk 192, head_dim_v 128, bfloat16
+## Prefill: A100, head_dim_qk 192, head_dim_v 128, bfloat16
 
 {a100}
 
@@ -65,31 +67,56 @@ and 64 float32 operations a clock.
   instructions, that of `forward` none; this does not decide.
 - 108 multiprocessors hold one block each: fewer than 108 tiles of 128 queries, over all heads, leave some idle.
 
-## The same on every card
+## Prefill: the same on every card
 
 {cards}
 
-## Every entry of the tables
+## Prefill: every entry of the tables
 
 For the first card of its class and the widest head dimensions that it serves.
 
 {entries}
+
+## Decode: every entry of the table, on every card
+
+A tile is (query, head) rows x keys, in pages of 64; rank and rope are those of the widest cache that the entry serves.
+
+{decode}
+
+### What they predict for the A100 (a prediction, not a measurement)
+
+Rank 512, rope 64, bfloat16. Per processor and clock an A100 of 80 GB loads 13 bytes from memory (2039 GB/s over 108
+processors at 1.41 GHz) and 128 from shared memory, and does 1024 multiply-adds.
+
+- **16 heads: limited by memory, up to 1750 GB/s on large batches.** A tile of 64 keys is 72 KiB, 5500 clocks of memory.
+  Its products take 1088 clocks; its keys, values and queries about 1700 of shared memory. More than half of the time is
+  left over. An H200 reaches 4170 of its 4800 GB/s with two such blocks a processor.
+- **128 heads: limited by products and shared memory, 60 to 130 TFLOP/s.** A tile of 64 x 32 is 2176 clocks of products.
+  With 8 warps as 4 x 2, keys and values are read four times and queries twice, about 425 KB or 3300 clocks: 66 % of 312
+  TFLOP/s if all overlaps, 40 % if nothing does, less what the softmax and the barriers take. An H200 reaches 286 of its
+  989 TFLOP/s; the same share would be 90.
 """
 
 
 def measure() -> dict[str, Any]:
     """Compile; one record a job."""
-    usages = results("tests.kernels.prefill_compiler", cache=Path(triton.knobs.cache.dir))
-    records = []
-    for job in jobs(all_targets=False):
-        usage = usages[job.name]
-        blocks = blocks_per_processor(usage, job.tile.num_warps, job.capability)
-        records.append({**asdict(job), "tile": list(job.tile), **asdict(usage), "blocks": blocks})
-    return {"triton": triton.__version__, "records": records}
+    cache = Path(triton.knobs.cache.dir)
+    usages = results("tests.kernels.prefill_compiler", cache=cache)
+    prefill = [_record(job, usages[job.name]) for job in jobs(all_targets=False)]
+    usages = results("tests.kernels.decode_compiler", cache=cache)
+    decode = [_record(job, usages[job.name]) for job in decode_compiler.jobs()]
+    return {"triton": triton.__version__, "records": prefill, "decode": decode}
+
+
+def _record(job: Job | decode_compiler.Job, usage: Usage) -> dict[str, Any]:
+    blocks = blocks_per_processor(usage, job.tile.num_warps, job.capability)
+    return {**asdict(job), "tile": job.tile._asdict(), **asdict(usage), "blocks": blocks}
 
 
 def _cells(record: dict[str, Any]) -> Iterator[str]:
-    block_m, block_n, num_warps, num_stages, _ = record["tile"]
+    tile = record["tile"]
+    block_m, block_n, num_warps = tile["block_m"], tile["block_n"], tile["num_warps"]
+    num_stages = tile["paged_stages"] if record.get("page_size") else tile["num_stages"]
     yield f"{block_m} x {block_n}"
     yield from (str(number) for number in (num_warps, num_stages, record["registers"], record["spills"]))
     yield f"{record['shared'] / 1024:.0f} KiB"
@@ -104,6 +131,7 @@ def _table(records: Iterable[dict[str, Any]], *names: str) -> str:
         "call": lambda r: r["call"],
         "card": lambda r: f"{CARDS[r['capability']]} (sm{r['capability']})",
         "class": lambda r: r["card"],
+        "rank, rope": lambda r: f"{'/'.join(map(str, decode_compiler.RANKS[r['columns']]))} {TYPES[r['itemsize']]}",
         "head dims": lambda r: f"{r['head_dim_qk']}/{r['head_dim_v']} {TYPES[r['itemsize']]}",
     }
     header = (*names, *COLUMNS)
@@ -124,6 +152,9 @@ def render(found: dict[str, Any]) -> str:
         a100=_table((r for r in deepseek if r["capability"] == 80), "kernel", "call"),
         cards=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "card", "call"),
         entries=_table(entries.values(), "kernel", "class", "head dims"),
+        decode=_table(
+            (r for r in found["decode"] if r["page_size"] == 64 and not r["descriptors"]), "card", "rank, rope"
+        ),
     )
 
 

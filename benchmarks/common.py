@@ -7,6 +7,7 @@ import importlib.util
 import json
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,19 @@ def by_graph(calls: Sequence[Call], replays: int = 20) -> float:
         torch.cuda.synchronize()
         found.append(start.elapsed_time(end) / len(calls))
     return statistics.median(found)
+
+
+def host_microseconds(call: Call, calls: int = 200) -> float:
+    """Time on the host until a call returns; best of five runs, the GPU idle before each."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best / calls * 1e6
 
 
 def in_turn(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:

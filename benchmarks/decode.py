@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import OURS, by_events, by_graph, error, in_turn, load_peers, parser, write
+from common import OURS, by_events, by_graph, error, host_microseconds, in_turn, load_peers, parser, write
 
 from mla_plugin.kernels import mla_decode_attention
 
@@ -122,19 +121,6 @@ def timer(name: str, calls: list[Call], row: dict[str, Any]) -> Callable[[], flo
         row["not_captured"][name] = repr(reason)[:200]
         return functools.partial(by_events, calls[0])
     return functools.partial(by_graph, calls)
-
-
-def host_microseconds(call: Call, calls: int = 200) -> float:
-    """Time on the host until a call returns; best of five runs, the GPU idle before each."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return best / calls * 1e6
 
 
 def measure(case: tuple[int, int, int], libraries: dict[str, Prepare], rounds: int) -> dict[str, Any]:

@@ -6,8 +6,9 @@
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
-libraries in turn. TFLOP/s count 2 B H S^2 x 320 operations forward and x 832 backward, half of it under a causal mask.
-Writes benchmarks/results/prefill_<gpu>.json, prints a table last.
+libraries in turn; ``host_us`` is the time on the host of one of our forward calls. TFLOP/s count 2 B H S^2 x 320
+operations forward and x 832 backward, half of it under a causal mask. Writes
+benchmarks/results/prefill_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import OURS, by_events, error, in_turn, load_peers, parser, write
+from common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
 from prefill_plot import plot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -159,6 +160,8 @@ def measure(case: Case, attentions: dict[str, Attention], rounds: int) -> list[d
     for row, timer in zip(rows, timers, strict=True):
         row["ms"] = in_turn(timer, rounds)
         row["tflop_per_s"] = {name: row["operations"] / ms * 1e-9 for name, ms in row["ms"].items()}
+    with torch.no_grad():
+        rows[0]["host_us"] = host_microseconds(lambda: ours(q, k, v, case.causal), calls=50)
     return rows
 
 

@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-targets",
         action="store_true",
-        help="compile the prefill kernels for every card and head dimension, not for representatives: half an hour",
+        help="compile the prefill kernels for every head dimension, not for representatives: half an hour",
     )
 
 

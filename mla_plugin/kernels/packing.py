@@ -43,8 +43,14 @@ class Packing:
 
     @property
     def sight(self) -> tuple[int, int, int, int, bool]:
-        """Everything but the layout and the tensors: hashable."""
-        return self.max_seqlen_q, self.max_seqlen_kv, self.window_left, self.window_right, self.bottom_right
+        """Everything but the layout and the tensors: hashable.
+
+        A window that reaches beyond every token is none: the kernels add windows to positions, in int32.
+        """
+        tokens = self.max_seqlen_q + self.max_seqlen_kv
+        left = self.window_left if self.window_left < tokens else -1
+        right = self.window_right if self.window_right < tokens else -1
+        return self.max_seqlen_q, self.max_seqlen_kv, left, right, self.bottom_right
 
     @property
     def packed(self) -> bool:

@@ -41,13 +41,14 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, v: torch.Tensor, packing: Packing) -> Key:
         """The key of one call of one kernel."""
+        _, _, window_left, window_right, _ = packing.sight
         return cls(
             kernel,
             str(q.dtype).removeprefix("torch."),
             q.shape[-1],
             v.shape[-1],
-            packing.window_right >= 0,
-            packing.window_left >= 0,
+            window_right >= 0,
+            window_left >= 0,
             packing.packed,
             triton.next_power_of_2(packing.max_seqlen_q),
             triton.next_power_of_2(packing.max_seqlen_kv),

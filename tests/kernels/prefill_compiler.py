@@ -1,9 +1,9 @@
 """Compile the prefill kernels for cards that are not here: ``python -m tests.kernels.prefill_compiler``.
 
-Every entry of the tile tables is compiled. Without --all-targets: for the first compute capability of its kind of card
-and the widest head dimensions that it serves; and DeepSeek-V3's 192/128 in bfloat16 for every compute capability, on
-the first of each kind also with lengths and a window, from 9.0 on also through tensor descriptors. With it: for every
-compute capability of its kind of card and all of ``HEAD_DIMS``.
+Every entry of the tile tables is compiled for every compute capability of its kind of card. Without --all-targets: for
+the widest head dimensions that it serves; and DeepSeek-V3's 192/128 in bfloat16, on the first capability of each kind
+also with lengths and a window, from 9.0 on also through tensor descriptors. With it: for all of ``HEAD_DIMS``, with
+lengths and a window everywhere.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _representatives(found: list[Job], is_first: bool) -> Iterator[Job]:
     for job in found:
         if job.itemsize == 2 and (job.head_dim_qk, job.head_dim_v) == DEEPSEEK:
             yield from (call for call in _calls(job) if is_first or call.call != "packed")
-        elif is_first and job == max((other for other in found if other.entry == job.entry), key=_columns):
+        elif job == max((other for other in found if other.entry == job.entry), key=_columns):
             yield job
 
 

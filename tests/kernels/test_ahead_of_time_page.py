@@ -1,9 +1,12 @@
 """docs/kernels_ahead_of_time.md is what the script writes, of the tables as they are."""
 
 import json
+from collections.abc import Iterable
+
+import pytest
 
 from benchmarks import ahead_of_time
-from tests.kernels.prefill_compiler import jobs
+from tests.kernels import decode_compiler, prefill_compiler
 
 FOUND = json.loads(ahead_of_time.RESULTS.read_text())
 
@@ -14,8 +17,18 @@ def test_the_page_is_the_generated_one() -> None:
     )
 
 
-def test_the_results_are_those_of_the_present_tables() -> None:
-    names = ("kernel", "card", "itemsize", "columns", "capability", "head_dim_qk", "head_dim_v", "call")
-    measured = [(*(record[name] for name in names), tuple(record["tile"])) for record in FOUND["records"]]
-    present = [(*(getattr(job, name) for name in names), tuple(job.tile)) for job in jobs(all_targets=False)]
+PREFILL = ("kernel", "card", "itemsize", "columns", "capability", "head_dim_qk", "head_dim_v", "call")
+DECODE = ("capability", "itemsize", "columns", "page_size", "descriptors")
+
+
+@pytest.mark.parametrize(
+    ("kept", "jobs", "names"),
+    [("records", prefill_compiler.jobs(all_targets=False), PREFILL), ("decode", decode_compiler.jobs(), DECODE)],
+    ids=["prefill", "decode"],
+)
+def test_the_results_are_those_of_the_present_tables(
+    kept: str, jobs: Iterable[prefill_compiler.Job | decode_compiler.Job], names: tuple[str, ...]
+) -> None:
+    measured = [(*(record[name] for name in names), record["tile"]) for record in FOUND[kept]]
+    present = [(*(getattr(job, name) for name in names), job.tile._asdict()) for job in jobs]
     assert measured == present, "run python -m benchmarks.ahead_of_time"

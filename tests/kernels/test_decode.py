@@ -95,6 +95,11 @@ def test_two_column_blocks_over_splits(splits: int) -> None:
     check(paged((2, 1, 4, 96, 16, 140), 16, torch.float32, [140, 65]))
 
 
+def test_an_odd_number_of_elements_over_splits(splits: int) -> None:
+    """The float32 behind the splits' results start at a multiple of 4 bytes."""
+    check(paged((1, 1, 1, 33, 16, 330), 16, torch.float16, [330]))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("page_size", [0, 7, 64])
 def test_keys_at_the_start_that_no_query_sees(page_size: int, is_causal: bool, splits: int) -> None:

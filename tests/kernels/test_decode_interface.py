@@ -28,6 +28,11 @@ WRONG = {
     "rank of cache": (spoil("c_kv", lambda x: x[0]), ValueError, r"c_kv .*2 dimensions.*\[pages, page_size, R\]"),
     "heads": (spoil("q_rope", lambda x: x[:, :, :3]), ValueError, r"q_rope \[2, 2, 3, 16\] differ in \[B, S_q, H\]"),
     "tokens": (spoil("k_rope", lambda x: x[:, 1:]), ValueError, "one row a token"),
+    "B": (
+        lambda given: given.update(c_kv=given["c_kv"][:1], k_rope=given["k_rope"][:1]),
+        ValueError,
+        r"c_kv \[1, 70, 64\] has 1 sequences, q_nope_abs \[2, 2, 4, 64\] has 2",
+    ),
     "R": (spoil("c_kv", lambda x: x[..., :32]), ValueError, "R=64, c_kv has R=32.*W_UK"),
     "Dr": (spoil("k_rope", lambda x: x[..., :8]), ValueError, "Dr=16, k_rope has Dr=8.*qk_rope_head_dim"),
     "dtype": (spoil("k_rope", lambda x: x.float()), TypeError, "k_rope torch.float32.*bfloat16, float16, float32"),

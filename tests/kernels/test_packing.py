@@ -66,6 +66,13 @@ def test_what_a_launch_is_cached_on_holds_every_mask_argument() -> None:
     assert len(sights) == 5
 
 
+def test_a_window_beyond_every_token_is_none() -> None:
+    """The kernels add windows to positions in int32, where 2**31 - 1 would come out negative."""
+    for furthest in (9, 2**31 - 1, 2**40):
+        assert Packing("bshd", 4, 5, window_left=furthest, window_right=furthest).sight == Packing("bshd", 4, 5).sight
+    assert Packing("bshd", 4, 5, window_left=8, window_right=8).sight[2:4] == (8, 8)
+
+
 def test_room_for_the_results_of_a_dense_batch() -> None:
     dense = Packing("bshd", S, S)
     q = torch.empty(SHAPES["bshd"], dtype=torch.float16)

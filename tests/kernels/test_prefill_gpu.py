@@ -87,3 +87,18 @@ def test_twenty_runs_agree_bit_for_bit(deterministic_on_purpose: bool) -> None:
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
     torch.use_deterministic_algorithms(False)
+
+
+def test_another_device_than_the_current_one() -> None:
+    """Forward and backward, whose kernels are compiled and loaded in threads of their own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    tensors = [torch.randn(1, 200, 2, width, **BFLOAT16) for width in (192, 192, 128, 128)]
+
+    def run(device: str) -> list[torch.Tensor]:
+        q, k, v, dout = (x.to(device).requires_grad_() for x in tensors)
+        out = mla_attention(q, k, v, is_causal=True)
+        return [x.cpu() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+
+    for x, expected in zip(run("cuda:1"), run("cuda:0"), strict=True):
+        assert torch.equal(x, expected)

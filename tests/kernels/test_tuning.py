@@ -168,6 +168,8 @@ def test_the_key_of_a_call() -> None:
     )
     packed = Packing("thd", 128, 129, window_left=3, window_right=4)
     assert Key.of("backward_q", q, v, packed)[4:] == (True, True, True, 128, 256)
+    beyond = Packing("bshd", 100, 300, window_left=400, window_right=400)
+    assert Key.of("forward", q, v, beyond)[4:6] == (False, False)
 
 
 def cuda_tensor(dtype: torch.dtype) -> SimpleNamespace:
