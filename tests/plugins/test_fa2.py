@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from mla_plugin import Platform
+from mla_plugin import Platform, reference
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.plugins import fa2
@@ -33,15 +34,17 @@ PADDED = {
     "sbhd padding_masks": "qkv_format='sbhd'",
     "bhsd padding_masks": "qkv_format='bhsd'",
 }
+WINDOWS = {"window_left-71_37-bf16": "ends the window 37 keys right of the diagonal, not 70"}
 CASES = (
     *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *(case for case in conformance_cases() if case.name in WINDOWS),
     *packed_cases((4, 2), (torch.bfloat16,)),
 )
 
 
 class TestFlashAttn(FlashConformance):
     backend = "fa2"
-    refuses = few(REFUSES | PADDED, CASES)
+    refuses = few(REFUSES | PADDED | WINDOWS, CASES)
     manager = road("fa2", fa2, PACKAGE)
 
     def cases(self) -> tuple[Case, ...]:
@@ -53,7 +56,7 @@ class TestFlashAttn(FlashConformance):
 
 
 class TestPyTorchs(TestFlashAttn):
-    refuses = few(REFUSES | PADDED | {"deterministic training": "deterministic=True"}, CASES)
+    refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, CASES)
     manager = road("fa2", fa2, A100)
 
     @pytest.fixture(autouse=True)
@@ -168,6 +171,28 @@ def test_refusals(platform: Platform, changes: dict[str, Any], reasons: list[str
     found = decision.reasons if isinstance(decision, Refused) else ()
     assert len(found) == len(reasons), found
     assert all(expected in reason for reason, expected in zip(found, reasons, strict=True)), found
+
+
+@pytest.mark.parametrize(("longest_q", "longest_kv"), [(7, 3), (5, 4), (4, 5)])
+def test_a_window_that_is_accepted_is_the_callers(
+    longest_q: int, longest_kv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every window up to beyond the lengths; the kernel changes sides that it takes for unlimited."""
+    monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+    request = mla_request(
+        batch_size=1, num_heads=1, num_kv_heads=1, head_dim_qk=8, head_dim_v=8, attn_mask_type="no_mask"
+    ).replace(max_seqlen_q=longest_q, max_seqlen_kv=longest_kv, bottom_right_diagonal=True)
+    q, k, v = (torch.randn(1, n, 1, 8, dtype=torch.bfloat16) for n in (longest_q, longest_kv, longest_kv))
+    tensors, refused = AttentionTensors(q, k, v, 1.0), set()
+    for window in itertools.product(range(-1, 9), repeat=2):
+        request = request.replace(window_size=window)
+        if isinstance(fa2.select_backend(request, A100), Refused):
+            refused.add(window)
+            continue
+        found = fa2.forward(Plan(request, A100, "fa2", "fa2"), tensors).lse
+        torch.testing.assert_close(found.double(), reference.attention(request, tensors).lse, msg=str(window))
+    assert bool(refused) == (longest_q > longest_kv + 1)
+    assert (-1, -1) not in refused
 
 
 def test_what_runs_is_shown() -> None:

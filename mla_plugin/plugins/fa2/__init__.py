@@ -86,12 +86,19 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 
 
 def _window_refusals(request: AttentionRequest) -> Iterator[str]:
-    """The kernel takes a right side beyond the longest key sequence for unlimited, although rows above it are cut."""
-    right = request.window_size[1]
-    if request.max_seqlen_kv <= right < request.max_seqlen_q - 1:
+    """Where queries outnumber keys, the kernel's right side may be another than the caller's.
+
+    It drops a side of max_seqlen_kv or more; then it takes max_seqlen_kv for the right side if a left one is left.
+    """
+    (left, right), longest_kv = kernel_window(request)[1], request.max_seqlen_kv
+    unlimited = request.max_seqlen_q - 1  # the first query sees the last key
+    wanted = unlimited if right < 0 else min(right, unlimited)
+    dropped = longest_kv if 0 <= left < longest_kv else unlimited
+    found = right if 0 <= right < longest_kv else dropped
+    if min(found, unlimited) != wanted:
         yield (
             f"window_size={request.window_size} with max_seqlen_q={request.max_seqlen_q} > "
-            f"max_seqlen_kv={request.max_seqlen_kv}: the kernel drops a right side of max_seqlen_kv or more"
+            f"max_seqlen_kv={longest_kv}: the kernel ends the window {found} keys right of the diagonal, not {wanted}"
         )
 
 
