@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from mla_plugin import Platform, reference
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
+from mla_plugin.kernels import padding
 from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_2 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
+from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, fill_gaps, road
 from tests.requests import mla_request
 
 
@@ -223,6 +225,27 @@ def test_nothing_is_copied_that_has_the_kernels_width() -> None:
     assert seen[2].shape == (2, 8, 2, 192)
     assert torch.equal(seen[2][..., :128], v.transpose(0, 1))
     assert not seen[2][..., 128:].any()
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+def test_a_tail_that_padded_offsets_count_to_the_last_sequence(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pad_between_seqs=False: neither its keys nor its queries' gradients reach the last sequence."""
+    monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+    monkeypatch.setattr(providers, "aten_backward", library.aten_backward)
+    monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+    lengths = (5, 9)
+    case = Case("", "thd", torch.bfloat16, lengths, lengths, tail=7, num_heads=4, num_kv_heads=2, attn_mask_type=mask)
+    request, given, (dout, _) = case.request(), case.tensors(), case.cotangents()
+    places = torch.tensor([0, 5, 21], dtype=torch.int32)
+    padded = replace(given, cu_seqlens_q_padded=places, cu_seqlens_kv_padded=places)
+    assert isinstance(fa2.select_backend(request.replace(device_type="cuda"), A100), Accepted)
+    plan, results = Plan(request, A100, "fa2", "fa2"), []
+    for tensors in (given, padded):
+        output = fa2.forward(plan, tensors)
+        gradients = fa2.backward(plan, Residuals(tensors, output.out, output.lse), dout, None)
+        results.append((output.out, output.lse, gradients.dq, gradients.dk, gradients.dv))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (2, 2)])
