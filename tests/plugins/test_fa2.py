@@ -138,6 +138,7 @@ TRAINING = {"is_training": True}
         (A100, {"window_size": (64, 64), "attn_mask_type": "no_mask"}, []),
         (A100, TRAINING | {"deterministic": True}, ["flash-attn from 2.7.0 below 2.8.4 does"]),
         (Platform(), {"device_type": "cpu"}, ["device_type='cpu', accepted is 'cuda'"]),
+        (Platform(), {}, ["device_type='cpu', accepted is 'cuda'"]),
         (Platform("cuda", (8, 0)), {}, ["cuda_version=None"]),
         (card((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
         (A100, {"head_dim_qk": 100, "head_dim_v": 64}, ["head_dim_qk=100, head_dim_v=64, accepted is a multiple of 8"]),

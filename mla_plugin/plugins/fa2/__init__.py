@@ -22,7 +22,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned
 from mla_plugin.packed import Rows, kernel_window
 from mla_plugin.plugins.fa2 import providers
-from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -49,8 +49,9 @@ def _width(request: AttentionRequest, carries_dlse: bool) -> int:
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     capability = platform.compute_capability
-    if request.device_type != "cuda" or platform.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    yield from off_device
+    if off_device:
         return
     if platform.cuda_version is None:
         yield "cuda_version=None: this PyTorch is not a CUDA build"
