@@ -232,6 +232,11 @@ def check_length_values(tensors: AttentionTensors, request: AttentionRequest) ->
         if qkv_format != "thd":
             continue
         starts = offsets if padded is None else padded.tolist()
+        if not request.pad_between_seqs and starts[:-1] != offsets[:-1]:
+            raise ValueError(
+                f"pad_between_seqs=False with cu_seqlens_{side}={offsets} and cu_seqlens_{side}_padded={starts}: "
+                "sequences start elsewhere in memory; pass pad_between_seqs=True, or leave it out"
+            )
         room = [after - before for before, after in itertools.pairwise(starts)]
         if (
             starts[0] < 0

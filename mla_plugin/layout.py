@@ -34,9 +34,10 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     """x itself when it suits kernels that read 16 bytes at a time, otherwise a contiguous copy.
 
     Suitable: the last dimension is contiguous, every other stride is a multiple of 8 elements, and x starts on a
-    16-byte boundary of its storage. A copy is suitable when the last dimension is a multiple of 8.
+    16-byte boundary of memory; storage that another library hands over may itself start off one. A copy is suitable
+    when the last dimension is a multiple of 8.
     """
-    starts_aligned = x.storage_offset() * x.element_size() % 16 == 0
+    starts_aligned = x.data_ptr() % 16 == 0
     if starts_aligned and x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -132,7 +132,9 @@ def _side(
 ) -> Side:
     if request.qkv_format == "thd":
         assert offsets is not None  # mla_plugin.checks
-        if padded is None or padded is offsets:
+        # Without padding between sequences padded offsets differ in their last entry at most, the end of the tail;
+        # kernels that know no true lengths would take that for the end of the last sequence.
+        if padded is None or not request.pad_between_seqs:
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
     extent = to_bhsd(x, request.qkv_format).shape[2]

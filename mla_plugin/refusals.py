@@ -12,6 +12,13 @@ NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend 
 """The answer to a decode request of a backend that computes none."""
 
 
+def off_cuda(*device_types: str) -> Iterator[str]:
+    """The reason of a CUDA backend for a request or a platform of another device type."""
+    for device_type in dict.fromkeys(device_types):
+        if device_type != "cuda":
+            yield f"device_type={device_type!r}, accepted is 'cuda'"
+
+
 def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
     """Reasons of a backend that computes softmax(scores) @ V over expanded K and V on one device, and nothing else."""
     if request.softmax_type != "vanilla":

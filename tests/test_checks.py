@@ -131,6 +131,14 @@ def test_length_values_of_thd() -> None:
         message = error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_kv=longest)
         assert f"max_seqlen_kv={longest}" in message
     assert attention(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_q=3, max_seqlen_kv=9).shape == q.shape
+    apart = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": torch.tensor([0, 3, 6], dtype=torch.int32)}
+    message = error(q, q, q, qkv_format="thd", **apart, pad_between_seqs=False)
+    assert "pad_between_seqs=False" in message
+    assert "cu_seqlens_q=[0, 2, 5]" in message
+    assert "cu_seqlens_q_padded=[0, 3, 6]" in message
+    tail = {"cu_seqlens_q": cu, "cu_seqlens_q_padded": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    found = attention(q, q, q, qkv_format="thd", **tail, pad_between_seqs=False)
+    torch.testing.assert_close(found, attention(q, q, q, qkv_format="thd", cu_seqlens_q=cu))
     message = error(
         q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu.clone(), cu_seqlens_q_padded=cu.clone()
     )

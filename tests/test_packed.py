@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,6 +80,17 @@ def test_packed_sequences_are_described_twice_only_where_they_have_padding() -> 
     assert not x[5:].any()
 
 
+def test_padded_offsets_without_padding_between_sequences_end_with_the_tail() -> None:
+    """The last sequence ends before it, also for kernels that know no true lengths."""
+    case = Case("", "thd", torch.float32, (2, 3), (2, 3), tail=2, attn_mask_type="padding")
+    places = torch.tensor([0, 2, 7], dtype=torch.int32)
+    tensors = replace(case.tensors(), cu_seqlens_q_padded=places, cu_seqlens_kv_padded=places)
+    rows = Rows.of(case.request(), tensors)
+    for side in (rows.q, rows.kv):
+        assert side is not None
+        assert (side.starts.tolist(), side.lengths) == ([0, 2, 5], None)
+
+
 def test_addressable_copies_only_what_hardware_cannot_read() -> None:
     x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
     assert addressable(x) is x
@@ -86,6 +99,16 @@ def test_addressable_copies_only_what_hardware_cannot_read() -> None:
         copy = addressable(bad)
         assert copy.is_contiguous()
         assert torch.equal(copy, bad)
+
+
+def test_addressable_copies_memory_that_another_library_starts_off_a_boundary() -> None:
+    memory = bytearray(4 * 64 * 2 + 32)
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for offset in (0, 2, 8):
+        x = torch.frombuffer(memory, dtype=torch.bfloat16, offset=-start % 16 + offset, count=4 * 64).view(4, 64)
+        assert x.storage_offset() == 0
+        assert (addressable(x) is x) == (offset == 0)
+        assert addressable(x).data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize(

@@ -32,20 +32,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Need:
-    """A distribution that something needs, and from which version on."""
+    """A distribution that something needs, from which version on, and below which one."""
 
     name: str
     minimum: str
     purpose: str
     command: str
     optional: bool = True
+    below: str | None = None
 
 
 NEEDS = (
     Need("torch", "2.8", "everything", 'pip install "torch>=2.8"', optional=False),
     Need("pluggy", "1.5", "everything", 'pip install "pluggy>=1.5"', optional=False),
     Need("packaging", "22", "everything", 'pip install "packaging>=22"', optional=False),
-    Need("flash-attn", "2.7", "deterministic training on backend fa2", 'pip install "mla-plugin[fa2]"'),
+    Need(
+        "flash-attn",
+        "2.7",
+        "deterministic training on backend fa2, which takes PyTorch's own otherwise",
+        'pip install "mla-plugin[fa2]"',
+        below="2.8.4",
+    ),
     Need("flash-attn-4", "4.0.0b5", "backend fa4", 'pip install "mla-plugin[fa4]"'),
     Need("flashinfer-python", "0.6.12", "backend flashinfer", 'pip install "mla-plugin[flashinfer]"'),
     Need("transformers", "4.57", "Hugging Face models", 'pip install "mla-plugin[transformers]"'),
@@ -63,10 +70,12 @@ def packages() -> Iterator[Finding]:
     """Every need, with the version found."""
     for need in NEEDS:
         version = device.version(need.name)
-        if version is not None and Version(version) >= Version(need.minimum):
+        too_new = version is not None and need.below is not None and Version(version) >= Version(need.below)
+        if version is not None and not too_new and Version(version) >= Version(need.minimum):
             yield Finding("ok", f"{need.name} {version}, for {need.purpose}")
             continue
-        found = f"{version} is older than {need.minimum}" if version else "is not installed"
+        limit = f"not below {need.below}" if too_new else f"older than {need.minimum}"
+        found = f"{version} is {limit}" if version else "is not installed"
         state: Literal["missing", "broken"] = "missing" if need.optional else "broken"
         yield Finding(state, f"{need.name} {found}; needed for {need.purpose}", need.command)
     yield _flash_attention_3()

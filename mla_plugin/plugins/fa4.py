@@ -24,7 +24,7 @@ from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
 from mla_plugin.packed import Rows, addressable, kernel_window
-from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -54,9 +54,11 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
         yield f"{DISTRIBUTION} {version} < {FIRST_VERSION}"
     elif version == NEEDS_NEW_CUTLASS and cutlass is not None and Version(cutlass) < Version(CUTLASS_MINIMUM):
         yield f"{DISTRIBUTION} {version} with nvidia-cutlass-dsl {cutlass} < {CUTLASS_MINIMUM}"
-    if request.device_type != "cuda" or platform.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
-    elif platform.compute_capability is None or not (9, 0) <= platform.compute_capability < (13, 0):
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    yield from off_device
+    if off_device:
+        return
+    if platform.compute_capability is None or not (9, 0) <= platform.compute_capability < (13, 0):
         yield f"compute_capability={platform.compute_capability}, accepted is (9, 0) to (12, x)"
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from mla_plugin import device
+from mla_plugin import Platform, device
 from mla_plugin.cli import doctor, main
 from mla_plugin.hooks.manager import BackendManager
+from mla_plugin.plugins.fa2 import providers
 from tests.house.project import pyproject
 
 
@@ -35,11 +37,15 @@ def test_needs_say_what_the_package_declares() -> None:
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
     declared = {
-        (requirement.name, next(iter(requirement.specifier)).version)
+        (requirement.name, str(requirement.specifier))
         for text in (*project["dependencies"], *(text for name in DECLARED for text in extras[name]))
         if (requirement := Requirement(text)).name != "triton"
     }
-    assert {(need.name, need.minimum) for need in doctor.NEEDS} == declared
+    needed = {
+        (need.name, str(SpecifierSet(f">={need.minimum}" if need.below is None else f">={need.minimum},<{need.below}")))
+        for need in doctor.NEEDS
+    }
+    assert needed == declared
 
 
 @pytest.mark.parametrize(
@@ -86,6 +92,33 @@ def test_packages(name: str, version: str | None, states: set[str], monkeypatch:
         assert (finding.remedy is None) == (finding.state == "ok")
         assert finding.remedy is None or finding.remedy.startswith("pip install ")
         assert version is None or version in finding.text
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "text"),
+    [
+        (
+            "2.8.3",
+            "ok",
+            "flash-attn 2.8.3, for deterministic training on backend fa2, which takes PyTorch's own otherwise",
+        ),
+        ("2.6.3", "missing", "flash-attn 2.6.3 is older than 2.7"),
+        ("2.8.4", "missing", "flash-attn 2.8.4 is not below 2.8.4"),
+        (None, "missing", "flash-attn is not installed"),
+    ],
+)
+def test_flash_attention_2_by_version(
+    version: str | None, state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What doctor calls fit is what the backend takes."""
+    real = device.version
+    monkeypatch.setattr(device, "version", lambda asked: version if asked == "flash-attn" else real(asked))
+    (finding,) = [finding for finding in doctor.packages() if finding.text.startswith("flash-attn ")]
+    assert finding.state == state
+    assert finding.text.startswith(text)
+    packages = () if version is None else (("flash-attn", version),)
+    provider = providers.find(Platform("cuda", (9, 0), packages))
+    assert isinstance(provider, providers.FlashAttn) == (state == "ok")
 
 
 def test_a_missing_optional_package_is_not_broken(

@@ -20,7 +20,7 @@ def _check(x: torch.Tensor) -> None:
     assert x.stride(-1) == 1
     assert x.shape[-1] % 8 == 0
     assert all(stride % 8 == 0 for stride in x.stride()[:-1])
-    assert x.storage_offset() * x.element_size() % 16 == 0
+    assert x.data_ptr() % 16 == 0
 
 
 def _spans(x: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int | None) -> Iterator[tuple[int, slice]]:

@@ -28,6 +28,8 @@ def _call(
     left, right = window_size
     longest_kv = k.shape[1] if longest[1] is None else longest[1]
     left, right = (-1 if side >= longest_kv else side for side in (left, right))
+    if (left < 0) != (right < 0):
+        left, right = (longest_kv if side < 0 else side for side in (left, right))
     if starts[0] is not None:
         is_swapped = longest[0] == 1 and q.shape[1] > k.shape[1] and (left, right) == (-1, -1)
         assert not is_swapped, "the kernel would take every row for a sequence"

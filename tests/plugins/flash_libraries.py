@@ -30,7 +30,7 @@ def check_tile_addresses(*tensors: torch.Tensor) -> None:
         assert x.dtype in HALF
         assert x.dtype == tensors[0].dtype
         assert x.stride(-1) == 1
-        assert x.storage_offset() % 8 == 0
+        assert x.data_ptr() % 16 == 0
         assert all(stride % 8 == 0 for stride in x.stride()[:-1])
 
 

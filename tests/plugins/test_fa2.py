@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mla_plugin import Platform
+from mla_plugin import Platform, reference
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
+from mla_plugin.kernels import padding
 from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_2 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
+from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, fill_gaps, road
 from tests.requests import mla_request
 
 
@@ -33,15 +36,17 @@ PADDED = {
     "sbhd padding_masks": "qkv_format='sbhd'",
     "bhsd padding_masks": "qkv_format='bhsd'",
 }
+WINDOWS = {"window_left-71_37-bf16": "ends the window 37 keys right of the diagonal, not 70"}
 CASES = (
     *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
+    *(case for case in conformance_cases() if case.name in WINDOWS),
     *packed_cases((4, 2), (torch.bfloat16,)),
 )
 
 
 class TestFlashAttn(FlashConformance):
     backend = "fa2"
-    refuses = few(REFUSES | PADDED, CASES)
+    refuses = few(REFUSES | PADDED | WINDOWS, CASES)
     manager = road("fa2", fa2, PACKAGE)
 
     def cases(self) -> tuple[Case, ...]:
@@ -53,7 +58,7 @@ class TestFlashAttn(FlashConformance):
 
 
 class TestPyTorchs(TestFlashAttn):
-    refuses = few(REFUSES | PADDED | {"deterministic training": "deterministic=True"}, CASES)
+    refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, CASES)
     manager = road("fa2", fa2, A100)
 
     @pytest.fixture(autouse=True)
@@ -133,6 +138,7 @@ TRAINING = {"is_training": True}
         (A100, {"window_size": (64, 64), "attn_mask_type": "no_mask"}, []),
         (A100, TRAINING | {"deterministic": True}, ["flash-attn from 2.7.0 below 2.8.4 does"]),
         (Platform(), {"device_type": "cpu"}, ["device_type='cpu', accepted is 'cuda'"]),
+        (Platform(), {}, ["device_type='cpu', accepted is 'cuda'"]),
         (Platform("cuda", (8, 0)), {}, ["cuda_version=None"]),
         (card((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
         (A100, {"head_dim_qk": 100, "head_dim_v": 64}, ["head_dim_qk=100, head_dim_v=64, accepted is a multiple of 8"]),
@@ -170,6 +176,28 @@ def test_refusals(platform: Platform, changes: dict[str, Any], reasons: list[str
     assert all(expected in reason for reason, expected in zip(found, reasons, strict=True)), found
 
 
+@pytest.mark.parametrize(("longest_q", "longest_kv"), [(7, 3), (5, 4), (4, 5)])
+def test_a_window_that_is_accepted_is_the_callers(
+    longest_q: int, longest_kv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every window up to beyond the lengths; the kernel changes sides that it takes for unlimited."""
+    monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+    request = mla_request(
+        batch_size=1, num_heads=1, num_kv_heads=1, head_dim_qk=8, head_dim_v=8, attn_mask_type="no_mask"
+    ).replace(max_seqlen_q=longest_q, max_seqlen_kv=longest_kv, bottom_right_diagonal=True)
+    q, k, v = (torch.randn(1, n, 1, 8, dtype=torch.bfloat16) for n in (longest_q, longest_kv, longest_kv))
+    tensors, refused = AttentionTensors(q, k, v, 1.0), set()
+    for window in itertools.product(range(-1, 9), repeat=2):
+        request = request.replace(window_size=window)
+        if isinstance(fa2.select_backend(request, A100), Refused):
+            refused.add(window)
+            continue
+        found = fa2.forward(Plan(request, A100, "fa2", "fa2"), tensors).lse
+        torch.testing.assert_close(found.double(), reference.attention(request, tensors).lse, msg=str(window))
+    assert bool(refused) == (longest_q > longest_kv + 1)
+    assert (-1, -1) not in refused
+
+
 def test_what_runs_is_shown() -> None:
     decision = fa2.select_backend(mla_request(), A100)
     assert decision == Accepted(notes=("PyTorch's own FlashAttention 2", "head_dim_v padded from 128 to 192"))
@@ -198,6 +226,27 @@ def test_nothing_is_copied_that_has_the_kernels_width() -> None:
     assert seen[2].shape == (2, 8, 2, 192)
     assert torch.equal(seen[2][..., :128], v.transpose(0, 1))
     assert not seen[2][..., 128:].any()
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+def test_a_tail_that_padded_offsets_count_to_the_last_sequence(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pad_between_seqs=False: neither its keys nor its queries' gradients reach the last sequence."""
+    monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
+    monkeypatch.setattr(providers, "aten_backward", library.aten_backward)
+    monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+    lengths = (5, 9)
+    case = Case("", "thd", torch.bfloat16, lengths, lengths, tail=7, num_heads=4, num_kv_heads=2, attn_mask_type=mask)
+    request, given, (dout, _) = case.request(), case.tensors(), case.cotangents()
+    places = torch.tensor([0, 5, 21], dtype=torch.int32)
+    padded = replace(given, cu_seqlens_q_padded=places, cu_seqlens_kv_padded=places)
+    assert isinstance(fa2.select_backend(request.replace(device_type="cuda"), A100), Accepted)
+    plan, results = Plan(request, A100, "fa2", "fa2"), []
+    for tensors in (given, padded):
+        output = fa2.forward(plan, tensors)
+        gradients = fa2.backward(plan, Residuals(tensors, output.out, output.lse), dout, None)
+        results.append((output.out, output.lse, gradients.dq, gradients.dk, gradients.dv))
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (2, 2)])

@@ -151,7 +151,8 @@ def test_providers_are_looked_for_in_this_order(packages: tuple[tuple[str, str],
         (hopper(), {}, ["none of flash-attn-3, vllm, sgl-kernel"]),
         (VLLM, {"is_training": True}, ["vllm has no backward"]),
         (SGL, {"is_training": True}, ["sgl-kernel has no backward"]),
-        (Platform(packages=OWN.packages), {}, ["device_type='cuda', accepted is 'cuda'"]),
+        (Platform(packages=OWN.packages), {}, ["device_type='cpu', accepted is 'cuda'"]),
+        (OWN, {"device_type": "cpu"}, ["device_type='cpu', accepted is 'cuda'"]),
         (Platform("cuda", (10, 0), OWN.packages), {}, ["compute_capability=(10, 0), accepted is (9, 0)"]),
         (Platform("cuda", (8, 0), OWN.packages), {}, ["compute_capability=(8, 0)"]),
         (OWN, {"head_dim_qk": 100, "head_dim_v": 100}, ["head_dim_qk=100, head_dim_v=100, accepted are multiples"]),
@@ -216,6 +217,12 @@ def test_a_gradient_of_lse_is_an_error() -> None:
 def test_a_package_that_does_not_import(platform: Platform, module: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{module}.* cannot be imported .*MLA_PLUGIN_BLOCK=fa3"):
         fa3.forward(*small(platform))
+
+
+def test_a_vllm_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "vllm.vllm_flash_attn")
+    with pytest.raises(RuntimeError, match=r"vllm_flash_attn has no FlashAttention 3.*MLA_PLUGIN_BLOCK=fa3"):
+        fa3.forward(*small(VLLM))
 
 
 def test_a_plan_of_another_machine() -> None:

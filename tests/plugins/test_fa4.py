@@ -93,6 +93,7 @@ BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal"
         (card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.2"), {}, []),
         (card((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), accepted is (9, 0)"]),
         (Platform(packages=H100.packages), {"device_type": "cpu", "head_dim_qk": 128}, ["device_type='cpu'"]),
+        (Platform(packages=H100.packages), {"head_dim_qk": 128}, ["device_type='cpu', accepted is 'cuda'"]),
         (H100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_qk=576, head_dim_v=512 on"]),
         (H100, {"head_dim_qk": 100}, ["accepted are multiples of 8"]),
         (RTX, {}, ["head_dim_qk=192, head_dim_v=128 on compute_capability=(12, 0), accepted are at most 128 each"]),

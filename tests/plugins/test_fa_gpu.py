@@ -22,7 +22,7 @@ from mla_plugin.types import AttentionTensors, Plan, Residuals
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_road import REFUSES, Road, few
-from tests.plugins.test_fa2 import PADDED
+from tests.plugins.test_fa2 import PADDED, WINDOWS
 from tests.plugins.test_fa3 import DIMS, VLLM
 from tests.plugins.test_fa4 import GROUPED
 
@@ -64,7 +64,7 @@ class TestFlashAttention3(_OnDevice):
 
 class TestPyTorchsFlashAttention2(_OnDevice):
     backend = "fa2"
-    refuses = few(REFUSES | PADDED | {"deterministic training": "deterministic=True"}, ALL) | {
+    refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, ALL) | {
         "head_dims=256/256 return_lse training": "padded to 264",
     }
     manager = on_device("fa2", fa2, PYTORCH)
@@ -78,7 +78,7 @@ class TestFlashAttn2Package(_OnDevice):
     """Its forward; there is no binary with the backward."""
 
     backend = "fa2"
-    refuses = few(REFUSES | PADDED, ALL)
+    refuses = few(REFUSES | PADDED | WINDOWS, ALL)
     manager = on_device("fa2", fa2, PACKAGE)
     test_backward = None
 

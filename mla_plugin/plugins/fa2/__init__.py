@@ -22,7 +22,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned
 from mla_plugin.packed import Rows, kernel_window
 from mla_plugin.plugins.fa2 import providers
-from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences
+from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -49,8 +49,9 @@ def _width(request: AttentionRequest, carries_dlse: bool) -> int:
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     capability = platform.compute_capability
-    if request.device_type != "cuda" or platform.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    yield from off_device
+    if off_device:
         return
     if platform.cuda_version is None:
         yield "cuda_version=None: this PyTorch is not a CUDA build"
@@ -86,12 +87,19 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 
 
 def _window_refusals(request: AttentionRequest) -> Iterator[str]:
-    """The kernel takes a right side beyond the longest key sequence for unlimited, although rows above it are cut."""
-    right = request.window_size[1]
-    if request.max_seqlen_kv <= right < request.max_seqlen_q - 1:
+    """Where queries outnumber keys, the kernel's right side may be another than the caller's.
+
+    It drops a side of max_seqlen_kv or more; then it takes max_seqlen_kv for the right side if a left one is left.
+    """
+    (left, right), longest_kv = kernel_window(request)[1], request.max_seqlen_kv
+    unlimited = request.max_seqlen_q - 1  # the first query sees the last key
+    wanted = unlimited if right < 0 else min(right, unlimited)
+    dropped = longest_kv if 0 <= left < longest_kv else unlimited
+    found = right if 0 <= right < longest_kv else dropped
+    if min(found, unlimited) != wanted:
         yield (
             f"window_size={request.window_size} with max_seqlen_q={request.max_seqlen_q} > "
-            f"max_seqlen_kv={request.max_seqlen_kv}: the kernel drops a right side of max_seqlen_kv or more"
+            f"max_seqlen_kv={longest_kv}: the kernel ends the window {found} keys right of the diagonal, not {wanted}"
         )
 
 

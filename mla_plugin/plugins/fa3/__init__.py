@@ -21,7 +21,7 @@ from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.packed import Rows, addressable, kernel_window
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.refusals import beyond_flash_attention
+from mla_plugin.refusals import beyond_flash_attention, off_cuda
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -45,9 +45,9 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
         yield f"FlashAttention 3 is not installed: none of {names}"
     elif request.is_training and not provider.has_backward:
         yield f"is_training=True: {provider.distribution} has no backward, flash-attn-3 has"
-    if platform.device_type != "cuda" or request.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
-    elif platform.compute_capability != (9, 0):
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    yield from off_device
+    if not off_device and platform.compute_capability != (9, 0):
         yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
 
 

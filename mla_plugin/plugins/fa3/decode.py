@@ -17,6 +17,7 @@ import torch
 from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.layout import aligned
 from mla_plugin.plugins.fa3 import providers
+from mla_plugin.refusals import off_cuda
 from mla_plugin.types import Accepted, Platform, Refused
 
 RANKS = (256, 512)
@@ -28,9 +29,9 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     if providers.find(platform) is None:
         names = ", ".join(provider.distribution for provider in providers.PROVIDERS)
         yield f"FlashAttention 3 is not installed: none of {names}"
-    if platform.device_type != "cuda" or request.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
-    elif platform.compute_capability != (9, 0):
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    yield from off_device
+    if not off_device and platform.compute_capability != (9, 0):
         yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
     if request.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={request.dtype}, accepted is bfloat16 or float16"

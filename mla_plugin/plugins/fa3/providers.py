@@ -171,6 +171,16 @@ class FlashAttn3(Provider):
 class Vllm(Provider):
     """The operator ``_vllm_fa3_C::fwd`` that ``vllm.vllm_flash_attn`` loads."""
 
+    def library(self) -> Any:
+        """See ``Provider``; the module also imports where vLLM was built without the operator."""
+        library = super().library()
+        if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+            raise RuntimeError(
+                f"{self.distribution} is installed, but {self.module} has no FlashAttention 3: install a vllm "
+                "built for Hopper, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
+            )
+        return library
+
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
         self.library()
