@@ -55,7 +55,6 @@ class Launch:
         arguments: the last arguments, the same in every call.
         options: num_warps, num_stages, maxnreg, launch_pdl.
         compiled: the kernel for aligned tensors, once there is one.
-        is_prepared: ``compile_together`` has seen it.
     """
 
     kernel: Any
@@ -63,7 +62,6 @@ class Launch:
     arguments: tuple[object, ...]
     options: dict[str, int | None]
     compiled: Any = None
-    is_prepared: bool = False
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream.
@@ -95,9 +93,6 @@ def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device:
         with torch.cuda.device(device):  # a thread starts on device 0
             kernel[(1, 1, 1)]
 
-    calls = [call for call in calls if not call[0].is_prepared]
-    if not calls:
-        return
     with ThreadPoolExecutor(len(calls)) as threads:
         with triton.AsyncCompileMode(threads):
             found = [
@@ -106,5 +101,3 @@ def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device:
             ]
         kernels = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in found]
         list(threads.map(load, kernels))
-    for launch, _ in calls:
-        launch.is_prepared = True

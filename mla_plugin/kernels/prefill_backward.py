@@ -66,9 +66,22 @@ class _Kind(NamedTuple):
         return columns_of(self.q_shape[-1], self.v_shape[-1])
 
     @property
+    def code(self) -> tuple[object, ...]:
+        """What decides about the code of the kernels, lengths and strides aside; few of them in a program."""
+        _, heads, kv_heads = self.sizes
+        _, _, left, right, bottom_right = self.sight
+        mask = (left >= 0, right >= 0, bottom_right)
+        call = (self.layout, self.has_lengths, self.has_dlse, self.by_descriptors, heads // kv_heads)
+        return (self.dtype, self.device, self.q_shape[-1], self.v_shape[-1], *mask, *call)
+
+    @property
     def lse_strides(self) -> tuple[int, int]:
         """Between sequences and between heads."""
         return lse_strides(self.q_shape, self.sizes[1], self.sight[0], self.layout)
+
+
+_compiled: set[tuple[object, ...]] = set()
+"""``_Kind.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
 
 
 @functools.cache
@@ -160,8 +173,9 @@ def backward(
             ]
         else:
             calls += [call_kv(static_tile("backward_kv", q, v)), call_q(static_tile("backward_q", q, v))]
-        if q.is_cuda:
+        if q.is_cuda and kind.code not in _compiled:
             compile_together(calls, q.device)
+            _compiled.add(kind.code)
         for call in calls:
             _run(*call)
     return dq, dk, dv
