@@ -17,7 +17,7 @@ import torch
 from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.refusals import NO_DECODE, beyond_plain_attention
+from mla_plugin.refusals import NO_DECODE, beyond_plain_attention, off_cuda
 from mla_plugin.types import (
     Accepted,
     AttentionOutput,
@@ -39,8 +39,9 @@ MAX_GRID = 65_535
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     capability, cudnn = platform.compute_capability, platform.cudnn_version
-    if request.device_type != "cuda" or platform.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    if off_device:
+        yield from off_device
         return
     if platform.cuda_version is None:
         yield "cuda_version=None: this PyTorch is not a CUDA build"

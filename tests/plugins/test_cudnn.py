@@ -203,6 +203,7 @@ def test_a_gradient_of_lse_is_an_error() -> None:
     ("platform", "changes", "reason"),
     [
         (CPU, {"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
+        (CPU, {}, "device_type='cpu', accepted is 'cuda'"),
         (Platform("cuda", (9, 0), (), (9, 13, 0)), {}, "cuda_version=None"),
         (Platform("cuda", (9, 0), (), None, "13.0"), {}, "cudnn_version=None < (9, 0, 0)"),
         (Platform("cuda", (9, 0), (), (8, 9, 7), "12.1"), {}, "cudnn_version=(8, 9, 7) < (9, 0, 0)"),

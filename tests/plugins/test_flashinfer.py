@@ -97,6 +97,7 @@ def test_a_tile_must_end_with_a_query(seqlen_q: int, num_heads: int, taken: bool
         ({"tools": frozenset({"nvcc"})}, "ninja is not found, with which it compiles its kernels"),
         ({"tools": frozenset({"ninja"})}, "nvcc is not found, with which it compiles its kernels"),
         ({"compute_capability": (7, 5)}, "compute_capability=(7, 5) < (8, 0)"),
+        ({"device_type": "cpu", "compute_capability": None}, "device_type='cpu', accepted is 'cuda'"),
         (
             {"packages": (("flashinfer-jit-cache", "0.6.12+cu130"), ("flashinfer-python", "0.6.13"))},
             "flashinfer-jit-cache=0.6.12+cu130 with flashinfer-python=0.6.13: it does not import unless they agree",

@@ -16,6 +16,7 @@ from packaging.version import Version
 from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.plugins.flashinfer import plan as planning
+from mla_plugin.refusals import off_cuda
 from mla_plugin.types import Accepted, AttentionRequest, Platform, Refused
 
 DISTRIBUTION = "flashinfer-python"
@@ -53,8 +54,9 @@ def _package_refusals(platform: Platform) -> Iterator[str]:
 
 def _device_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     capability, memory = platform.compute_capability, platform.shared_memory_per_block
-    if request.device_type != "cuda" or platform.device_type != "cuda":
-        yield f"device_type={request.device_type!r}, accepted is 'cuda'"
+    off_device = tuple(off_cuda(request.device_type, platform.device_type))
+    if off_device:
+        yield from off_device
     elif capability is None or capability < (8, 0):
         yield f"compute_capability={capability} < (8, 0)"
     elif memory is not None and kernel(request.kv_lora_rank, capability) == "fa2":
