@@ -255,16 +255,17 @@ def _delta_launch(kind: _Kind) -> Launch:
     return Launch(delta_kernel, grid, arguments, {"num_warps": 4})
 
 
-@functools.lru_cache(maxsize=_MAX_KINDS)
-def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
+def _common_arguments(
+    kind: _Kind, tile: tiles.Tile, outputs: tuple[_Three, ...], num_heads: int
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """What both kernels are told after their tensors: the first arguments, and the last."""
     batch, heads, kv_heads = kind.sizes
     max_seqlen_q, max_seqlen_kv, left, right, bottom_right = kind.sight
-    inputs = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides)
-    outputs = (contiguous_strides(kind.k_shape, kind.layout), contiguous_strides(kind.v_shape, kind.layout))
-    arguments = (
-        *(stride for three in (*inputs, *outputs) for stride in three),
+    strides = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides, *outputs)
+    first = (
+        *(stride for three in strides for stride in three),
         *kind.lse_strides,
-        kv_heads,
+        num_heads,
         max_seqlen_q,
         max_seqlen_kv,
         left,
@@ -282,46 +283,28 @@ def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
         left >= 0,
         right >= 0,
         dot_precision(kind.dtype),
+    )
+    last = (_heads_together(batch * num_heads), is_wide(*strides), kind.by_descriptors and tile.suits_descriptors)
+    return first, last
+
+
+@functools.lru_cache(maxsize=_MAX_KINDS)
+def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
+    batch, _, kv_heads = kind.sizes
+    max_seqlen_q, max_seqlen_kv = kind.sight[:2]
+    outputs = (contiguous_strides(kind.k_shape, kind.layout), contiguous_strides(kind.v_shape, kind.layout))
+    first, last = _common_arguments(kind, tile, outputs, kv_heads)
+    is_even = (
         not kind.has_lengths and max_seqlen_q % tile.block_m == 0,
         not kind.has_lengths and max_seqlen_kv % tile.block_n == 0,
-        _heads_together(batch * kv_heads),
-        is_wide(*inputs, *outputs),
-        kind.by_descriptors and tile.suits_descriptors,
     )
     grid = (triton.cdiv(max_seqlen_kv, tile.block_n) * kv_heads * batch, 1, 1)
-    return Launch(attention_backward_kv_kernel, grid, arguments, launch_options(tile))
+    return Launch(attention_backward_kv_kernel, grid, (*first, *is_even, *last), launch_options(tile))
 
 
 @functools.lru_cache(maxsize=_MAX_KINDS)
 def _q_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
-    batch, heads, kv_heads = kind.sizes
-    max_seqlen_q, max_seqlen_kv, left, right, bottom_right = kind.sight
-    inputs = (kind.q_strides, kind.k_strides, kind.v_strides, kind.dout_strides)
-    dq_strides = contiguous_strides(kind.q_shape, kind.layout)
-    arguments = (
-        *(stride for three in (*inputs, dq_strides) for stride in three),
-        *kind.lse_strides,
-        heads,
-        max_seqlen_q,
-        max_seqlen_kv,
-        left,
-        right,
-        kind.softmax_scale,
-        kind.q_shape[-1],
-        kind.v_shape[-1],
-        *kind.columns,
-        heads // kv_heads,
-        tile.block_m,
-        tile.block_n,
-        kind.packed,
-        kind.has_lengths,
-        bottom_right,
-        left >= 0,
-        right >= 0,
-        dot_precision(kind.dtype),
-        _heads_together(batch * heads),
-        is_wide(*inputs, dq_strides),
-        kind.by_descriptors and tile.suits_descriptors,
-    )
-    grid = (triton.cdiv(max_seqlen_q, tile.block_m) * heads * batch, 1, 1)
-    return Launch(attention_backward_q_kernel, grid, arguments, launch_options(tile))
+    batch, heads, _ = kind.sizes
+    first, last = _common_arguments(kind, tile, (contiguous_strides(kind.q_shape, kind.layout),), heads)
+    grid = (triton.cdiv(kind.sight[0], tile.block_m) * heads * batch, 1, 1)
+    return Launch(attention_backward_q_kernel, grid, (*first, *last), launch_options(tile))

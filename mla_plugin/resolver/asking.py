@@ -1,9 +1,12 @@
-"""One backend's answer to one request."""
+"""What the backends answer to one request."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from mla_plugin import device, environment
 from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.types import Accepted, AttentionRequest, Platform, Refused
@@ -24,3 +27,57 @@ def ask(name: str, request: AttentionRequest | DecodeRequest, platform: Platform
     if isinstance(answer, (Accepted, Refused)):
         return answer
     return Refused((f"its select_backend returned {answer!r}; it must return Accepted or Refused",))
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Every backend's answer to one request, and under which circumstances it was asked.
+
+    Attributes:
+        platform: the device and the packages.
+        environ: the variables that a selection reads.
+        backend: the only one that may run; None for any.
+        names: of all backends.
+        blocked: of those that were not asked.
+        answers: of the others.
+    """
+
+    platform: Platform
+    environ: Mapping[str, str]
+    backend: str | None
+    names: tuple[str, ...]
+    blocked: frozenset[str]
+    answers: Mapping[str, Accepted | Refused]
+
+    @property
+    def builtin(self) -> list[str]:
+        """Built-in backends that were asked."""
+        return [name for name in BUILTIN_BACKENDS if name in self.answers]
+
+    @property
+    def priorities(self) -> dict[str, int]:
+        """The priority that each backend of another package asked for."""
+        return {
+            name: answer.priority if isinstance(answer, Accepted) else 0
+            for name, answer in self.answers.items()
+            if name not in BUILTIN_BACKENDS
+        }
+
+
+def ask_all(
+    request: AttentionRequest | DecodeRequest,
+    backend: str | None,
+    platform: Platform | None,
+    environ: Mapping[str, str] | None,
+) -> Inquiry:
+    """Ask every backend; arguments and errors as ``survey``."""
+    environ = dict(environment.gates()) if environ is None else environ
+    platform = platform or device.platform(request.device_type, request.device_index)
+    names = tuple(get_manager().backends())
+    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
+    if backend is not None and backend not in names:
+        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
+    blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
+    answers = {name: ask(name, request, platform) for name in names if name not in blocked}
+    environment.check_selection(environ)
+    return Inquiry(platform, environ, backend, names, blocked, answers)

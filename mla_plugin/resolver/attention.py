@@ -9,10 +9,10 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mla_plugin import device, environment
-from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin import environment
+from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import preference, te_cascade
-from mla_plugin.resolver.asking import ask
+from mla_plugin.resolver.asking import Inquiry, ask_all
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
 from mla_plugin.resolver.te_request import te_params, te_platform
 from mla_plugin.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
@@ -41,36 +41,27 @@ class _Survey:
     """What is known of one request before a backend is chosen."""
 
     request: AttentionRequest
-    platform: Platform
-    environ: Mapping[str, str]
-    backend: str | None
-    blocked: frozenset[str]
-    answers: Mapping[str, Accepted | Refused]
+    asked: Inquiry
     cascade: te_cascade.CascadeDecision | None
 
     def tried(self) -> list[str]:
         """Names in the order in which they are tried."""
-        if self.backend is not None:
-            return [self.backend]
+        asked = self.asked
+        if asked.backend is not None:
+            return [asked.backend]
         survivors = [preference.CASCADE_NAMES[name] for name in self.cascade.survivors] if self.cascade else None
-        priorities = {
-            name: answer.priority if isinstance(answer, Accepted) else 0
-            for name, answer in self.answers.items()
-            if name not in BUILTIN_BACKENDS
-        }
-        builtin = [name for name in BUILTIN_BACKENDS if name in self.answers]
-        return preference.order(self.request, self.platform, self.environ, survivors, priorities, builtin)
+        return preference.order(self.request, asked.platform, asked.environ, survivors, asked.priorities, asked.builtin)
 
     def verdict(self, name: str, tried: bool) -> tuple[TraceEntry, str | None]:
         """One backend's line of the trace, and the backend of its backward when it can run."""
-        if name in self.blocked:
+        if name in self.asked.blocked:
             return TraceEntry(name, False, "environment", ("MLA_PLUGIN_BLOCK names it",)), None
-        answer = self.answers[name]
+        answer = self.asked.answers[name]
         if isinstance(answer, Refused):
             return TraceEntry(name, False, "backend", answer.reasons), None
         if not tried:
             return self._left_out(name), None
-        backward = _backward_backend(name, answer, self.answers)
+        backward = _backward_backend(name, answer, self.asked.answers)
         if backward is None and self.request.is_training:
             reason = f"its backward runs on {answer.backward_by!r}, which refuses the request"
             return TraceEntry(name, False, "backend", (reason,)), None
@@ -78,15 +69,16 @@ class _Survey:
 
     def _left_out(self, name: str) -> TraceEntry:
         """Why a backend that could run is not even tried."""
-        if self.backend is not None:
-            return TraceEntry(name, False, "host", (f"backend {self.backend!r} was asked for by name",))
-        if name == "triton" and environment.parse("NVTE_MLA_TRITON", self.environ) == "0":
+        environ = self.asked.environ
+        if self.asked.backend is not None:
+            return TraceEntry(name, False, "host", (f"backend {self.asked.backend!r} was asked for by name",))
+        if name == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "0":
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
-        if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", self.environ):
+        if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
-        if switch := preference.flash_switched_off(name, self.environ):
+        if switch := preference.flash_switched_off(name, environ):
             return TraceEntry(name, False, "environment", (switch,))
-        if name == "triton" and self.platform.device_type != "cuda":
+        if name == "triton" and self.asked.platform.device_type != "cuda":
             return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
         if name == "triton":
             reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
@@ -114,23 +106,16 @@ def survey(
         EnvironmentVariableError: a variable has a value that is not accepted.
         ValueError: ``backend`` is not registered.
     """
-    environ = dict(environment.gates()) if environ is None else environ
-    platform = platform or device.platform(request.device_type, request.device_index)
-    names = get_manager().backends()
-    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
-    if backend is not None and backend not in names:
-        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
-    blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
-    answers = {name: ask(name, request, platform) for name in names if name not in blocked}
-    environment.check_selection(environ)
+    asked = ask_all(request, backend, platform, environ)
+    platform = asked.platform
     cascade = None
     if platform.device_type == "cuda":
-        cascade = te_cascade.decide(te_params(request), environ, te_platform(platform))
+        cascade = te_cascade.decide(te_params(request), asked.environ, te_platform(platform))
 
-    known = _Survey(request, platform, environ, backend, blocked, answers, cascade)
+    known = _Survey(request, asked, cascade)
     tried = known.tried()
     trace, plan_backends = [], None
-    for name in (*tried, *(name for name in names if name not in tried)):
+    for name in (*tried, *(name for name in asked.names if name not in tried)):
         entry, backward = known.verdict(name, name in tried)
         trace.append(entry)
         if backward is not None and plan_backends is None:

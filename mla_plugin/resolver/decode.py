@@ -9,11 +9,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mla_plugin import device, environment
+from mla_plugin import environment
 from mla_plugin.decode_types import DecodePlan, DecodeRequest
-from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import decode_preference
-from mla_plugin.resolver.asking import ask
+from mla_plugin.resolver.asking import ask_all
 from mla_plugin.resolver.explanation import ADVICE, describe_platform, lines, log_decision
 from mla_plugin.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 
@@ -103,37 +103,24 @@ def survey_decode(
     environ: Mapping[str, str] | None = None,
 ) -> DecodeDecision:
     """Decide, uncached, and keep everything that led to the decision; arguments and errors as ``survey``."""
-    environ = dict(environment.gates()) if environ is None else environ
-    platform = platform or device.platform(request.device_type, request.device_index)
-    names = get_manager().backends()
-    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
-    if backend is not None and backend not in names:
-        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
-    blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
-    answers = {name: ask(name, request, platform) for name in names if name not in blocked}
-    environment.check_selection(environ)
-    tried = [backend] if backend is not None else _tried(request, platform, answers)
-    off = {} if backend is not None else decode_preference.switched_off(environ)
+    asked = ask_all(request, backend, platform, environ)
+    platform, backend = asked.platform, asked.backend
+    off: dict[str, str] = {}
+    if backend is not None:
+        tried = [backend]
+    else:
+        tried = decode_preference.order(request, platform, asked.priorities, asked.builtin)
+        off = decode_preference.switched_off(asked.environ)
     trace = []
-    for name in (*tried, *(name for name in names if name not in tried)):
+    for name in (*tried, *(name for name in asked.names if name not in tried)):
         left_out = (off[name],) if name in off else () if name in tried else (_NOT_TRIED,)
-        trace.append(_verdict(name, answers.get(name), left_out, backend))
+        trace.append(_verdict(name, asked.answers.get(name), left_out, backend))
     chosen = next((entry.backend for entry in trace if entry.accepted), None)
     plan = DecodePlan(request, platform, chosen, tuple(trace)) if chosen else None
     return DecodeDecision(request, platform, tuple(trace), plan)
 
 
 _NOT_TRIED = "on the CPU it runs when asked for by name"
-
-
-def _tried(request: DecodeRequest, platform: Platform, answers: Mapping[str, Accepted | Refused]) -> list[str]:
-    priorities = {
-        name: answer.priority if isinstance(answer, Accepted) else 0
-        for name, answer in answers.items()
-        if name not in BUILTIN_BACKENDS
-    }
-    builtin = [name for name in BUILTIN_BACKENDS if name in answers]
-    return decode_preference.order(request, platform, priorities, builtin)
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
