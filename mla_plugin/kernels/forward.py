@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.tile_math import load_rows, sequence, store_rows, tile_bounds
+from mla_plugin.kernels.tile_math import grouped_tile, load_rows, sequence, store_rows, tile_bounds
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _attend(
     return acc0, acc1, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_together"])
 def attention_forward_kernel(
     Q,
     K,
@@ -106,6 +106,7 @@ def attention_forward_kernel(
     max_seqlen_kv,
     window_left,
     window_right,
+    heads_together,
     softmax_scale,
     D_QK: tl.constexpr,
     D_V: tl.constexpr,
@@ -129,9 +130,10 @@ def attention_forward_kernel(
     Out is written for every row below the sequence's length; in a dense batch the rows beyond it get 0 and lse -inf.
     """
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
-    start_m = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M  # under a causal mask the longest rows go first
-    head = tl.program_id(0) // tiles % num_heads
-    b = tl.program_id(0) // tiles // num_heads
+    tile, bh = grouped_tile(tiles, heads_together)
+    start_m = (tiles - 1 - tile) * BLOCK_M  # under a causal mask the longest rows go first
+    head = bh % num_heads
+    b = bh // num_heads
     start_q, seqlen_q = sequence(b, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, PACKED, HAS_LENGTHS)
     start_kv, seqlen_kv = sequence(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
     if PACKED:

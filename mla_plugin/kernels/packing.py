@@ -119,6 +119,12 @@ def card_of(device: torch.device) -> str:
 
 
 @functools.cache
+def l2_cache_bytes(device: torch.device) -> int:
+    """Size of a device's L2 cache; under the interpreter an H100's."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
+
+
+@functools.cache
 def columns_of(head_dim_qk: int, head_dim_v: int) -> tuple[int, int, int, int]:
     """The blocks of columns of both head dimensions: QK0, QK1, V0, V1."""
     return (*split_head_dim(head_dim_qk), *split_head_dim(head_dim_v))

@@ -127,12 +127,12 @@ def load_tile(
 
 
 @triton.jit
-def grouped_tile(tiles, HEADS_TOGETHER: tl.constexpr):
-    """(tile, head of the batch) of this program: ``HEADS_TOGETHER`` heads advance side by side through their tiles."""
+def grouped_tile(tiles, together):
+    """(tile, head of the batch) of this program: ``together`` heads advance side by side through their tiles."""
     pid = tl.program_id(0)
-    per_group = HEADS_TOGETHER * tiles
+    per_group = together * tiles
     rest = pid % per_group
-    return rest // HEADS_TOGETHER, pid // per_group * HEADS_TOGETHER + rest % HEADS_TOGETHER
+    return rest // together, pid // per_group * together + rest % together
 
 
 @triton.jit

@@ -105,6 +105,32 @@ def test_without_queries_or_keys(seqlen_q: int, seqlen_kv: int) -> None:
     assert not any(x.any() for x in gradients)
 
 
+@pytest.mark.parametrize(
+    ("batch_heads", "group", "kv_bytes", "expected"),
+    [
+        *((16, 1, 1 << 20, 8), (16, 1, 3 << 20, 8), (16, 1, 4 << 20, 4), (16, 1, 8 << 20, 1), (16, 1, 25 << 20, 1)),
+        *((64, 16, 24 << 20, 8), (16, 4, 10 << 20, 8), (12, 1, 1, 4), (9, 9, 1, 1)),
+    ],
+)
+def test_as_many_heads_go_together_as_the_cache_holds(
+    batch_heads: int, group: int, kv_bytes: int, expected: int
+) -> None:
+    assert prefill.heads_together(batch_heads, group, kv_bytes, l2_bytes=50 << 20) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_many_heads_go_together_changes_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = draw((2, 150, 150, 4, 2, 24, 16), layout)
+    found = []
+    for together in (1, 4, 8):
+        prefill._forward_launch.cache_clear()
+        monkeypatch.setattr(prefill, "heads_together", lambda *_, together=together: together)
+        found.append(mla_attention(q, k, v, is_causal=True, qkv_format=layout))
+    prefill._forward_launch.cache_clear()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_two_backwards_agree_bit_for_bit() -> None:
     tensors = draw((1, 67, 71, 4, 2, 24, 16), dtype=torch.float16)
     first, second = (with_gradients(lambda *qkv: mla_attention(*qkv, is_causal=True), tensors) for _ in range(2))
