@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mla_plugin.kernels import decode_tiles
 from mla_plugin.kernels.decode import combine_kernel, decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
-from mla_plugin.kernels.launch import Launch, descriptor, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, descriptor, on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
@@ -79,6 +79,7 @@ class _Plan:
         split, combine: the launches of the two kernels.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
+        code: what decides about the code of both kernels; few of them in a program.
     """
 
     out_shape: tuple[int, ...]
@@ -89,6 +90,11 @@ class _Plan:
     combine: Launch
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
+    code: tuple[object, ...]
+
+
+_compiled: set[tuple[object, ...]] = set()
+"""``_Plan.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:
@@ -137,13 +143,9 @@ def _make_plan(
     splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
     by_descriptors = (
         device.has_descriptors
-        and aligned
-        and leftpad_kv is None
-        and tile.block_m >= 64
-        and page_size % tile.block_n == 0
-        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
-        and _descriptors_can_read(c_kv)
-        and (rope == 0 or _descriptors_can_read(k_rope))
+        and (aligned and leftpad_kv is None and tile.block_m >= 64)
+        and (page_size % tile.block_n == 0 and key_tiles >= splits * _TILES_FOR_DESCRIPTORS)
+        and (_descriptors_can_read(c_kv) and (rope == 0 or _descriptors_can_read(k_rope)))
     )
     stages = tile.paged_stages if page_size else tile.num_stages
     block_splits = triton.next_power_of_2(splits)
@@ -153,13 +155,16 @@ def _make_plan(
     parts_dtype = c_kv.dtype if splits > _FLOAT32_SPLITS else torch.float32
     # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others
     combine_warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512)) if block_splits <= 16 else 4
-    split_arguments = (
-        *(heads, seqlen_q, capacity, splits),
-        *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
+    constants = (
         *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
         *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
         "ieee" if c_kv.dtype == torch.float32 else "tf32",
         device.has_dependent_launch,
+    )
+    split_arguments = (
+        *(heads, seqlen_q, capacity, splits),
+        *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
+        *constants,
     )
     combine_arguments = (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch)
     return _Plan(
@@ -181,6 +186,7 @@ def _make_plan(
         ),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
+        code=(c_kv.dtype, c_kv.device, parts_dtype, block_splits, leftpad_kv is None, *constants),
     )
 
 
@@ -254,6 +260,10 @@ def decode(
             plan.split(*inputs, out, lse, *descriptors, scale)
         else:
             parts = q_nope_abs.new_empty(plan.workspace, dtype=plan.parts_dtype)
-            plan.split(*inputs, parts, None, *descriptors, scale)
-            plan.combine(parts, out, lse)
+            of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
+            if plan.split.compiled is None and out.is_cuda and plan.code not in _compiled:
+                compile_together([(plan.split, of_split), (plan.combine, of_combine)], out.device)
+                _compiled.add(plan.code)
+            plan.split(*of_split)
+            plan.combine(*of_combine)
     return out, lse

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 from mla_plugin.kernels import decode_launch, mla_decode_attention
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
@@ -144,6 +145,27 @@ def test_long_splits_of_many_heads_read_by_descriptors() -> None:
     check(inputs, is_causal=False)
     plan = list(decode_launch._plans.values())[-1]
     assert (plan.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
+
+
+def test_both_kernels_are_compiled_together_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(decode_launch, "_compiled", set())
+    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
+    for length in (4096, 4111, 4123):  # as many splits, and a plan for each
+        check(contiguous((2, 1, 16, 512, 64, length), torch.bfloat16), is_causal=False)
+    assert compiled == [(2, torch.device("cuda", torch.cuda.current_device()))]
+    check(paged((2, 1, 16, 512, 64, 4096), 64, torch.bfloat16, [4096, 7]), is_causal=False)
+    assert len(compiled) == 2
+
+
+def test_what_was_compiled_together_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for the very arguments of the launch, so the launch compiles nothing."""
+    shape = (2, 1, 16, 320, 32, 2048)  # of no other test
+    met: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: met.append(src.name))
+    check(contiguous(shape, torch.bfloat16), is_causal=False)
+    assert sorted(met) == ["combine_kernel", "decode_kernel"]
 
 
 def test_another_device_than_the_current_one() -> None:

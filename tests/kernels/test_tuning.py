@@ -253,5 +253,5 @@ def test_what_is_measured_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_the_measured_tiles_are_right_and_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "tuner", functools.partial(lambda kept, device: kept, Tuner(path)))
     for x, y in zip(passes(torch.float16, tuned=True), passes(torch.float16, tuned=False), strict=True):
-        torch.testing.assert_close(x, y)
+        torch.testing.assert_close(x, y, rtol=2**-9, atol=2**-9)  # other tiles sum in another order: two roundings
     assert {name.split()[0] for name in json.loads(path.read_text())} == set(tiles.TABLES)
