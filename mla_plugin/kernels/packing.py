@@ -75,6 +75,29 @@ def pick(values: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
     return values[b], values[h], values[s]
 
 
+_ALIGNMENT = 16  # elements: the multiple that Triton looks for in a stride
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_aligned(strides: tuple[int, ...]) -> bool:
+    return all(stride % _ALIGNMENT == 0 for stride in strides)
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or on Hopper in 2-byte elements a copy where x has a row that does not start on a 16-byte boundary.
+
+    Such rows are read element by element and not pipelined, several times slower than the copy. And k and v then take
+    turns in the same shared memory, for which CUDA 12.8's assembler forgets to set addresses of the matrix
+    instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is compiled.
+    """
+    if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()[:-1]):
+        return x
+    if x.element_size() != 2 or card_of(x.device) != "Hopper":
+        return x
+    pitch = -(-x.shape[-1] // _ALIGNMENT) * _ALIGNMENT
+    return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
+
+
 def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
     """The same of a contiguous tensor of this shape."""
     strides = [1]

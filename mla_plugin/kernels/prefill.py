@@ -24,6 +24,7 @@ from mla_plugin.kernels.packing import (
     output_like,
     pick,
     sizes_of,
+    with_aligned_rows,
 )
 from mla_plugin.kernels.tuning import measured_tile
 
@@ -105,6 +106,7 @@ def forward(
     lse = lse_like(q, sizes[0], sizes[1], packing)
     if out.numel() == 0:
         return out, lse
+    q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = (
         q.dtype,
         q.device,

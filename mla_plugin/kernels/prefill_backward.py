@@ -26,6 +26,7 @@ from mla_plugin.kernels.packing import (
     pick,
     sizes_of,
     static_tile,
+    with_aligned_rows,
 )
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tuning import measured_tile
@@ -151,8 +152,9 @@ def backward(
     dv = output_like(v, v.shape[-1], packing)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    inputs, offsets = tuple(with_aligned_rows(x) for x in (q, k, v, dout)), packing.offsets()
+    q, k, v, dout = inputs
     kind = _kind_of(q, k, v, out, dout, dlse, softmax_scale, packing)
-    inputs, offsets = (q, k, v, dout), packing.offsets()
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()

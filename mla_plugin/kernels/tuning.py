@@ -56,7 +56,7 @@ class Key(NamedTuple):
 
 
 def candidates(tile: Tile) -> tuple[Tile, ...]:
-    """The tile itself, and each tile that is one step away from it: a block, the warps or the stages."""
+    """The tile itself, and each tile one step away from it: a block, the warps or the stages (two at least)."""
     steps = (
         *((tile.block_m * 2, tile.block_n), (tile.block_m, tile.block_n * 2)),
         *((tile.block_m // 2, tile.block_n), (tile.block_m, tile.block_n // 2)),
@@ -66,7 +66,7 @@ def candidates(tile: Tile) -> tuple[Tile, ...]:
         if 16 <= block_m <= _LARGEST_BLOCK and 16 <= block_n <= _LARGEST_BLOCK:
             found.append(tile._replace(block_m=block_m, block_n=block_n))
     found.append(tile._replace(num_warps=4 if tile.num_warps == 8 else 8))
-    found += [tile._replace(num_stages=stages) for stages in (tile.num_stages - 1, tile.num_stages + 1) if stages > 0]
+    found += [tile._replace(num_stages=stages) for stages in (tile.num_stages - 1, tile.num_stages + 1) if stages > 1]
     return tuple(found)
 
 

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.kernels.assembly import undefined_reads
+
 ROOT = Path(__file__).resolve().parents[2]
 # bytes of shared memory: what one block may ask for, and what one multiprocessor has
 PER_BLOCK = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -38,6 +40,8 @@ class Usage:
         registers: registers a thread.
         spills: instructions that store a register to local memory, in the whole program.
         warpgroup_products: Hopper's matrix instructions.
+        undefined_reads: up to compute capability 9.0, instructions that read a uniform register which nothing has
+            written, see assembly.py; what comes after has another assembler and other instructions.
     """
 
     shared: int
@@ -45,6 +49,7 @@ class Usage:
     registers: int
     spills: int
     warpgroup_products: int
+    undefined_reads: list[str]
 
 
 def blocks_per_processor(usage: Usage, num_warps: int, capability: int) -> int:
@@ -55,12 +60,17 @@ def blocks_per_processor(usage: Usage, num_warps: int, capability: int) -> int:
 
 
 def compile_for(
-    capability: int, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], options: Mapping[str, Any]
+    capability: int,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    strides_are_aligned: bool = True,
 ) -> Usage:
     """Compile a jitted kernel for one compute capability (major * 10 + minor).
 
     ``types`` names the types of the arguments, i32 where it says nothing; ``constants`` holds the others' values.
-    Pointers and strides are taken as multiples of 16.
+    Pointers are taken as multiples of 16, and strides if ``strides_are_aligned``.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -71,7 +81,8 @@ def compile_for(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride"))
+        if signature[name].startswith("*")
+        or (strides_are_aligned and signature[name] == "i32" and name.startswith("stride"))
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
@@ -92,6 +103,7 @@ def compile_for(
         registers=int(registers[1]),
         spills=len(re.findall(r"\bSTL\b", assembly)),
         warpgroup_products=len(re.findall(r"\bHGMMA\b", assembly)),
+        undefined_reads=undefined_reads(assembly) if capability <= 90 else [],
     )
 
 

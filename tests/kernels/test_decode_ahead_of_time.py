@@ -30,6 +30,7 @@ def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
     assert result.shared <= PER_BLOCK[job.capability]
     assert result.tensor_memory * job.tile.programs <= TENSOR_MEMORY_COLUMNS
     assert job.tile.programs <= blocks_per_processor(result, job.tile.num_warps, job.capability)
+    assert result.undefined_reads == []
     assert result.spills <= (SPILLS_OF_64_ROWS if job.tile.block_m == 64 and job.columns > 320 else SPILLS)
 
 

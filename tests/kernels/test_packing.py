@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_plugin.kernels import packing, tiles
+from mla_plugin.kernels import packing, prefill, prefill_backward, tiles
 from mla_plugin.kernels.packing import WIDE_STRIDE, Packing
 
 B, S, H, D = 2, 5, 3, 8
@@ -113,3 +113,62 @@ def test_only_float32_products_are_exact() -> None:
 def test_options_of_a_launch_name_the_registers_only_when_they_are_limited() -> None:
     assert packing.launch_options(tiles.Tile(64, 32, 4, 2)) == {"num_warps": 4, "num_stages": 2}
     assert packing.launch_options(tiles.Tile(64, 32, 8, 3, 255)) == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
+
+
+class TestAlignedRows:
+    """On Hopper, which the CPU stands for here."""
+
+    @pytest.fixture(autouse=True)
+    def _on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "card_of", lambda device: "Hopper")
+
+    @pytest.mark.parametrize("shape", [(B, S, 2, 24), (B, S, 2, 16), (9, 2, 8), (0, 2, 24)])
+    @pytest.mark.parametrize(("offset", "gap"), [(0, 0), (0, 8), (1, 3), (1, 16), (8, 16)])
+    def test_a_copy_has_them(self, shape: tuple[int, ...], offset: int, gap: int) -> None:
+        *rows, width = shape
+        buffer = torch.randn(offset + torch.Size(rows).numel() * (width + gap), dtype=torch.bfloat16)
+        x = buffer[offset:].view(*rows, width + gap)[..., :width]
+        found = packing.with_aligned_rows(x)
+        assert torch.equal(found, x)
+        assert found.data_ptr() % 16 == 0
+        assert all(stride % 16 == 0 for stride in found.stride()[:-1])
+        assert found.stride(-1) == 1
+
+    @pytest.mark.parametrize("layout", ["contiguous", "sliced", "transposed", "expanded"])
+    def test_what_has_them_is_not_copied(self, layout: str) -> None:
+        x = torch.randn(B, S, 4, 48, dtype=torch.float16)
+        views = {"contiguous": x, "sliced": x[..., 16:40], "transposed": x.transpose(1, 2), "expanded": x[:, :, :1]}
+        view = views[layout].expand(B, S, 4, 48) if layout == "expanded" else views[layout]
+        assert packing.with_aligned_rows(view) is view
+
+    def test_float32_is_not_copied(self) -> None:
+        x = torch.randn(B, S, 3, 24)
+        assert packing.with_aligned_rows(x) is x
+
+    def test_no_other_card_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "card_of", lambda device: "163 KiB")
+        x = torch.randn(B, S, 3, 24, dtype=torch.bfloat16)
+        assert packing.with_aligned_rows(x) is x
+
+    def test_both_passes_read_the_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernels see rows in steps of 16 elements, and the results are those of the originals."""
+        seen = []
+        original = packing._are_aligned
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, dout = (torch.randn(1, 9, 3, width, generator=generator).half() for width in (24, 24, 16, 16))
+        how = Packing("bshd", 9, 9, window_right=0)
+
+        def run() -> list[torch.Tensor]:
+            out, lse = prefill.forward(q, k, v, 0.2, how)
+            return [out, lse, *prefill_backward.backward(q, k, v, out, lse, dout, None, 0.2, how)]
+
+        for module, name in ((prefill, "_forward_launch"), (prefill_backward, "_kind_of")):
+            function = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, function=function: seen.append(a) or function(*a))
+        found = run()
+        strides = [*seen[0][4], *(x.stride() for x in (*seen[1][:3], seen[1][4]))]
+        assert len(strides) == 7
+        assert all(original(three[:-1]) for three in strides)
+        monkeypatch.setattr(packing, "card_of", lambda device: tiles.INTERPRETED)
+        for x, expected in zip(found, run(), strict=True):
+            assert torch.equal(x, expected)
