@@ -50,15 +50,25 @@ outside of one.
 
 {decode}
 
-vLLM's Triton kernel could not be captured and was timed by events.
+vLLM's Triton kernel could not be captured and was timed by events. The host of this run took {add_us} us for PyTorch's
+own `x.add_(1)`.
+
+## First calls
+
+{first_versions}
+
+`python benchmarks/first_call.py`: seconds of a new shape's first call with an empty Triton cache, each in a process of
+its own: the compiler's work, on a host that took {first_add_us} us for `x.add_(1)`.
+
+{first}
 
 ## Decode backends and the resolver's choice
 
 {backends_versions}
 
 `python benchmarks/decode_backends.py`: the same calls through `mla_plugin.decode`, milliseconds, the
-choice in bold. The resolver's table is made of these figures, so the choice is the fastest here by construction; `sdpa`
-was not timed.
+choice in bold. The resolver's table was made of an earlier run (`decode_preference_NVIDIA_H200.json`), so this one
+checks it: the choice is at most {behind} % slower than the fastest.
 
 {backends}
 
@@ -191,6 +201,15 @@ def padding(record: dict[str, Any]) -> str:
     )
 
 
+def first_calls(record: dict[str, Any]) -> str:
+    """Seconds."""
+    rows = [
+        [name, *(_number(seconds, kind, ".1f") for kind in ("forward", "backward"))]
+        for name, seconds in record["seconds"].items()
+    ]
+    return markdown(["call", "forward", "first backward"], rows)
+
+
 def render() -> str:
     """The whole page."""
     sections = {
@@ -199,6 +218,7 @@ def render() -> str:
         "backends": load("decode_backends"),
         "transformers": load("transformers_decode"),
         "padding": load("flash_padding"),
+        "first": load("first_call"),
     }
     tables = {
         name: table(sections[name])
@@ -208,12 +228,16 @@ def render() -> str:
             ("backends", backends),
             ("transformers", transformers),
             ("padding", padding),
+            ("first", first_calls),
         )
     }
     return TEXT.format(
         **{f"{name}_versions": versions(record) for name, record in sections.items()},
         **tables,
         shares=shares(sections["prefill"]),
+        add_us=f"{sections['decode']['add_us']:.1f}",
+        first_add_us=f"{sections['first']['add_us']:.1f}",
+        behind=f"{100 * (1 - min(row['of_the_best'] for row in sections['backends']['rows'])):.1f}",
         layers=sections["transformers"]["model"]["num_hidden_layers"],
     )
 

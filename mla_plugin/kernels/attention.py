@@ -152,7 +152,7 @@ def mla_attention(
         q: [B, S_q, H, head_dim_qk] for ``bshd``; ``sbhd`` and ``bhsd`` by name. bfloat16, float16 or float32.
         k: same layout with H_kv heads and S_kv tokens; H is a multiple of H_kv.
         v: same layout as k with head_dim_v. head_dim_qk <= 576, head_dim_v <= 512. The last dimension of each is
-            contiguous, other strides are free.
+            contiguous, other strides are free (on Hopper 2-byte rows off 16-byte boundaries cost a copy).
         softmax_scale: positive; default head_dim_qk ** -0.5.
         is_causal: right-aligned: query i sees keys up to S_kv - S_q + i.
         qkv_format: ``bshd``, ``sbhd`` or ``bhsd``.
