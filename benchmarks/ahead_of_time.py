@@ -56,7 +56,7 @@ and 64 float32 operations a clock.
   40 KiB, and its own 6 KiB of queries again, because 255 registers do not hold them: 368 KiB or 2940 clocks. The
   softmax adds 512 clocks of exponentials and about 1000 of float32 arithmetic. If all overlaps, the limit is shared
   memory, at 87 % of peak; if nothing does, 57 %, 180 TFLOP/s; and 8 warps, two for each scheduler, overlap little and
-  wait for barriers besides. On an H200 the same kernel reaches 380 to 505 TFLOP/s, 39 to 51 % of 989. There the
+  wait for barriers besides. On an H200 the same kernel reaches 461 to 510 TFLOP/s, 47 to 52 % of 989. There the
   products read shared memory once for 64 rows, which the A100 cannot; but an A100 has twice the exponentials for each
   product. So the H200's share, 120 to 160 TFLOP/s, is the likelier part of the range.
 - **Backward: 75 to 120 TFLOP/s.** It counts as 832 columns of products for every query and key (S, dP, dV, dK, dQ) and

@@ -66,7 +66,7 @@ its own: the compiler's work, on a host that took {first_add_us} us for `x.add_(
 
 {backends_versions}
 
-`python benchmarks/decode_backends.py`: the same calls through `mla_plugin.decode`, milliseconds, the
+`python benchmarks/decode_backends.py --fallback`: the same calls through `mla_plugin.decode`, milliseconds, the
 choice in bold. The resolver's table was made of an earlier run (`decode_preference_NVIDIA_H200.json`), so this one
 checks it: the choice is at most {behind} % slower than the fastest.
 

@@ -120,6 +120,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; q and k share head_dim_qk, k and v all but the last dimension")
+    if q.shape[-1] % 8 or v.shape[-1] % 8:
+        raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be multiples of 8")
     heads, batch = (1, 0) if qkv_format == "bhsd" else (2, 0 if qkv_format == "bshd" else 1)
     if q.shape[batch] != k.shape[batch] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
         raise ValueError(
@@ -151,8 +153,9 @@ def mla_attention(
     Args:
         q: [B, S_q, H, head_dim_qk] for ``bshd``; ``sbhd`` and ``bhsd`` by name. bfloat16, float16 or float32.
         k: same layout with H_kv heads and S_kv tokens; H is a multiple of H_kv.
-        v: same layout as k with head_dim_v. head_dim_qk <= 576, head_dim_v <= 512. The last dimension of each is
-            contiguous, other strides are free (on Hopper 2-byte rows off 16-byte boundaries cost a copy).
+        v: same layout as k with head_dim_v. head_dim_qk <= 576, head_dim_v <= 512, multiples of 8. The last
+            dimension of each is contiguous, other strides are free (on Hopper 2-byte tensors with strides that are no
+            multiple of 16 elements, or an address that is none of 16 bytes, cost a copy).
         softmax_scale: positive; default head_dim_qk ** -0.5.
         is_causal: right-aligned: query i sees keys up to S_kv - S_q + i.
         qkv_format: ``bshd``, ``sbhd`` or ``bhsd``.

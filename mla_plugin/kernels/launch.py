@@ -86,8 +86,11 @@ def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device:
     """Compile and load what these calls need on a CUDA device and is not there yet, side by side; without a launch.
 
     Triton's compiler works outside of Python's lock, and its assembler and the compiler of its launchers are processes
-    of their own: three kernels of 1.2 s each are there after 1.5 s.
+    of their own: three kernels of 1.2 s each are there after 1.5 s. While a CUDA graph is captured nothing happens,
+    since other threads may not load kernels then: each is compiled and loaded at its launch.
     """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
 
     def load(kernel: Any) -> None:
         with torch.cuda.device(device):  # a thread starts on device 0

@@ -84,11 +84,13 @@ def _are_aligned(strides: tuple[int, ...]) -> bool:
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or on Hopper in 2-byte elements a copy where x has a row that does not start on a 16-byte boundary.
+    """x itself, or on Hopper in 2-byte elements a copy whose strides and address are multiples of 16.
 
-    Such rows are read element by element and not pipelined, several times slower than the copy. And k and v then take
-    turns in the same shared memory, for which CUDA 12.8's assembler forgets to set addresses of the matrix
-    instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is compiled.
+    Triton reads 16 bytes at a time where it knows such strides (elements) and such an address (bytes), and widths that
+    are multiples of 8. Other rows are read element by element and not pipelined, several times slower than the copy.
+    And k and v then take turns in the same shared memory, for which CUDA 12.8's assembler forgets to set addresses of
+    the matrix instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is
+    compiled ahead of time.
     """
     if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()[:-1]):
         return x

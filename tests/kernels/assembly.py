@@ -2,6 +2,7 @@
 
 Hopper's matrix instructions take the addresses of their tiles from uniform registers. The assembler of CUDA 12.8 can
 forget to set one; the product then reads whatever the register holds, which no source says and no interpreter shows.
+A register that is saved before anything was in it, and never used after, is reported too.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Instruction:
     def may_fall_through(self) -> bool:
         if self.opcode.startswith(("EXIT", "RET")):
             return self.is_predicated
-        # a branch may have its condition behind the opcode too: BRA.U UP0, 0x10
-        return not self.opcode.startswith("BRA") or self.is_predicated or "P" in self.text.split("BRA", 1)[1]
+        # a branch may have its condition behind the opcode too: BRA.U UP0, 0x10; or in it: BRA.DIV UR4, 0x10
+        return self.opcode != "BRA" or self.is_predicated or "P" in self.text.split("BRA", 1)[1]
 
 
 def _registers(opcode: str, operands: list[str]) -> tuple[set[int], set[int]]:

@@ -63,6 +63,12 @@ def test_what_writes(writer: str) -> None:
     assert undefined_reads(assembly(writer, "FMUL R40, R51, UR4", "EXIT")) == []
 
 
+@pytest.mark.parametrize("branch", ["BRA.DIV UR4, 0x30", "BRA.U UP0, 0x30", "BRA P0, 0x30", "@P0 BRA 0x30"])
+def test_what_follows_a_branch_with_a_condition_is_reached(branch: str) -> None:
+    reader = "FMUL R40, R51, UR9"
+    assert undefined_reads(assembly("UMOV UR4, 0x1", branch, reader, "EXIT")) == [reader]
+
+
 def test_each_kernel_starts_with_nothing_written() -> None:
     first, second = assembly("UMOV UR4, 0x1", "EXIT"), assembly("FMUL R40, R51, UR4", "EXIT")
     assert undefined_reads(f"{first}\n{second}") == ["FMUL R40, R51, UR4"]

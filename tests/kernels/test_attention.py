@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_plugin.kernels import attention, mla_attention, prefill
+from mla_plugin.kernels.packing import l2_cache_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # from [B, S, H, D]
@@ -121,14 +122,16 @@ def test_as_many_heads_go_together_as_the_cache_holds(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_how_many_heads_go_together_changes_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = draw((2, 150, 150, 4, 2, 24, 16), layout)
-    found = []
+    found, asked = [], []
     for together in (1, 4, 8):
         prefill._forward_launch.cache_clear()
-        monkeypatch.setattr(prefill, "heads_together", lambda *_, together=together: together)
+        monkeypatch.setattr(prefill, "heads_together", lambda *a, together=together: asked.append(a) or together)
         found.append(mla_attention(q, k, v, is_causal=True, qkv_format=layout))
     prefill._forward_launch.cache_clear()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+    kv_bytes = 150 * (24 + 16) * 4
+    assert asked == [(2 * 4, 2, kv_bytes, l2_cache_bytes(q.device))] * 3
 
 
 def test_two_backwards_agree_bit_for_bit() -> None:
@@ -220,6 +223,7 @@ WRONG: dict[str, tuple[Change, type[Exception], str]] = {
     "devices": (change("k", lambda x: x.to("meta")), ValueError, f"{DEVICE}.*, meta, {DEVICE}.*one device"),
     "head_dim_qk": (change("k", lambda x: x[..., :16]), ValueError, r"\(2, 7, 2, 16\).*q and k share head_dim_qk"),
     "keys and values": (change("v", lambda x: x[:, :6]), ValueError, r"\(2, 6, 2, 16\).*k and v all but the last"),
+    "odd head_dim_v": (change("v", lambda x: x[..., :15]), ValueError, "head_dim_v=15; both must be multiples of 8"),
     "batch": (change("q", lambda x: x[:1]), ValueError, "batch 1 and 2"),
     "heads": (layout_change(1, 0), ValueError, "3 query heads over 2 key-value heads.*multiple"),
     "no heads": (layout_change(0, 2), ValueError, "4 query heads over 0 key-value heads"),

@@ -125,3 +125,11 @@ def test_kernels_are_compiled_and_loaded_side_by_side_and_not_launched(monkeypat
     assert all(kernel.calls == [] for kernel in kernels)
     calls[0][0](0)
     assert kernels[0].calls == [((0, "size"), {"num_warps": 4})]
+
+
+def test_nothing_is_compiled_ahead_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernel = Compilable(threading.Barrier(1), [])
+    compile_together([(Launch(kernel, GRID, ("size",), {"num_warps": 4}), (0,))], torch.device("cuda", 0))
+    assert kernel.finished == kernel.loads == []

@@ -155,7 +155,7 @@ class TestAlignedRows:
         seen = []
         original = packing._are_aligned
         generator = torch.Generator().manual_seed(0)
-        q, k, v, dout = (torch.randn(1, 9, 3, width, generator=generator).half() for width in (24, 24, 16, 16))
+        q, k, v, dout = (torch.randn(1, 9, 3, width, generator=generator).half() for width in (24, 24, 40, 40))
         how = Packing("bshd", 9, 9, window_right=0)
 
         def run() -> list[torch.Tensor]:
