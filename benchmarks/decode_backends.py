@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import functools
 import json
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import by_graph, error, in_turn, parser, write
+from common import by_graph, error, host_microseconds, in_turn, parser, write
 
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeRequest, device
@@ -109,19 +107,6 @@ def correct(backends: list[str], inputs: Inputs, row: dict[str, Any]) -> list[st
     return found
 
 
-def host_microseconds(call: Callable[[], Any], calls: int = 100) -> float:
-    """Time on the host until a call returns; best of five runs, the GPU idle before each."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return best / calls * 1e6
-
-
 def choice(case: Case) -> str:
     """What the resolver takes for the case."""
     batch, heads, keys = case
@@ -156,7 +141,7 @@ def measure(case: Case, backends: list[str], rounds: int) -> dict[str, Any]:
     row["tflop_per_s"] = {
         name: 2 * batch * heads * keys * (2 * RANK + ROPE) / ms * 1e-9 for name, ms in row["ms"].items()
     }
-    row["host_us"] = {name: host_microseconds(lambda name=name: decode(sets[0], name)) for name in names}
+    row["host_us"] = {name: host_microseconds(lambda name=name: decode(sets[0], name), 100) for name in names}
     if "flashinfer" in names:
         row["plan_us"] = host_microseconds(lambda: sets[0].lengths.update([keys] * batch), 20)
     row["choice"] = choice(case)

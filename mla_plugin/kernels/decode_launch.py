@@ -21,6 +21,8 @@ _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
 _MAX_PLANS = 4096
 _COMBINE_ELEMENTS = 4096  # of float32 that one program of the combine kernel holds
+# More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
+# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower.
 _FLOAT32_SPLITS = 2
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
@@ -119,6 +121,21 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
     return {"num_warps": num_warps, **others, **dependent}
 
 
+def _combine_launch(
+    device: _Device, batch: int, heads: int, seqlen_q: int, splits: int, rank: int, parts_dtype: torch.dtype
+) -> Launch:
+    block_splits = triton.next_power_of_2(splits)
+    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others
+    warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512)) if block_splits <= 16 else 4
+    return Launch(
+        combine_kernel,
+        (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
+        (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch),
+        _options(device, warps),
+    )
+
+
 def _make_plan(
     q_nope_abs: torch.Tensor,
     q_rope: torch.Tensor,
@@ -143,18 +160,16 @@ def _make_plan(
     splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
     by_descriptors = (
         device.has_descriptors
-        and (aligned and leftpad_kv is None and tile.block_m >= 64)
-        and (page_size % tile.block_n == 0 and key_tiles >= splits * _TILES_FOR_DESCRIPTORS)
-        and (_descriptors_can_read(c_kv) and (rope == 0 or _descriptors_can_read(k_rope)))
+        and aligned
+        and leftpad_kv is None
+        and tile.block_m >= 64
+        and page_size % tile.block_n == 0
+        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
+        and _descriptors_can_read(c_kv)
+        and (rope == 0 or _descriptors_can_read(k_rope))
     )
     stages = tile.paged_stages if page_size else tile.num_stages
-    block_splits = triton.next_power_of_2(splits)
-    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
-    # Many splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
-    # Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower.
     parts_dtype = c_kv.dtype if splits > _FLOAT32_SPLITS else torch.float32
-    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others
-    combine_warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512)) if block_splits <= 16 else 4
     constants = (
         *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
         *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
@@ -166,7 +181,6 @@ def _make_plan(
         *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
         *constants,
     )
-    combine_arguments = (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch)
     return _Plan(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=(batch, heads, seqlen_q),
@@ -178,15 +192,10 @@ def _make_plan(
             split_arguments,
             _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
         ),
-        combine=Launch(
-            combine_kernel,
-            (rows * batch, triton.cdiv(rank, block_rank), 1),
-            combine_arguments,
-            _options(device, combine_warps),
-        ),
+        combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
-        code=(c_kv.dtype, c_kv.device, parts_dtype, block_splits, leftpad_kv is None, *constants),
+        code=(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None, *constants),
     )
 
 
