@@ -156,19 +156,27 @@ def _fold_keys(
             C_kv, desc_c0, block, row, keys, lowest, last, stride_cb, stride_cn,
             0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
         )  # [BLOCK_N, R0]
-        s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if R1 > 0:
-            c1 = _load_keys(
-                C_kv, desc_c1, block, row, keys, lowest, last, stride_cb, stride_cn,
-                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
-            )  # [BLOCK_N, R1]
-            s = _add_product(s, q1, c1.T, PRECISION)
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, lowest, last, stride_kb, stride_kn,
                 0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
             )  # [BLOCK_N, ROPE]
-            s = _add_product(s, q_rope, k.T, PRECISION)
+        if FULL and ROPE > 0 and R1 == 0:
+            s = tl.dot(q_rope, k.T)
+            # Always true. Of a product that another follows in the same block Triton gives both warpgroups the whole
+            # (its warps stand in one column, which is twice as long as 64 rows need); here each takes half of the keys.
+            if first < last:
+                s = tl.dot(q0, c0.T) + s
+        else:
+            s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
+            if R1 > 0:
+                c1 = _load_keys(
+                    C_kv, desc_c1, block, row, keys, lowest, last, stride_cb, stride_cn,
+                    R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+                )  # [BLOCK_N, R1]
+                s = _add_product(s, q1, c1.T, PRECISION)
+            if ROPE > 0:
+                s = _add_product(s, q_rope, k.T, PRECISION)
         # fmt: on
         if not FULL:
             s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))

@@ -37,3 +37,10 @@ def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.capability == 90])
 def test_hopper_uses_warpgroup_products_from_64_rows_on(name: str, compiled: dict[str, Usage]) -> None:
     assert (compiled[name].warpgroup_products > 0) == (JOBS[name].tile.block_m == 64)
+
+
+def test_each_warpgroup_computes_half_of_the_scores_of_a_full_tile(compiled: dict[str, Usage]) -> None:
+    """Of the tile at the end, which is read by pointers, both compute the whole."""
+    (job,) = (job for job in JOBS.values() if job.capability == 90 and job.descriptors and job.columns == 576)
+    scores, values = 576 // 16, job.tile.block_n // 16
+    assert compiled[job.name].warpgroup_products == (scores + values) + (2 * scores + values)
