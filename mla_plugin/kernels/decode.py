@@ -1,4 +1,4 @@
-"""The decode kernels: absorbed MLA over the compressed cache, split over the keys, and the sum over the splits.
+"""The decode kernel: absorbed MLA over the compressed cache, split over the keys.
 
 Mathematics and notation: README.md beside this file.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from mla_plugin.kernels.decode_combine import lse_of_parts
 
 
 @triton.jit
@@ -156,27 +158,19 @@ def _fold_keys(
             C_kv, desc_c0, block, row, keys, lowest, last, stride_cb, stride_cn,
             0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
         )  # [BLOCK_N, R0]
+        s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if R1 > 0:
+            c1 = _load_keys(
+                C_kv, desc_c1, block, row, keys, lowest, last, stride_cb, stride_cn,
+                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            )  # [BLOCK_N, R1]
+            s = _add_product(s, q1, c1.T, PRECISION)
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, lowest, last, stride_kb, stride_kn,
                 0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
             )  # [BLOCK_N, ROPE]
-        if FULL and ROPE > 0 and R1 == 0:
-            s = tl.dot(q_rope, k.T)
-            # Always true. Of a product that another follows in the same block Triton gives both warpgroups the whole
-            # (its warps stand in one column, which is twice as long as 64 rows need); here each takes half of the keys.
-            if first < last:
-                s = tl.dot(q0, c0.T) + s
-        else:
-            s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
-            if R1 > 0:
-                c1 = _load_keys(
-                    C_kv, desc_c1, block, row, keys, lowest, last, stride_cb, stride_cn,
-                    R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
-                )  # [BLOCK_N, R1]
-                s = _add_product(s, q1, c1.T, PRECISION)
-            if ROPE > 0:
-                s = _add_product(s, q_rope, k.T, PRECISION)
+            s = _add_product(s, q_rope, k.T, PRECISION)
         # fmt: on
         if not FULL:
             s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
@@ -196,13 +190,6 @@ def _fold_keys(
 
 
 @triton.jit
-def _lse_of_parts(Parts, num_parts, R: tl.constexpr):
-    """Where the log-sum-exps of the parts begin: float32, after num_parts rows of R columns, at an even element."""
-    elements = tl.cdiv(num_parts.to(tl.int64) * R, 2) * 2
-    return (Parts + elements).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
 def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Store x [len(rows), C] into columns C0 .. C0 + C of rows of D contiguous elements."""
     columns = C0 + tl.arange(0, C)
@@ -210,6 +197,57 @@ def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: 
     if C0 + C > D:
         mask = mask & (columns[None, :] < D)
     tl.store(base + rows[:, None] * D + columns[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _fold_full_tiles(
+    acc,
+    row_max,
+    q0,
+    q_rope,
+    desc_c0,
+    desc_k,
+    page_table,
+    b,
+    first,
+    last,
+    scale_log2,
+    R0: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``_fold_keys`` of FULL tiles with c_kv in one block of columns, from no sum: acc, row_max, row_sum.
+
+    Both conditions are always true, and nothing of them is left in the machine code. They steer Triton on Hopper:
+
+    - A product that feeds another, outside a condition, is computed whole by both warpgroups (their warps stand in one
+      column, twice as long as 64 rows need). Through the first condition each computes half of the keys.
+    - A condition whose results only the next iteration needs goes behind the loads of the next tile. So these start
+      before the softmax, not after the product with the values, and arrive in time.
+
+    The halves of the sum stay apart until the end: together they would be exchanged in every tile.
+    """
+    sums = tl.zeros([q0.shape[0], 2], tl.float32)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
+        c = desc_c0.load([block, row, 0]).reshape(BLOCK_N, R0)
+        if ROPE > 0:
+            k = desc_k.load([block, row, 0]).reshape(BLOCK_N, ROPE)
+            s_rope = tl.dot(q_rope, k.T) * scale_log2
+        s = tl.dot(q0, c.T) * scale_log2
+        if first < last:
+            if ROPE > 0:
+                s += s_rope
+        if start < last:
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            p = tl.exp2(s - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            sums = sums * rescale[:, None] + tl.sum(p.reshape(p.shape[0], 2, BLOCK_N // 2), 2)
+            acc = tl.dot(p.to(c.dtype), c, acc * rescale[:, None])
+            row_max = new_max
+    return acc, row_max, tl.sum(sums, 1)
 
 
 # extents that change from step to step, and must not compile anew
@@ -256,6 +294,7 @@ def decode_kernel(
     CAUSAL: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
     TMA: tl.constexpr,
+    HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -307,7 +346,7 @@ def decode_kernel(
 
     out_rows = (b64 * num_splits + split) * num_rows + rows
     if not ONE_SPLIT:
-        parts_lse = _lse_of_parts(Out, tl.num_programs(0) // row_tiles * num_rows, R)
+        parts_lse = lse_of_parts(Out, tl.num_programs(0) // row_tiles * num_rows, R)
         if first >= last:
             tl.store(parts_lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
             return
@@ -323,11 +362,17 @@ def decode_kernel(
     # fmt: off
     if TMA:
         full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
-        acc0, acc1, row_max, row_sum = _fold_keys(
-            acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-            first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
-        )
+        if HOPPER and R1 == 0:
+            acc0, row_max, row_sum = _fold_full_tiles(
+                acc0, row_max, q0, q_rope, desc_c0, desc_k, pages, b, first, full_last, scale_log2,
+                R0, ROPE, PAGE_SIZE, BLOCK_N, STAGES,
+            )
+        else:
+            acc0, acc1, row_max, row_sum = _fold_keys(
+                acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+                first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
+            )
         first = full_last
     acc0, acc1, row_max, row_sum = _fold_keys(
         acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
@@ -349,48 +394,3 @@ def decode_kernel(
     elif Lse is not None:
         lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
         tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def combine_kernel(
-    Parts,
-    Out,
-    Lse,
-    num_heads,
-    seqlen_q,
-    num_splits,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """One program: BLOCK_R columns of one (query, head) row, summed over the splits. Grid: (rows x sequences, columns).
-
-    Parts is the workspace of ``decode_kernel``. The result of a split that saw no key (lse -inf) was never written,
-    so it counts as 0 whatever memory holds. Lse may be None.
-    """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    num_rows = seqlen_q * num_heads
-    row = tl.program_id(0) % num_rows
-    b64 = (tl.program_id(0) // num_rows).to(tl.int64)
-    splits = tl.arange(0, BLOCK_SPLITS)
-    columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    parts = (b64 * num_splits + splits) * num_rows + row
-    parts_lse = _lse_of_parts(Parts, tl.num_programs(0) * num_splits, R)
-    lse_log2 = tl.load(parts_lse + parts, mask=splits < num_splits, other=float("-inf"))
-    exists = (splits < num_splits)[:, None] & (columns[None, :] < R)
-    # not masked by the lse, which would have to arrive first
-    x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=exists, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
-    x = tl.where((lse_log2 != float("-inf"))[:, None], x.to(tl.float32), 0.0)
-    highest = tl.max(lse_log2, 0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(lse_log2 - shift)
-    total = tl.sum(weights, 0)
-    empty = total == 0.0
-    out = tl.sum(x * weights[:, None], 0) / tl.where(empty, 1.0, total)
-    tl.store(Out + (b64 * num_rows + row) * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
-    if (Lse is not None) and tl.program_id(1) == 0:
-        lse = tl.where(empty, float("-inf"), (shift + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-        tl.store(Lse + (b64 * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)

@@ -11,8 +11,9 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_plugin.kernels import decode_tiles
-from mla_plugin.kernels.decode import combine_kernel, decode_kernel
+from mla_plugin.kernels.decode import decode_kernel
 from mla_plugin.kernels.decode_checks import check_arguments
+from mla_plugin.kernels.decode_combine import combine_kernel
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
@@ -22,7 +23,8 @@ _MAX_SPLITS = 256
 _MAX_PLANS = 4096
 _COMBINE_ELEMENTS = 4096  # of float32 that one program of the combine kernel holds
 # More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
-# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower.
+# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower, and with long
+# splits read by descriptors, measured on Hopper, too.
 _FLOAT32_SPLITS = 2
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
@@ -110,6 +112,14 @@ def _descriptors_can_read(cache: torch.Tensor) -> bool:
     return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
 
 
+def _tiles_fit_descriptors(
+    tile: decode_tiles.DecodeTile, page_size: int, c_kv: torch.Tensor, k_rope: torch.Tensor
+) -> bool:
+    """Whether tiles are large enough to gain by descriptors, lie in one page each, and have strides for them."""
+    fits = tile.block_m >= 64 and page_size % tile.block_n == 0
+    return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
+
+
 def _workspace(parts: int, rank: int, itemsize: int) -> int:
     """Elements of ``parts`` rows of ``rank`` columns, an even number, and of a float32 for each row."""
     elements: int = triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
@@ -126,8 +136,9 @@ def _combine_launch(
 ) -> Launch:
     block_splits = triton.next_power_of_2(splits)
     block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
-    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others
-    warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512)) if block_splits <= 16 else 4
+    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
+    # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
+    warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512))
     return Launch(
         combine_kernel,
         (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
@@ -162,17 +173,15 @@ def _make_plan(
         device.has_descriptors
         and aligned
         and leftpad_kv is None
-        and tile.block_m >= 64
-        and page_size % tile.block_n == 0
         and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
-        and _descriptors_can_read(c_kv)
-        and (rope == 0 or _descriptors_can_read(k_rope))
+        and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
     stages = tile.paged_stages if page_size else tile.num_stages
-    parts_dtype = c_kv.dtype if splits > _FLOAT32_SPLITS else torch.float32
+    is_hopper = device.kind == "Hopper"
+    parts_dtype = torch.float32 if (is_hopper and by_descriptors) or splits <= _FLOAT32_SPLITS else c_kv.dtype
     constants = (
         *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
-        *(is_causal and seqlen_q > 1, splits == 1, by_descriptors),
+        *(is_causal and seqlen_q > 1, splits == 1, by_descriptors, is_hopper),
         "ieee" if c_kv.dtype == torch.float32 else "tf32",
         device.has_dependent_launch,
     )

@@ -5,6 +5,7 @@ Triton's compiler and its interpreter do not share a process, so the jobs run in
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,9 @@ class Usage:
         registers: registers a thread.
         spills: instructions that store a register to local memory, in the whole program.
         warpgroup_products: Hopper's matrix instructions.
+        steps: what the program does in the order of its text, a letter each, repeated ones once: p such an instruction,
+            i where the warps meet to issue some that run on together, c a tile asked for through a descriptor, e an
+            exponential.
         undefined_reads: up to compute capability 9.0, instructions that read a uniform register which nothing has
             written, see assembly.py; what comes after has another assembler and other instructions.
     """
@@ -49,7 +53,14 @@ class Usage:
     registers: int
     spills: int
     warpgroup_products: int
+    steps: str
     undefined_reads: list[str]
+
+
+def _steps(assembly: str) -> str:
+    letters = {"HGMMA": "p", "WARPGROUP.ARRIVE": "i", "UTMALDG": "c", "MUFU.EX2": "e"}
+    found = re.findall(r"\b(HGMMA|WARPGROUP\.ARRIVE|UTMALDG|MUFU\.EX2)\b", assembly)
+    return "".join(letters[name] for name, _ in itertools.groupby(found))
 
 
 def blocks_per_processor(usage: Usage, num_warps: int, capability: int) -> int:
@@ -103,6 +114,7 @@ def compile_for(
         registers=int(registers[1]),
         spills=len(re.findall(r"\bSTL\b", assembly)),
         warpgroup_products=len(re.findall(r"\bHGMMA\b", assembly)),
+        steps=_steps(assembly),
         undefined_reads=undefined_reads(assembly) if capability <= 90 else [],
     )
 

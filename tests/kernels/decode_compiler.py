@@ -23,13 +23,15 @@ class Job:
     tile: DecodeTile
     page_size: int
     descriptors: bool = False
+    one_split: bool = False
 
     @property
     def name(self) -> str:
         tile = self.tile
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         way = "descriptors" if self.descriptors else "pointers"
-        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}"
+        end = " one split" if self.one_split else ""
+        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}{end}"
 
 
 def jobs() -> list[Job]:
@@ -45,7 +47,9 @@ def jobs() -> list[Job]:
             if tile.block_m <= 16:
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
-                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, descriptors=True))
+                found += [
+                    Job(CARDS[kind][0], itemsize, columns, tile, 64, True, one_split) for one_split in (False, True)
+                ]
     return found
 
 
@@ -57,7 +61,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": f"*{dtype}", "softmax_scale": "fp32"}
+    parts = "fp32" if job.capability == 90 and job.descriptors and not job.one_split else dtype
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": f"*{parts}", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None, "Lse": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
@@ -66,8 +71,12 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     stages = tile.paged_stages if job.page_size else tile.num_stages
     constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "ONE_SPLIT": False}
-    constants |= {"TMA": job.descriptors, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "ONE_SPLIT": job.one_split}
+    constants |= {
+        "TMA": job.descriptors,
+        "HOPPER": job.capability == 90,
+        "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+    }
     constants["DEPENDENT"] = job.capability >= 90
     return types, constants
 

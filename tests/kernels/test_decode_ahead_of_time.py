@@ -39,8 +39,20 @@ def test_hopper_uses_warpgroup_products_from_64_rows_on(name: str, compiled: dic
     assert (compiled[name].warpgroup_products > 0) == (JOBS[name].tile.block_m == 64)
 
 
-def test_each_warpgroup_computes_half_of_the_scores_of_a_full_tile(compiled: dict[str, Usage]) -> None:
+FULL_TILES = [name for name, job in JOBS.items() if job.capability == 90 and job.descriptors]
+
+
+@pytest.mark.parametrize("name", FULL_TILES)
+def test_each_warpgroup_computes_half_of_the_scores_of_a_full_tile(name: str, compiled: dict[str, Usage]) -> None:
     """Of the tile at the end, which is read by pointers, both compute the whole."""
-    (job,) = (job for job in JOBS.values() if job.capability == 90 and job.descriptors and job.columns == 576)
-    scores, values = 576 // 16, job.tile.block_n // 16
-    assert compiled[job.name].warpgroup_products == (scores + values) + (2 * scores + values)
+    job = JOBS[name]
+    scores, values = job.columns // 16, job.tile.block_n // 16
+    assert compiled[name].warpgroup_products == (scores + values) + (2 * scores + values)
+
+
+@pytest.mark.parametrize("name", FULL_TILES)
+def test_a_full_tile_is_asked_for_before_the_softmax_of_the_one_before(name: str, compiled: dict[str, Usage]) -> None:
+    """And the assembler lets products run on together: one issue for each of a tile's three, in either loop."""
+    steps = compiled[name].steps
+    assert "ipipceip" in steps
+    assert steps.count("i") == 6
