@@ -1,9 +1,15 @@
-"""Seconds of a new shape's first call on this GPU, with nothing compiled before: what the static tile tables are for.
+"""Seconds of a new shape's first call on this GPU, with nothing tuned: what the static tile tables are for.
 
     python benchmarks/first_call.py
 
 Each case runs in a process of its own with an empty Triton cache. CUDA and our modules are loaded before the clock
-starts; it stops when the GPU has finished. Writes benchmarks/results/first_call_<gpu>.json, prints it last.
+starts; it stops when the GPU has finished. Each is taken twice:
+
+- "new shape": the process has compiled another kernel, of one line, and called PyTorch's autograd before.
+- "new process": it has not. Triton compiles its interface to CUDA and hashes itself, once a machine and once a process,
+  and PyTorch's first ``autograd.grad`` loads sympy.
+
+Writes benchmarks/results/first_call_<gpu>.json, prints it last.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from common import parser, write
 
 from mla_plugin.kernels import mla_attention, mla_decode_attention
@@ -25,6 +33,19 @@ from mla_plugin.kernels import mla_attention, mla_decode_attention
 PREFILL = {"prefill 192/128": (16, 4096, 192, 128), "prefill 128/128": (16, 1000, 128, 128)}  # H, S, head dims
 DECODE = {"decode H 16": (32, 16, 4096), "decode H 128": (32, 128, 4096)}  # B, H, S_kv
 RANK, ROPE = 512, 64
+
+
+@triton.jit
+def add_one(x):
+    """Another kernel."""
+    tl.store(x, tl.load(x) + 1.0)
+
+
+def load_compiler() -> None:
+    """What any kernel and any backward before the clock's call would have loaded."""
+    x = torch.zeros(1, device="cuda", requires_grad=True)
+    add_one[(1,)](x.detach())
+    torch.autograd.grad(x * 2.0, x, torch.ones_like(x))
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -53,11 +74,11 @@ def first_call(name: str) -> dict[str, float]:
     return {"forward": forward, "backward": backward}
 
 
-def in_new_process(name: str) -> dict[str, float]:
-    """``first_call`` where nothing is compiled yet."""
+def in_new_process(name: str, *options: str) -> dict[str, float]:
+    """``first_call`` where nothing of ours is compiled yet."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TRITON_CACHE_DIR": cache}
-        command = [sys.executable, __file__, "--case", name]
+        command = [sys.executable, __file__, "--case", name, *options]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
@@ -67,13 +88,19 @@ def main() -> None:
     """Measure every case in its process, write, print."""
     arguments = parser(__doc__)
     arguments.add_argument("--case", choices=[*PREFILL, *DECODE], help="this case alone, in this process")
+    arguments.add_argument("--loaded", action="store_true", help="with --case: after another kernel and a backward")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     if options.case is not None:
+        if options.loaded:
+            load_compiler()
         print(json.dumps(first_call(options.case)))
         return
-    found = {name: in_new_process(name) for name in (*PREFILL, *DECODE)}
+    found = {
+        name: {"new shape": in_new_process(name, "--loaded"), "new process": in_new_process(name)}
+        for name in (*PREFILL, *DECODE)
+    }
     print(write("first_call", {"seconds": found}, options.commit))
     print(json.dumps(found, indent=1))
 

@@ -57,8 +57,9 @@ own `x.add_(1)`.
 
 {first_versions}
 
-`python benchmarks/first_call.py`: seconds of a new shape's first call with an empty Triton cache, each in a process of
-its own: the compiler's work, on a host that took {first_add_us} us for `x.add_(1)`.
+`python benchmarks/first_call.py`: seconds of a new shape's first call with an empty Triton cache, on a host that took
+{first_add_us} us for `x.add_(1)`: the compiler's work. In a new process Triton starts too, and at the first
+`torch.autograd.grad` PyTorch loads sympy.
 
 {first}
 
@@ -203,11 +204,13 @@ def padding(record: dict[str, Any]) -> str:
 
 def first_calls(record: dict[str, Any]) -> str:
     """Seconds."""
+    columns = [(start, kind) for start in ("new shape", "new process") for kind in ("forward", "backward")]
     rows = [
-        [name, *(_number(seconds, kind, ".1f") for kind in ("forward", "backward"))]
+        [name, *(_number(seconds[start], kind, ".1f") for start, kind in columns)]
         for name, seconds in record["seconds"].items()
     ]
-    return markdown(["call", "forward", "first backward"], rows)
+    titles = [f"{start}: {'first backward' if kind == 'backward' else kind}" for start, kind in columns]
+    return markdown(["call", *titles], rows)
 
 
 def render() -> str:
