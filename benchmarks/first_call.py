@@ -36,7 +36,7 @@ RANK, ROPE = 512, 64
 
 
 @triton.jit
-def add_one(x):
+def add_one(x: Any) -> None:
     """Another kernel."""
     tl.store(x, tl.load(x) + 1.0)
 
