@@ -12,7 +12,7 @@ BACKENDS = ("triton", "flashinfer", "fa3")
 
 # NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, FlashInfer 0.6.13, FlashAttention 3 of vLLM 0.25.1;
 # benchmarks/results/decode_preference_NVIDIA_H200.json. A later run of the same program checks the choices made from
-# it: decode_backends_NVIDIA_H200.json, at most 1.6 % behind the best.
+# it: decode_backends_NVIDIA_H200.json, at most 2.5 % behind the best.
 _H200 = (
     # sequences, heads, keys, then one column a backend
     (1, 16, 4096, 0.0098, 0.0181, 0.0161),
