@@ -93,8 +93,8 @@ processors at 1.41 GHz) and 128 from shared memory, and does 1024 multiply-adds.
   left over. An H200 reaches 4170 of its 4800 GB/s with two such blocks a processor.
 - **128 heads: limited by products and shared memory, 60 to 130 TFLOP/s.** A tile of 64 x 32 is 2176 clocks of products.
   With 8 warps as 4 x 2, keys and values are read four times and queries twice, about 425 KB or 3300 clocks: 66 % of 312
-  TFLOP/s if all overlaps, 40 % if nothing does, less what the softmax and the barriers take. An H200 reaches 286 of its
-  989 TFLOP/s; the same share would be 90.
+  TFLOP/s if all overlaps, 40 % if nothing does, less what the softmax and the barriers take. An H200 reaches 400 of its
+  989 TFLOP/s; the same share would be 126, the top of the range.
 """
 
 

@@ -223,7 +223,8 @@ def _fold_full_tiles(
     Both conditions are always true, and nothing of them is left in the machine code. They steer Triton on Hopper:
 
     - A product that feeds another, outside a condition, is computed whole by both warpgroups (their warps stand in one
-      column, twice as long as 64 rows need). Through the first condition each computes half of the keys.
+      column, twice as long as 64 rows need). Through the first condition each computes half of the keys. It is empty
+      without rope: both compute the whole.
     - A condition whose results only the next iteration needs goes behind the loads of the next tile. So these start
       before the softmax, not after the product with the values, and arrive in time.
 
@@ -351,7 +352,8 @@ def decode_kernel(
             tl.store(parts_lse + out_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=exists)
             return
     scale_log2 = softmax_scale * 1.4426950408889634
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # before full tiles the lowest finite number: nothing guards their softmax from a tile whose scores are all -inf
+    row_max = tl.full([BLOCK_M], -3.4028234663852886e38 if TMA else float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)

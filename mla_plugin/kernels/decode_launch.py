@@ -21,7 +21,8 @@ from mla_plugin.kernels.tiles import card
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
 _MAX_PLANS = 4096
-_COMBINE_ELEMENTS = 4096  # of float32 that one program of the combine kernel holds
+_COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
+_COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
 # More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
 # Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower, and with long
 # splits read by descriptors, measured on Hopper, too.
@@ -138,7 +139,8 @@ def _combine_launch(
     block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
     # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
     # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
-    warps = max(1, min(4, block_rank * parts_dtype.itemsize // 512))
+    row_bytes = block_rank * parts_dtype.itemsize
+    warps = max(1, min(4, row_bytes // 512), block_splits * row_bytes // (32 * _COMBINE_BYTES))
     return Launch(
         combine_kernel,
         (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),

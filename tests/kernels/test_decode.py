@@ -95,6 +95,19 @@ def test_two_column_blocks_over_splits(splits: int) -> None:
     check(paged((2, 1, 4, 96, 16, 140), 16, torch.float32, [140, 65]))
 
 
+@pytest.mark.parametrize("rank", [40, 128, 512])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_thread_of_the_combine_kernel_holds_at_most_512_bytes_of_parts(rank: int, dtype: torch.dtype) -> None:
+    """With 1024 it has no registers left: 75 spilled stores on compute capability 9.0."""
+    device = decode_launch._Device("Hopper", 132, True, True)
+    for splits in range(2, decode_launch._MAX_SPLITS + 1):
+        launch = decode_launch._combine_launch(device, 1, 64, 1, splits, rank, dtype)
+        block_rank, block_splits = launch.arguments[-3:-1]
+        num_warps = launch.options["num_warps"]
+        assert block_rank * block_splits * dtype.itemsize <= 512 * 32 * num_warps
+        assert num_warps in (1, 2, 4)
+
+
 def test_an_odd_number_of_elements_over_splits(splits: int) -> None:
     """The float32 behind the splits' results start at a multiple of 4 bytes."""
     check(paged((1, 1, 1, 33, 16, 330), 16, torch.float16, [330]))
@@ -132,6 +145,18 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
 @pytest.mark.usefixtures("descriptors")
 def test_tensor_descriptors_over_splits(splits: int) -> None:
     check(paged((2, 1, 40, 64, 16, 200), 64, torch.float16, [200, 64]))
+
+
+@pytest.mark.usefixtures("descriptors")
+@pytest.mark.parametrize("rank", [64, 96])
+def test_tiles_whose_scores_are_all_minus_infinity(rank: int, splits: int) -> None:
+    """Before any other and after one, read by descriptors; such a key weighs nothing."""
+    inputs = contiguous((1, 1, 40, rank, 16, 330), torch.float16)
+    inputs.q_rope.abs_().clamp_min_(0.1)
+    for tile in (0, 2):
+        for rope in (inputs.k_rope, inputs.tokens[..., rank:]):
+            rope[:, 64 * tile : 64 * tile + 64] = -torch.inf
+    check(inputs)
 
 
 @pytest.mark.usefixtures("descriptors")
