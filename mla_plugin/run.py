@@ -24,8 +24,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [-h] {script.py | -m module} [argument ...]",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name, not a file")
-    parser.add_argument("program", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program gets as its arguments")
+    parser.add_argument("program", help="a Python file, or with -m a module; what follows are its own arguments")
     return parser
 
 
@@ -35,15 +34,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         ImportError: TransformerEngine is not installed or older than 2.10.
     """
-    options = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    ours = 2 if given[:1] == ["-m"] else 1  # as for Python itself; argparse would drop a "--" behind the program
+    options = _parser().parse_args(given[:ours])
     if not options.is_module and not Path(options.program).is_file():
         _parser().error(f"no file {options.program!r}; for a module, put -m before its name")
     mla_plugin.register("transformer_engine")
-    sys.argv = [options.program, *options.arguments]
+    sys.argv = [options.program, *given[ours:]]
     if options.is_module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(options.program).resolve().parent)  # as "python script.py" does
+        if not getattr(sys.flags, "safe_path", False):  # under python -P no folder was put in front
+            sys.path[0] = str(Path(options.program).resolve().parent)  # as "python script.py" does
         runpy.run_path(options.program, run_name="__main__")
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import threading
 
 from packaging.version import Version
 
@@ -42,6 +43,7 @@ MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product
 """Where DotProductAttention is defined, in every supported version."""
 
 _registration: Registration | None = None
+_registering = threading.Lock()
 
 
 def register() -> Registration:
@@ -54,19 +56,20 @@ def register() -> Registration:
         ImportError: TransformerEngine is not installed or older than 2.10.
     """
     global _registration
-    if _registration is None:
-        version = _installed_version()
-        wrapper = Wrapper(version)
-        forget = when_imported(MODULE, wrapper.install)
+    with _registering:
+        if _registration is None:
+            wrapper = Wrapper(_installed_version())
+            forget = when_imported(MODULE, wrapper.install)
 
-        def undo() -> None:
-            global _registration
-            _registration = None
-            forget()
-            wrapper.uninstall()
+            def undo() -> None:
+                global _registration
+                with _registering:
+                    _registration = None
+                    forget()
+                    wrapper.uninstall()
 
-        _registration = Registration("transformer_engine", undo)
-    return _registration
+            _registration = Registration("transformer_engine", undo)
+        return _registration
 
 
 def load_plugins() -> None:

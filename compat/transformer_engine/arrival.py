@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -20,7 +21,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
         a function that stops waiting; calling it after the import does nothing.
     """
     if name in sys.modules:
-        callback(sys.modules[name])
+        callback(importlib.import_module(name))  # waits for another thread that is still importing it
         return lambda: None
     finder = _Finder(name, callback)
     sys.meta_path.insert(0, finder)

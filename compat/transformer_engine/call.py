@@ -48,15 +48,22 @@ class Call:
 
 
 class Signature:
-    """Matches arguments to the parameter names of one version's forward."""
+    """Matches arguments to the parameter names of one version's forward.
+
+    Attributes:
+        is_readable: every parameter has a name; a wrapper of someone else's without ``functools.wraps`` hides them.
+    """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = list(inspect.signature(forward).parameters.values())[1:]
+        self.is_readable = all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         self._names = tuple(parameter.name for parameter in parameters)
         self._defaults = {p.name: None if p.default is p.empty else p.default for p in parameters}
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments | None:
-        """The arguments by name; None for a call that TransformerEngine itself rejects with a TypeError."""
+        """The arguments by name; None where they cannot be told, or TransformerEngine rejects them with a TypeError."""
+        if not self.is_readable:
+            return None
         given = dict(zip(self._names, args, strict=False))
         if len(args) > len(self._names) or kwargs.keys() & given.keys() or kwargs.keys() - self._defaults.keys():
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
@@ -15,6 +16,8 @@ from mla_plugin import environment
 from mla_plugin.compat.transformer_engine import gaps
 from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, read
 from mla_plugin.types import AttentionRequest, NoBackendError
+
+logger = logging.getLogger("mla_plugin")
 
 _COMPARES_OFFSETS_BEFORE = Version("2.18")
 _DECISIONS_KEPT = 4096
@@ -55,6 +58,12 @@ class Wrapper:
         self._attention = module.DotProductAttention
         self._original = original = self._attention.forward
         signature = Signature(original)
+        if not signature.is_readable:
+            logger.warning(
+                "DotProductAttention.forward is %r, which hides its parameters: no call can be read, TransformerEngine "
+                "keeps all; register mla_plugin before it, or let it use functools.wraps",
+                original,
+            )
 
         @functools.wraps(original)
         def forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,11 +115,12 @@ class Wrapper:
     def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates) -> bool:
         """TransformerEngine's own answer, asked once for each kind of call."""
         key = (call.request.replace(is_training=module.training), len(call.q), len(call.k), gates)
-        if key not in self._unfused:
+        answer = self._unfused.get(key)  # another thread may clear at any time
+        if answer is None:
             if len(self._unfused) >= _DECISIONS_KEPT:
                 self._unfused.clear()
-            self._unfused[key] = gaps.is_left_unfused(module, call)
-        return self._unfused[key]
+            answer = self._unfused[key] = gaps.is_left_unfused(module, call)
+        return answer
 
 
 def _attend(call: Call, backend: str) -> torch.Tensor:

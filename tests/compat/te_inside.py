@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from functools import partialmethod
 from unittest.mock import Mock
 
@@ -173,13 +175,12 @@ def test_head_dims_that_the_module_does_not_declare_are_transformer_engines_erro
         attention(dims=(32, 16))(*tensors(kind=te_host.OnDevice))
 
 
-def test_fp8_contexts_stay_with_transformer_engine(te_calls, triton_on, monkeypatch) -> None:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+def test_fp8_contexts_stay_with_transformer_engine(te_calls, triton_on) -> None:
+    from transformer_engine.pytorch import fp8_autocast
 
     module = attention()
-    for name in ("is_fp8_enabled", "is_fp8_calibration"):
-        with monkeypatch.context() as patch:
-            patch.setattr(FP8GlobalStateManager, name, lambda: True)
+    for options in ({"enabled": True}, {"enabled": False, "calibrating": True}):
+        with fp8_autocast(**options):
             assert module(*tensors()) == 7.0
     quantized = type("Float8Tensor", (torch.Tensor,), {"__module__": "transformer_engine.pytorch.tensor"})
     assert module(*tensors(kind=quantized)) == 7.0
@@ -253,6 +254,7 @@ def test_arguments_by_position(te_calls, triton_on) -> None:
     names = list(PARAMETERS)[1:]
     defaults = [values.get(name, PARAMETERS[name].default) for name in names]
     assert torch.equal(attention()(*defaults), direct("no_mask")(q, k, v))
+    assert torch.equal(attention()(**values), direct("no_mask")(q, k, v))
     for name, value in (("core_attention_bias_type", "alibi"), ("num_splits", 3), ("inference_params", object())):
         positional = [value if other == name else default for other, default in zip(names, defaults, strict=True)]
         assert attention()(*positional) == 7.0
@@ -294,7 +296,8 @@ def test_alternating_shapes_and_training(te_calls, triton_on) -> None:
 def test_the_variable_is_read_at_every_call(te_calls, monkeypatch) -> None:
     mla_plugin.register("transformer_engine")
     module, t = attention(), tensors(batch=1)
-    for text, is_ours in (("1", True), ("0", False), ("1", True), ("true", False), (None, False), ("1", True)):
+    others = (" 1", "1 ", "1\n", "01", "+1", "2", "0", "true", "TRUE", "", None)
+    for text, is_ours in ((text, text == "1") for other in others for text in ("1", other)):
         monkeypatch.delenv("NVTE_MLA_TRITON", raising=False)
         if text is not None:
             monkeypatch.setenv("NVTE_MLA_TRITON", text)
@@ -331,6 +334,34 @@ def test_uninstall_below_a_later_wrapper(te_calls, triton_on, monkeypatch) -> No
         patch.setattr(ATTENTION, "forward", partialmethod(ours))
         adapter._registration.uninstall()
         assert attention()(*tensors()) == 7.0
+
+
+def test_threads_that_register_together_wrap_once(monkeypatch) -> None:
+    version = adapter._installed_version()
+    monkeypatch.setattr(adapter, "_installed_version", lambda: time.sleep(0.02) or version)
+    threads = [threading.Thread(target=mla_plugin.register, args=["transformer_engine"]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ATTENTION.forward.__wrapped__ is ORIGINAL
+
+
+def test_an_earlier_wrapper_that_hides_the_parameters_keeps_all(te_calls, monkeypatch, caplog) -> None:
+    inner = ATTENTION.forward
+
+    def opaque(self, query_layer, key_layer, value_layer, *args, **kwargs):
+        return inner(self, query_layer, key_layer, value_layer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ATTENTION, "forward", opaque)
+        patch.setenv("NVTE_MLA_TRITON", "1")
+        registration = mla_plugin.register("transformer_engine")
+        assert attention()(*tensors()) == attention()(*tensors(), attn_mask_type="causal") == 7.0
+        assert "opaque" in caplog.text
+        assert "functools.wraps" in caplog.text
+        registration.uninstall()
+        assert ATTENTION.forward is opaque
 
 
 @pytest.mark.parametrize("is_on", [False, True])

@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,9 +129,20 @@ def test_run_wraps_a_program_that_knows_nothing_of_us(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     for program, name, first in ((script, script, str(tmp_path)), ("train", script, "")):
         options = ["-m"] if program == "train" else []
-        done = run("-m", "mla_plugin.run", *options, program, "--lr", "-m", version="2.19.0", also=tmp_path)
+        given = ["--", "--lr", "-m", "-h"]
+        done = run("-m", "mla_plugin.run", *options, program, *given, version="2.19.0", also=tmp_path)
         assert done.returncode == 3, done.stderr
-        assert json.loads(done.stdout.splitlines()[-1]) == ["__main__", [name, "--lr", "-m"], first, [], True]
+        assert json.loads(done.stdout.splitlines()[-1]) == ["__main__", [name, *given], first, [], True]
+
+
+def test_run_keeps_a_safe_path(tmp_path: Path) -> None:
+    """``python -P`` (Python 3.11) puts no folder in front, so none may be replaced."""
+    (tmp_path / "show.py").write_text("import json, sys\nprint(json.dumps(sys.path))\n")
+    script = str(tmp_path / "show.py")
+    plain, ours = (
+        run(*options, script, version="2.19.0", PYTHONSAFEPATH="1") for options in ((), ("-m", "mla_plugin.run"))
+    )
+    assert json.loads(ours.stdout) == json.loads(plain.stdout), ours.stderr
 
 
 def test_run_names_what_is_missing() -> None:
@@ -174,6 +187,66 @@ def test_an_import_calls_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     forget()
     forget_too()
     monkeypatch.delitem(sys.modules, "arriving")
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+    gate = SimpleNamespace(started=threading.Event(), opened=threading.Event())
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    (tmp_path / "arriving_slowly.py").write_text("import gate\ngate.started.set()\ngate.opened.wait(9)\nvalue = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = threading.Thread(target=importlib.import_module, args=["arriving_slowly"])
+    importing.start()
+    assert gate.started.wait(9)
+    threading.Timer(0.05, gate.opened.set).start()
+    seen = []
+    when_imported("arriving_slowly", lambda module: seen.append(module.value))
+    importing.join()
+    assert seen == [1]
+    monkeypatch.delitem(sys.modules, "arriving_slowly")
+
+
+MEGATRON = """
+import json, os, torch
+import torch.distributed as dist
+from tests.compat import te_host
+te = te_host.import_transformer_engine(os.environ["TE_VERSION"])
+import mla_plugin
+mla_plugin.register("transformer_engine")
+from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from tests.compat.megatron.parts import config, packing
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+torch.cuda.is_available, real = (lambda: True), torch.cuda.is_available
+with te_host.CudaIsCpu():
+    core = TEDotProductAttention(
+        config(params_dtype=torch.float32), 1, AttnMaskType.causal, "self",
+        softmax_scale=0.37, k_channels=24, v_channels=16,
+    )
+torch.cuda.is_available = real
+params = packing((4, 5))[0]
+lengths = {"cu_seqlens_q": params.cu_seqlens_q, "max_seqlen_q": 5, "max_seqlen_kv": 5}
+equal = []
+for name, text, shape, packed, options in (
+    ("NVTE_MLA_TRITON", "1", (5, 2), {}, {"qkv_format": "sbhd", "backend": "triton"}),
+    ("MLA_PLUGIN_TE", "fill", (9,), {"packed_seq_params": params},
+     {"qkv_format": "thd", "attn_mask_type": "padding_causal", "backend": "sdpa", **lengths}),
+):
+    q, k, v = (torch.randn(*shape, 4, dim) for dim in (24, 24, 16))
+    os.environ[name] = text
+    out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, **packed)
+    equal.append(torch.equal(out, mla_plugin.attention(q, k, v, softmax_scale=0.37, **options).flatten(-2)))
+    del os.environ[name]
+print(json.dumps(equal))
+"""
+
+
+def test_megatrons_own_subclass() -> None:
+    """TEDotProductAttention of Megatron-Core: sbhd under NVTE_MLA_TRITON=1, packed sequences under fill."""
+    done = run("-W", "ignore", "-c", MEGATRON, version="2.20.2", NVTE_FUSED_ATTN="0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, True]
 
 
 def test_the_table_of_gaps() -> None:
