@@ -102,7 +102,14 @@ class Wrapper:
 
     def _filling(self, module: Any, call: Call) -> str | None:
         """The backend that fills a gap of TransformerEngine; None where there is none to fill."""
-        found = gaps.candidates(call, torch.cuda.get_device_capability(call.q.device), self._version)
+        try:
+            capability = torch.cuda.get_device_capability(call.q.device)
+        except (
+            ValueError,
+            AssertionError,
+        ):  # not on a CUDA device, or PyTorch without CUDA: TransformerEngine's to refuse
+            return None
+        found = gaps.candidates(call, capability, self._version)
         if not found:
             return None
         gates = environment.gates()

@@ -72,6 +72,14 @@ def test_fills_padding_between_sequences_before_hopper(te_calls, fill, monkeypat
     assert attention()(q, k, v, **arguments) == 7.0
 
 
+def test_tensors_on_no_cuda_device_are_transformer_engines(te_calls, fill, monkeypatch) -> None:
+    def refuse(device):
+        raise ValueError(f"Expected a cuda device, but got: {device}")  # PyTorch's words
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    assert attention()(*tensors(12, qkv_format="thd"), **packed(slots=(6, 6))) == 7.0
+
+
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch):
     """Pretends a backend that the CPU lacks; the test sees which one would have run."""
