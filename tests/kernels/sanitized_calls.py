@@ -1,0 +1,84 @@
+"""One call of each way through our kernels, for NVIDIA's compute-sanitizer on a CUDA device:
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitized_calls
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitized_calls
+
+Each call runs twice and has to give the same bits. It is no test of its own: the sanitizer's summary is the result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import mla_plugin
+from mla_plugin.kernels import mla_decode_attention
+
+OPTIONS = {"device": "cuda", "dtype": torch.bfloat16}
+# B, H, S_kv, page_size, S_q: many splits, splits by descriptors, one split, several queries, fewer keys than a tile
+DECODE = (
+    (2, 16, 1024, 64, 1),
+    (8, 128, 4096, 64, 1),
+    (140, 64, 640, 64, 1),
+    (4, 64, 8192, 128, 2),
+    (3, 128, 100, 16, 1),
+)
+
+
+def prefill(is_causal: bool, packed: bool) -> list[torch.Tensor]:
+    """Forward and backward of grouped heads, 192/128."""
+    size = (200,) if packed else (1, 200)
+    q, k, v = (
+        torch.randn(*size, heads, width, requires_grad=True, **OPTIONS)
+        for heads, width in ((4, 192), (2, 192), (2, 128))
+    )
+    offsets = torch.tensor([0, 63, 63, 200], device="cuda", dtype=torch.int32)
+    masks = {
+        (False, False): "no_mask",
+        (True, False): "causal",
+        (False, True): "padding",
+        (True, True): "padding_causal",
+    }
+    arguments = {"attn_mask_type": masks[is_causal, packed], "qkv_format": "bshd", "backend": "triton"}
+    if packed:
+        lengths = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 137, "max_seqlen_kv": 137}
+        arguments |= {"qkv_format": "thd", **lengths}
+    dout = torch.randn(*size, 4, 128, **OPTIONS)
+
+    def run() -> list[torch.Tensor]:
+        out = mla_plugin.attention(q, k, v, **arguments)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return first
+
+
+def decode(batch: int, heads: int, keys: int, page_size: int, queries: int) -> torch.Tensor:
+    """A paged cache in random order, lengths up to 70 keys shorter than the page table."""
+    pages = batch * -(-keys // page_size)
+    cache = torch.randn(pages, page_size, 576, **OPTIONS).split([512, 64], -1)
+    q = torch.randn(batch, queries, heads, 576, **OPTIONS).split([512, 64], -1)
+    arguments = {
+        "softmax_scale": 192**-0.5,
+        "is_causal": queries > 1,
+        "page_table": torch.randperm(pages, device="cuda", dtype=torch.int32).view(batch, -1),
+        "seqlens_kv": torch.randint(keys - 70, keys + 1, (batch,), device="cuda", dtype=torch.int32),
+    }
+    first, second = (mla_decode_attention(*q, *cache, **arguments) for _ in range(2))
+    assert torch.equal(first, second)
+    return first
+
+
+def main() -> None:
+    """All calls, one after the other."""
+    torch.manual_seed(0)
+    for is_causal in (False, True):
+        for packed in (False, True):
+            assert all(x.isfinite().all() for x in prefill(is_causal, packed))
+    for case in DECODE:
+        assert decode(*case).isfinite().all()
+    print("all calls are done")
+
+
+if __name__ == "__main__":
+    main()
