@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from mla_plugin.kernels.tiles import card
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
 _MAX_PLANS = 4096
+_MAX_CACHES = 256  # of one plan: the layers of a model, each with its own
 _COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
 _COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
 # More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
@@ -85,6 +86,7 @@ class _Plan:
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
         code: what decides about the code of both kernels; few of them in a program.
+        descriptors: by the addresses of c_kv and k_rope; to find them one by one took 5 us of a call on the host.
     """
 
     out_shape: tuple[int, ...]
@@ -96,6 +98,7 @@ class _Plan:
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
     code: tuple[object, ...]
+    descriptors: dict[tuple[int, int], tuple[TensorDescriptor | None, ...]] = field(default_factory=dict)
 
 
 _compiled: set[tuple[object, ...]] = set()
@@ -242,16 +245,25 @@ def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple
     """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
     if plan.descriptor_widths is None:
         return None, None, None
-    found: list[TensorDescriptor | None] = []
-    for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True):
-        if width == 0:
-            found.append(None)
-        elif _INTERPRETED:
-            found.append(TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width]))
-        else:
-            block = (1, plan.block_n, width)
-            found.append(descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), block))
-    return tuple(found)
+    if _INTERPRETED:
+        return tuple(
+            TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width])
+            if width
+            else None
+            for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
+        )
+    key = (c_kv.data_ptr(), k_rope.data_ptr())
+    found = plan.descriptors.get(key)
+    if found is None:
+        if len(plan.descriptors) >= _MAX_CACHES:
+            plan.descriptors.clear()
+        found = plan.descriptors[key] = tuple(
+            descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, plan.block_n, width))
+            if width
+            else None
+            for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
+        )
+    return found
 
 
 def decode(
@@ -281,7 +293,7 @@ def decode(
         else:
             parts = q_nope_abs.new_empty(plan.workspace, dtype=plan.parts_dtype)
             of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
-            if plan.split.compiled is None and out.is_cuda and plan.code not in _compiled:
+            if plan.split.run is None and out.is_cuda and plan.code not in _compiled:
                 compile_together([(plan.split, of_split), (plan.combine, of_combine)], out.device)
                 _compiled.add(plan.code)
             plan.split(*of_split)

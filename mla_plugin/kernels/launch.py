@@ -45,23 +45,23 @@ class Launch:
     """One kernel with everything fixed but its tensors and what else changes from call to call.
 
     Triton looks at every argument of every call to find the compiled kernel; that costs 25 us of CPU time, twice the
-    launch. Here the compiled kernel is kept, and used again while all tensors start on a 16-byte boundary, which is
-    the only property of the remaining arguments that a compiled kernel depends on. It gets addresses instead of
-    tensors: the launcher would ask the driver about each tensor.
+    launch. Here the compiled kernel is kept, bound to its grid, and used again while all tensors start on a 16-byte
+    boundary, which is the only property of the remaining arguments that a compiled kernel depends on. It gets addresses
+    instead of tensors: the launcher would ask the driver about each tensor.
 
     Attributes:
         kernel: the jitted function.
         grid: number of programs.
         arguments: the last arguments, the same in every call.
         options: num_warps, num_stages, maxnreg, launch_pdl.
-        compiled: the kernel for aligned tensors, once there is one.
+        run: launches the compiled kernel for aligned tensors, once there is one.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
     arguments: tuple[object, ...]
     options: dict[str, int | None]
-    compiled: Any = None
+    run: Any = None
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream.
@@ -74,12 +74,12 @@ class Launch:
                 x = x.data_ptr()
                 bits |= x
             addresses.append(x)
-        if bits % 16 == 0 and self.compiled is not None:
-            self.compiled[self.grid](*addresses, *self.arguments)
+        if bits % 16 == 0 and self.run is not None:
+            self.run(*addresses, *self.arguments)
             return
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
-        if bits % 16 == 0:
-            self.compiled = compiled
+        if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
+            self.run = compiled[self.grid]
 
 
 def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device: torch.device) -> None:
