@@ -83,10 +83,10 @@ def by_graph(calls: Sequence[Call], replays: int = 20) -> float:
     return statistics.median(found)
 
 
-def host_microseconds(call: Call, calls: int = 200) -> float:
-    """Time on the host until a call returns; best of five runs, the GPU idle before each."""
+def host_microseconds(call: Call, calls: int = 50) -> float:
+    """Time on the host until a call returns, the GPU idle at first; best of twenty runs, as others share the host."""
     best = float("inf")
-    for _ in range(5):
+    for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):

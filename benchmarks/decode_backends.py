@@ -141,9 +141,9 @@ def measure(case: Case, backends: list[str], rounds: int) -> dict[str, Any]:
     row["tflop_per_s"] = {
         name: 2 * batch * heads * keys * (2 * RANK + ROPE) / ms * 1e-9 for name, ms in row["ms"].items()
     }
-    row["host_us"] = {name: host_microseconds(lambda name=name: decode(sets[0], name), 100) for name in names}
+    row["host_us"] = {name: host_microseconds(lambda name=name: decode(sets[0], name), 25) for name in names}
     if "flashinfer" in names:
-        row["plan_us"] = host_microseconds(lambda: sets[0].lengths.update([keys] * batch), 20)
+        row["plan_us"] = host_microseconds(lambda: sets[0].lengths.update([keys] * batch), 5)
     row["choice"] = choice(case)
     best = min(row["ms"].values(), default=float("nan"))
     row["of_the_best"] = best / row["ms"][row["choice"]] if row["choice"] in row["ms"] else None

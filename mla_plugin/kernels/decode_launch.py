@@ -241,28 +241,27 @@ def _plan(
     return plan
 
 
+def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
+    if width == 0:
+        return None
+    if _INTERPRETED:
+        return TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, block_n, width])
+    return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, block_n, width))
+
+
 def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
     if plan.descriptor_widths is None:
         return None, None, None
-    if _INTERPRETED:
-        return tuple(
-            TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, plan.block_n, width])
-            if width
-            else None
-            for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
-        )
     key = (c_kv.data_ptr(), k_rope.data_ptr())
     found = plan.descriptors.get(key)
     if found is None:
-        if len(plan.descriptors) >= _MAX_CACHES:
-            plan.descriptors.clear()
-        found = plan.descriptors[key] = tuple(
-            descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, plan.block_n, width))
-            if width
-            else None
-            for cache, width in zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
-        )
+        caches = zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
+        found = tuple(_described(cache, plan.block_n, width) for cache, width in caches)
+        if not _INTERPRETED:  # where a descriptor holds its tensor, and an address may be another's later
+            if len(plan.descriptors) >= _MAX_CACHES:
+                plan.descriptors.clear()
+            plan.descriptors[key] = found
     return found
 
 
