@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Plan, dispatch, hookimpl, resolve
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Plan, hookimpl, resolve
 from mla_plugin.environment import gates
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.operations.attention import dispatch
 
 RESULTS = Path(__file__).parent / "results" / "dispatch_cpu.json"
 LIMIT_US = 10.0

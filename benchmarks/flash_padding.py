@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from common import by_events, write
 
-from mla_plugin import AttentionRequest, dispatch, resolve
+from mla_plugin import AttentionRequest, resolve
 from mla_plugin.conformance import Case, checks
-from mla_plugin.kernels.padding import fill_gaps
+from mla_plugin.hooks.types import AttentionTensors, Residuals
+from mla_plugin.kernels.prefill.padding import fill_gaps
+from mla_plugin.operations.attention import dispatch
 from mla_plugin.plugins import fa2
 from mla_plugin.reference import attention_with_gradients
-from mla_plugin.types import AttentionTensors, Residuals
 
 CASES = ((2, 16, 1024), (1, 16, 4096), (1, 128, 4096), (1, 32, 16384))
 BACKENDS = ("fa2", "triton")

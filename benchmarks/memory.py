@@ -25,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from mla_plugin import dispatch, resolve
+from mla_plugin import resolve
+from mla_plugin.hooks.types import AttentionRequest, AttentionTensors, Residuals
+from mla_plugin.operations.attention import dispatch
 from mla_plugin.reference import attention_with_gradients
-from mla_plugin.types import AttentionRequest, AttentionTensors, Residuals
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "memory_cpu.json"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookspec
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,

@@ -10,13 +10,10 @@ import importlib
 import importlib.metadata
 
 from mla_plugin import cache
-from mla_plugin.api import attention
-from mla_plugin.decode_api import decode
-from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
-from mla_plugin.resolver import explain, resolve
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeLengths, DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -29,6 +26,9 @@ from mla_plugin.types import (
     Registration,
     Residuals,
 )
+from mla_plugin.operations.attention.api import attention
+from mla_plugin.operations.decode.api import decode
+from mla_plugin.resolver import explain, resolve
 
 try:
     __version__ = importlib.metadata.version("mla-plugin")

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from mla_plugin import environment
-from mla_plugin.decode_checks import split_cache
+from mla_plugin.arguments.decode import split_cache
 
 __all__ = ["append", "gather", "slot_mapping"]
 
@@ -22,7 +22,7 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def _kernels() -> ModuleType:
-    from mla_plugin.kernels import cache
+    from mla_plugin.kernels.decode import cache
 
     return cache
 

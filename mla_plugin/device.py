@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mla_plugin import environment
-from mla_plugin.types import Platform
+from mla_plugin.hooks.types import Platform
 
 logger = logging.getLogger("mla_plugin")
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodeTensors
-from mla_plugin.layout import to_bhsd
-from mla_plugin.types import ATTN_MASK_TYPES, AttentionOutput, AttentionRequest, AttentionTensors, Gradients
+from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.hooks.decode import DecodeOutput, DecodeTensors
+from mla_plugin.hooks.types import ATTN_MASK_TYPES, AttentionOutput, AttentionRequest, AttentionTensors, Gradients
 
 Spans = list[tuple[int, int]]
 """(start, length) of each sequence along its dimension of the tensor."""

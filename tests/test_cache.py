@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_plugin import cache
-from mla_plugin.kernels import cache as kernels
+from mla_plugin.kernels.decode import cache as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES = 11

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from mla_plugin import attention, checks
+from mla_plugin import attention
+from mla_plugin.arguments import attention as checks
 
 Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
 CU = torch.tensor([0, 2, 3], dtype=torch.int32)

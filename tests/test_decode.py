@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import mla_plugin
-from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors, decode_ops, reference
+from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors, reference
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.types import Accepted
+from mla_plugin.hooks.types import Accepted
+from mla_plugin.operations.decode import operator as decode_ops
 
 SCALE = 0.3
 B, S_Q, H, R, DR, S_KV, PAGE = 3, 2, 5, 16, 8, 11, 4

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl, ops
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.operations.attention import operator as ops
 from mla_plugin.resolver.attention import resolve
 from tests.requests import mla_request
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.conformance import Case
-from mla_plugin.kernels import padding
-from mla_plugin.layout import to_bhsd
-from mla_plugin.packed import Rows, addressable, kernel_window
+from mla_plugin.kernels.prefill import padding
+from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
 from tests.requests import mla_request
 
 

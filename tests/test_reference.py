@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from mla_plugin.layout import from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import from_bhsd, to_bhsd
+from mla_plugin.hooks.types import QKV_FORMATS, AttentionRequest, AttentionTensors
 from mla_plugin.reference import attention, attention_with_gradients, visibility
-from mla_plugin.types import QKV_FORMATS, AttentionRequest, AttentionTensors
 
 B, H, H_KV, S_Q, S_KV, D, D_V = 2, 4, 2, 5, 7, 6, 3
 SCALE = 0.37

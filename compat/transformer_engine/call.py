@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mla_plugin.types import AttentionRequest
+from mla_plugin.hooks.types import AttentionRequest
 
 Arguments: TypeAlias = Mapping[str, Any]
 """The arguments of one call by name, those that were left out at their defaults."""

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import mla_plugin
-from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeTensors
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeTensors
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.hooks.types import AttentionOutput, AttentionTensors, Plan
 from mla_plugin.resolver import survey
-from mla_plugin.types import AttentionOutput, AttentionTensors, Plan
 
 SEED = 0
 BATCH_SIZE, LENGTH = 8, 128

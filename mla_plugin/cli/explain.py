@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from mla_plugin import checks, device, environment
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin import device, environment
+from mla_plugin.arguments import attention as checks
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, Platform
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
-from mla_plugin.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, Platform
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EPILOG = """\

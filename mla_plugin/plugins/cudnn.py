@@ -14,11 +14,10 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
 from mla_plugin.hooks import hookimpl
-from mla_plugin.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.refusals import NO_DECODE, beyond_plain_attention, off_cuda
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -29,6 +28,7 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_plain_attention, off_cuda
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

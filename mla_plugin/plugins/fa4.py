@@ -20,12 +20,10 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
-from mla_plugin.packed import Rows, addressable, kernel_window
-from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -36,6 +34,8 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
+from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
 MARK = "_validate_head_dims"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import overload
 
-from mla_plugin.decode_types import DecodePlan, DecodeRequest
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
+from mla_plugin.hooks.types import AttentionRequest, Plan, Platform
 from mla_plugin.resolver.attention import resolve as resolve_attention
 from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
-from mla_plugin.types import AttentionRequest, Plan, Platform
 
 __all__ = ["Decision", "DecodeDecision", "describe_decode", "explain", "resolve", "survey", "survey_decode"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import device, environment
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
-from mla_plugin.types import Accepted, AttentionRequest, Platform, Refused
+from mla_plugin.hooks.types import Accepted, AttentionRequest, Platform, Refused
 
 logger = logging.getLogger("mla_plugin")
 

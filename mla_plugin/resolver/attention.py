@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from mla_plugin import environment
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.resolver import preference, te_cascade
+from mla_plugin.hooks.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
+from mla_plugin.resolver import preference
 from mla_plugin.resolver.asking import Inquiry, ask_all
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
-from mla_plugin.resolver.te_request import te_params, te_platform
-from mla_plugin.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
+from mla_plugin.resolver.transformer_engine import cascade as te_cascade
+from mla_plugin.resolver.transformer_engine.request import te_params, te_platform
 
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""

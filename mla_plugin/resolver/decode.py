@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import environment
-from mla_plugin.decode_types import DecodePlan, DecodeRequest
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 from mla_plugin.resolver import decode_preference
 from mla_plugin.resolver.asking import ask_all
 from mla_plugin.resolver.explanation import ADVICE, describe_platform, lines, log_decision
-from mla_plugin.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 
 _CACHE_SIZE = 4096
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mla_plugin import environment
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
-from mla_plugin.types import Platform
 
 FALLBACK = "sdpa"
 

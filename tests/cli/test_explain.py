@@ -11,8 +11,8 @@ import torch
 from mla_plugin import device
 from mla_plugin.cli import main
 from mla_plugin.cli.explain import ASSUMED, SHARED_MEMORY_PER_BLOCK
+from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver import survey
-from mla_plugin.types import Platform
 from tests.requests import mla_request
 
 A100 = ("--capability", "8.0", "--cudnn-version", "9.13.0", "--cuda-version", "13.0")

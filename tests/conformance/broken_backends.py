@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.layout import to_bhsd
+from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.hooks.types import Accepted, AttentionOutput, Gradients, Refused
 from mla_plugin.reference import attention, attention_with_gradients
-from mla_plugin.types import Accepted, AttentionOutput, Gradients, Refused
 from tests.conformance.sample_backends import FlashBackend, ReferenceBackend
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from mla_plugin.arguments.layout import from_bhsd, to_bhsd
 from mla_plugin.conformance import BackendConformance, Case, cases
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.layout import from_bhsd, to_bhsd
+from mla_plugin.hooks.types import Accepted, AttentionOutput, Gradients, Refused
 from mla_plugin.reference import attention, attention_with_gradients, visibility
-from mla_plugin.types import Accepted, AttentionOutput, Gradients, Refused
 
 FLASH_REFUSES = {"thd": "qkv_format=thd", "padding_masks": "attn_mask_type=padding", "bias": "bias_type="}
 LOG2_E = 1.4426950408889634

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.conformance import Case, cases
-from mla_plugin.conformance.case import PADDING_POISON
-from mla_plugin.layout import to_bhsd
+from mla_plugin.conformance.attention.case import PADDING_POISON
+from mla_plugin.hooks.types import ATTN_MASK_TYPES, QKV_FORMATS
 from mla_plugin.reference import attention
-from mla_plugin.types import ATTN_MASK_TYPES, QKV_FORMATS
 
 SMALL, LARGE = cases(), cases("large")
 EVERY = (*SMALL, *LARGE)

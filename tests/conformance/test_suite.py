@@ -12,7 +12,7 @@ import torch
 
 from mla_plugin.conformance import BackendConformance, Case, ConformanceError, cases, checks
 from mla_plugin.hooks import hookimpl
-from mla_plugin.types import Accepted
+from mla_plugin.hooks.types import Accepted
 from tests.conformance import broken_backends
 from tests.conformance.sample_backends import (
     FLASH_REFUSES,

@@ -6,9 +6,10 @@ import pluggy
 import pytest
 import torch
 
-from mla_plugin import Accepted, AttentionOutput, AttentionTensors, Plan, Refused, dispatch, hookimpl
+from mla_plugin import Accepted, AttentionOutput, AttentionTensors, Plan, Refused, hookimpl
 from mla_plugin.hooks import manager as manager_module
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, BackendManager
+from mla_plugin.operations.attention import dispatch
 from tests.requests import CPU, mla_request
 
 

@@ -13,40 +13,38 @@ from tests.house.project import ROOT
 
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 ALLOWED: dict[str, set[str]] = {
-    "mla_plugin.types": set(),
-    "mla_plugin.decode_types": {"types"},
     "mla_plugin.environment": set(),
-    "mla_plugin.layout": set(),
+    "mla_plugin.arguments.layout": set(),
     "mla_plugin.kernels": set(),
-    "mla_plugin.refusals": {"types"},
-    "mla_plugin.device": {"environment", "types"},
     "mla_plugin.hooks": set(),
-    "mla_plugin.hooks.spec": {"hooks", "types", "decode_types"},
-    "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
-    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals"},
-    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "types", "decode_types", "refusals"},
-    "mla_plugin.packed": {"kernels", "types", "layout"},
-    "mla_plugin.reference": {"types", "decode_types", "layout"},
-    "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types", "decode_types"},
-    "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},
-    "mla_plugin.ops": {"dispatch", "resolver", "checks", "environment", "types", "layout"},
-    "mla_plugin.checks": {"types", "layout"},
-    "mla_plugin.decode_checks": {"checks", "types", "decode_types"},
-    "mla_plugin.decode_ops": {
-        *("resolver", "hooks.manager", "ops", "decode_checks", "environment", "types", "decode_types")
+    "mla_plugin.hooks.types": set(),
+    "mla_plugin.hooks.decode": {"hooks.types"},
+    "mla_plugin.hooks.spec": {"hooks", "hooks.types", "hooks.decode"},
+    "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "hooks.types"},
+    "mla_plugin.arguments": {"arguments.layout", "hooks.types", "hooks.decode"},
+    "mla_plugin.device": {"environment", "hooks.types"},
+    "mla_plugin.plugins.shared": {"kernels", "hooks.types", "arguments.layout"},
+    "mla_plugin.plugins": {
+        *("hooks", "hooks.types", "hooks.decode", "kernels", "device", "arguments.layout", "plugins.shared")
     },
-    "mla_plugin.cache": {"decode_checks", "environment", "kernels"},
-    "mla_plugin.decode_api": {"decode_ops", "decode_checks", "decode_types"},
-    "mla_plugin.api": {"resolver", "ops", "checks", "environment", "device", "types", "layout"},
-    "mla_plugin": {"api", "cache", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
-    "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
+    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "hooks.types", "hooks.decode", "plugins.shared"},
+    "mla_plugin.reference": {"hooks.types", "hooks.decode", "arguments.layout"},
+    "mla_plugin.resolver": {"hooks.manager", "environment", "device", "hooks.types", "hooks.decode"},
+    "mla_plugin.operations": {
+        *("resolver", "hooks.manager", "hooks.types", "hooks.decode", "arguments", "arguments.layout", "environment")
+    },
+    "mla_plugin.cache": {"arguments", "environment", "kernels"},
+    "mla_plugin": {"operations", "cache", "environment", "hooks", "resolver", "hooks.types", "hooks.decode"},
     "mla_plugin.conformance": {
-        *("dispatch", "hooks", "hooks.manager", "reference", "device", "types", "decode_types", "layout")
+        *("operations", "hooks", "hooks.manager", "reference", "device"),
+        *("hooks.types", "hooks.decode", "arguments.layout"),
     },
-    "mla_plugin.compat": {API, "types", "decode_types"},
-    "mla_plugin.compat.transformer_engine": {API, "types", "environment"},
+    "mla_plugin.compat": {API, "hooks.types", "hooks.decode"},
+    "mla_plugin.compat.transformer_engine": {API, "hooks.types", "environment"},
     "mla_plugin.run": {API},
-    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", "checks", "types", "decode_types"},
+    "mla_plugin.cli": {
+        *(API, "resolver", "hooks.manager", "environment", "device", "arguments", "hooks.types", "hooks.decode")
+    },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
 """Layers whose other imports are limited too, beside the standard library."""
@@ -120,7 +118,7 @@ def _is_allowed_outside(top: str, layer: str) -> bool:
 
 def test_every_module_keeps_the_direction() -> None:
     found = modules(ROOT)
-    assert {"mla_plugin", "mla_plugin.types", "mla_plugin.hooks.manager", "mla_plugin.compat"} <= found.keys()
+    assert {"mla_plugin", "mla_plugin.hooks.types", "mla_plugin.hooks.manager", "mla_plugin.compat"} <= found.keys()
     wrong = [line for name, path in found.items() for line in violations(name, path, path.read_text(), set(found))]
     assert not wrong, "\n".join(wrong)
 
@@ -136,37 +134,37 @@ def test_the_table_has_no_cycle() -> None:
 
 KNOWN = {
     "mla_plugin",
-    "mla_plugin.api",
+    "mla_plugin.operations.attention.api",
     "mla_plugin.compat.transformers",
     "mla_plugin.environment",
     "mla_plugin.hooks",
     "mla_plugin.plugins.cudnn",
     "mla_plugin.plugins.sdpa",
     "mla_plugin.resolver",
-    "mla_plugin.types",
+    "mla_plugin.hooks.types",
 }
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("mla_plugin.types", "import mla_plugin.environment"),
-        ("mla_plugin.types", "from mla_plugin import environment"),
-        ("mla_plugin.types", "from . import environment"),
-        ("mla_plugin.types", "from .environment import read"),
-        ("mla_plugin.types", "from mla_plugin import attention"),
-        ("mla_plugin.types", "def late():\n    from mla_plugin.api import attention"),
-        ("mla_plugin.types", "import importlib\nimportlib.import_module('mla_plugin.api')"),
+        ("mla_plugin.hooks.types", "import mla_plugin.environment"),
+        ("mla_plugin.hooks.types", "from mla_plugin import environment"),
+        ("mla_plugin.hooks.types", "from . import environment"),
+        ("mla_plugin.hooks.types", "from .environment import read"),
+        ("mla_plugin.hooks.types", "from mla_plugin import attention"),
+        ("mla_plugin.hooks.types", "def late():\n    from mla_plugin.operations.attention.api import attention"),
+        ("mla_plugin.hooks.types", "import importlib\nimportlib.import_module('mla_plugin.operations.attention.api')"),
         ("mla_plugin.hooks.manager", "from hooks import spec"),
         ("mla_plugin.hooks.manager", "from mla_plugin.plugins import sdpa"),
         ("mla_plugin.plugins.sdpa", "from mla_plugin.plugins import cudnn"),
         ("mla_plugin.plugins.sdpa", "from .cudnn import forward"),
         ("mla_plugin.plugins.sdpa", "from mla_plugin.resolver import resolve"),
-        ("mla_plugin.plugins.sdpa", "from mla_plugin.dispatch import forward"),
-        ("mla_plugin.kernels.forward", "from mla_plugin.types import Plan"),
-        ("mla_plugin.kernels.forward", "import numpy"),
-        ("mla_plugin.resolver.preference", "from mla_plugin import api"),
-        ("mla_plugin.api", "import mla_plugin.compat.transformers"),
+        ("mla_plugin.plugins.sdpa", "from mla_plugin.operations.attention.dispatch import forward"),
+        ("mla_plugin.kernels.prefill.forward", "from mla_plugin.hooks.types import Plan"),
+        ("mla_plugin.kernels.prefill.forward", "import numpy"),
+        ("mla_plugin.resolver.preference", "from mla_plugin.operations import attention"),
+        ("mla_plugin.operations.attention.api", "import mla_plugin.compat.transformers"),
         ("mla_plugin.cli.doctor", "import mla_plugin.compat.transformers"),
         ("mla_plugin.compat.transformers", "from mla_plugin.environment import read"),
         ("mla_plugin.somewhere", "import torch"),
@@ -181,11 +179,11 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
     [
         (
             "mla_plugin.plugins.sdpa",
-            "import torch\nfrom mla_plugin.hooks import hookimpl\nfrom mla_plugin.types import Plan",
+            "import torch\nfrom mla_plugin.hooks import hookimpl\nfrom mla_plugin.hooks.types import Plan",
         ),
-        ("mla_plugin.kernels.forward", "import math\nimport triton\nfrom mla_plugin.kernels.tiles import tile"),
+        ("mla_plugin.kernels.prefill.forward", "import math\nimport triton\nfrom mla_plugin.kernels.tiles import tile"),
         ("mla_plugin.plugins.sdpa.masks", "from mla_plugin.plugins.sdpa import blocks\nfrom . import blocks"),
-        ("mla_plugin.resolver.preference", "from mla_plugin.resolver.te_cascade import decide"),
+        ("mla_plugin.resolver.preference", "from mla_plugin.resolver.transformer_engine.cascade import decide"),
         ("mla_plugin.compat.transformers", "import mla_plugin\nfrom mla_plugin import attention"),
     ],
 )

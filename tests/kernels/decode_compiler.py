@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mla_plugin.kernels.decode_tiles import DECODE, DecodeTile
+from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile
 from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Usage, compile_for, print_results
 
@@ -83,7 +83,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
 
 def compile_job(job: Job) -> Usage:
     """What the kernel takes on the job's card."""
-    from mla_plugin.kernels.decode import decode_kernel
+    from mla_plugin.kernels.decode.kernel import decode_kernel
 
     types, constants = _arguments(job)
     options = {"num_warps": job.tile.num_warps, "num_stages": constants["STAGES"]}

@@ -68,7 +68,7 @@ class Job:
 
 def _entry_jobs(kernel: str, card: str, itemsize: int, capability: int) -> Iterator[Job]:
     """Every pair of head dimensions that some entry serves, in ascending order of columns."""
-    from mla_plugin.kernels.packing import columns_of
+    from mla_plugin.kernels.prefill.packing import columns_of
 
     for head_dims in HEAD_DIMS if itemsize == 2 else HEAD_DIMS_FLOAT32:
         for columns, tile in TABLES[kernel][card, itemsize]:
@@ -132,7 +132,7 @@ def _descriptor_types(dtype: str, tile: Tile, columns: dict[str, int]) -> dict[s
 
 def _arguments(job: Job, names: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
-    from mla_plugin.kernels.packing import columns_of
+    from mla_plugin.kernels.prefill.packing import columns_of
 
     dtype, tile = TYPES[job.itemsize], job.tile
     columns = dict(zip(("QK0", "QK1", "V0", "V1"), columns_of(job.head_dim_qk, job.head_dim_v), strict=True))
@@ -153,10 +153,10 @@ def _arguments(job: Job, names: list[str]) -> tuple[dict[str, str], dict[str, An
 
 def compile_job(job: Job) -> Usage:
     """What the job's kernel takes on its card."""
-    from mla_plugin.kernels.backward_kv import attention_backward_kv_kernel
-    from mla_plugin.kernels.backward_q import attention_backward_q_kernel
-    from mla_plugin.kernels.forward import attention_forward_kernel
-    from mla_plugin.kernels.packing import launch_options
+    from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
+    from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
+    from mla_plugin.kernels.prefill.forward import attention_forward_kernel
+    from mla_plugin.kernels.prefill.packing import launch_options
 
     kernel = {
         "forward": attention_forward_kernel,

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin.kernels import attention, mla_attention, prefill
-from mla_plugin.kernels.packing import l2_cache_bytes
+from mla_plugin.kernels import mla_attention
+from mla_plugin.kernels.prefill import attention
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill.packing import l2_cache_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}  # from [B, S, H, D]

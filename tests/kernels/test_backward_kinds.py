@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_plugin.kernels import prefill_backward
-from mla_plugin.kernels.packing import Packing
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill.packing import Packing
 
 
 def kind(tokens: int = 70, heads: int = 4, dlse: bool = False, **packing: object) -> prefill_backward._Kind:

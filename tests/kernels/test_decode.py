@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_plugin.kernels import decode_launch, mla_decode_attention
+from mla_plugin.kernels import mla_decode_attention
+from mla_plugin.kernels.decode import launch as decode_launch
 from tests.kernels.decode_cases import (
     DEVICE,
     DTYPES,

@@ -4,7 +4,8 @@ import pytest
 import torch
 import triton
 
-from mla_plugin.kernels import decode_launch, mla_decode_attention
+from mla_plugin.kernels import mla_decode_attention
+from mla_plugin.kernels.decode import launch as decode_launch
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin.kernels import decode_launch, decode_tiles, launch, mla_decode_attention, tiles
+from mla_plugin.kernels import launch, mla_decode_attention, tiles
+from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import tiles as decode_tiles
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
 
 SHAPE = (2, 2, 4, 64, 16, 70)

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from mla_plugin.kernels import packing, prefill, prefill_backward, tiles
-from mla_plugin.kernels.packing import WIDE_STRIDE, Packing
+from mla_plugin.kernels import tiles
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill import packing
+from mla_plugin.kernels.prefill.packing import WIDE_STRIDE, Packing
 
 B, S, H, D = 2, 5, 3, 8
 SHAPES = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D), "thd": (7, H, D)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_plugin.kernels import padding
+from mla_plugin.kernels.prefill import padding
 from tests.plugins import flash_road
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from mla_plugin.kernels import mla_attention, prefill, prefill_backward
-from mla_plugin.kernels.packing import Packing
+from mla_plugin.kernels import mla_attention
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill.packing import Packing
 
 pytestmark = pytest.mark.gpu
 

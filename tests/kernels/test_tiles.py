@@ -3,7 +3,7 @@
 import pytest
 
 from mla_plugin.kernels import tiles
-from mla_plugin.kernels.packing import columns_of
+from mla_plugin.kernels.prefill.packing import columns_of
 from mla_plugin.kernels.tile_math import split_head_dim
 
 

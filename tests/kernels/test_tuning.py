@@ -12,10 +12,13 @@ import pytest
 import torch
 import triton
 
-from mla_plugin.kernels import packing, prefill, prefill_backward, tiles, tuning
-from mla_plugin.kernels.packing import Packing
+from mla_plugin.kernels import tiles
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill import packing, tuning
+from mla_plugin.kernels.prefill.packing import Packing
+from mla_plugin.kernels.prefill.tuning import Key, Tuner, candidates
 from mla_plugin.kernels.tiles import Tile
-from mla_plugin.kernels.tuning import Key, Tuner, candidates
 
 STATIC = Tile(64, 64, 8, 2, 255)
 BEST = Tile(64, 32, 8, 2, 255)

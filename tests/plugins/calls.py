@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
+from mla_plugin.hooks.types import (
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Platform,
+    Residuals,
+)
 from mla_plugin.plugins import sdpa
-from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Plan, Platform, Residuals
 
 
 def request(**changes: Any) -> AttentionRequest:

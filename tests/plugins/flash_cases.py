@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_plugin.conformance import Case
-from mla_plugin.conformance.case import DTYPE_NAMES
+from mla_plugin.conformance.attention.case import DTYPE_NAMES
 
 SELF = (131, 64, 1, 97)
 BATCHES: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
 from mla_plugin.reference import attention, visibility
-from mla_plugin.types import AttentionRequest, AttentionTensors
 
 HALF = (torch.bfloat16, torch.float16)
 Window = tuple[int, int]

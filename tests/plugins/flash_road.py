@@ -11,9 +11,9 @@ import torch
 from mla_plugin import AttentionRequest, Platform, hookimpl
 from mla_plugin.conformance import BackendConformance, Case
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.kernels import padding
+from mla_plugin.hooks.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
+from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.sdpa import efficient
-from mla_plugin.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
 from tests.plugins import emulation
 from tests.plugins.test_sdpa import CudaRoad
 
@@ -85,7 +85,7 @@ def covering(cases: tuple[Case, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[
 
 
 def fill_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | None, value: float = 0.0) -> None:
-    """What ``mla_plugin.kernels.padding.fill_gaps`` does, which takes a second for a small batch in the interpreter."""
+    """``kernels.prefill.padding.fill_gaps``, which takes a second for a small batch in the interpreter."""
     inside = torch.zeros(x.shape[0], dtype=torch.bool)
     lengths = starts.diff() if lengths is None else lengths
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=False):

@@ -16,9 +16,9 @@ import torch
 
 from mla_plugin import reference
 from mla_plugin.conformance import DecodeCase
-from mla_plugin.decode_types import DecodeTensors
+from mla_plugin.hooks.decode import DecodeTensors
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.flashinfer import plan as planning
-from mla_plugin.types import Platform
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 from mla_plugin import AttentionRequest, Platform, hookimpl
 from mla_plugin.conformance import BackendConformance
 from mla_plugin.hooks.manager import BackendManager
+from mla_plugin.hooks.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
 from mla_plugin.plugins import cudnn
 from mla_plugin.plugins.sdpa import efficient
 from mla_plugin.reference import attention, attention_with_gradients
-from mla_plugin.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
 from tests.plugins import emulation
 from tests.plugins.test_sdpa import CudaRoad
 from tests.requests import mla_request

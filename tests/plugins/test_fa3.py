@@ -13,10 +13,10 @@ import torch
 from mla_plugin import Platform
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.kernels import padding
+from mla_plugin.hooks.types import Accepted, AttentionTensors, Plan, Refused, Residuals
+from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import providers
-from mla_plugin.types import Accepted, AttentionTensors, Plan, Refused, Residuals
 from tests.plugins import flash_attention_3 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install

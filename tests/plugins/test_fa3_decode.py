@@ -12,10 +12,10 @@ import torch
 
 from mla_plugin import reference
 from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
-from mla_plugin.decode_types import DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.types import Accepted, Platform, Refused
 from tests.plugins.flash_libraries import check_tile_addresses, install
 
 SCHEMA = (

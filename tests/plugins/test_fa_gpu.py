@@ -16,9 +16,9 @@ from mla_plugin import Platform
 from mla_plugin.conformance import BackendConformance, Case
 from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.hooks.manager import BackendManager
+from mla_plugin.hooks.types import AttentionTensors, Plan, Residuals
 from mla_plugin.plugins import fa2, fa3, fa4, sdpa
 from mla_plugin.reference import attention, attention_with_gradients
-from mla_plugin.types import AttentionTensors, Plan, Residuals
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_road import REFUSES, Road, few

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.decode_types import DecodeLengths, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import DecodeLengths, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import flashinfer
 from mla_plugin.plugins.flashinfer import plan as planning
-from mla_plugin.types import Accepted, Platform, Refused
 from tests.plugins.flashinfer_emulation import LIBRARIES, Wrapper, hopper, install
 from tests.requests import mla_request
 

@@ -8,9 +8,7 @@ import torch
 from mla_plugin import hookimpl
 from mla_plugin.conformance import BackendConformance, Case
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.plugins import sdpa
-from mla_plugin.plugins.sdpa import efficient
-from mla_plugin.types import (
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -21,6 +19,8 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins import sdpa
+from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation
 
 

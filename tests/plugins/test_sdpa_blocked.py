@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from mla_plugin.hooks.types import Plan, Platform, Residuals
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.plugins.sdpa.terms import Terms
 from mla_plugin.reference import visibility
-from mla_plugin.types import Plan, Platform, Residuals
 from tests.plugins.calls import both_passes, request, tensors
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mla_plugin import Platform
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import efficient
-from mla_plugin.types import Accepted, Refused
 from tests.plugins.calls import request
 
 CPU, CUDA = Platform(), Platform("cuda", (9, 0))

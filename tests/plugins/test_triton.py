@@ -11,7 +11,10 @@ import torch
 import mla_plugin
 from mla_plugin import Platform
 from mla_plugin.conformance import BackendConformance, Case
-from mla_plugin.kernels import packing, prefill, prefill_backward, tiles
+from mla_plugin.kernels import tiles
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill import packing
 from mla_plugin.plugins import triton
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import A100, CPU, H100, mla_request

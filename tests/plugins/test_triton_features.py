@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from mla_plugin.conformance import BackendConformance, Case
-from mla_plugin.kernels import prefill, tiles
+from mla_plugin.kernels import tiles
+from mla_plugin.kernels.prefill import launch_forward as prefill
 
 FURTHEST = 2**31 - 1
 SMALL: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_dim_qk": 24, "head_dim_v": 16}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mla_plugin.resolver import te_cascade
-from mla_plugin.resolver.te_cascade import CascadeDecision, Rule, decide
-from mla_plugin.resolver.te_query import Query
+from mla_plugin.resolver.transformer_engine import cascade as te_cascade
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, Rule, decide
+from mla_plugin.resolver.transformer_engine.query import Query
 
 DATA = Path(__file__).parent / "data"
 SUBJECTS = ("all backends", "FlashAttention 2 and 4", "FlashAttention 2", "FlashAttention 3", "FlashAttention 4")

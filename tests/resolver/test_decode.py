@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import mla_plugin
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.resolver import decode_measured, decode_preference, resolve, survey_decode
 from mla_plugin.resolver.decode import describe_request
-from mla_plugin.types import Accepted, NoBackendError, Platform, Refused
 from tests.house.project import ROOT
 
 PACKAGES = (("flashinfer-python", "0.6.13"), ("triton", "3.6.0"), ("vllm", "0.25.1"))

@@ -3,8 +3,8 @@
 import pytest
 
 from mla_plugin.environment import EnvironmentVariableError
-from mla_plugin.resolver import te_cascade
-from mla_plugin.resolver.te_cascade import CascadeDecision, decide
+from mla_plugin.resolver.transformer_engine import cascade as te_cascade
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, decide
 from tests.resolver.te_cases import PAGED, Recorder, choose, load, named, tables
 from tests.resolver.te_rule_cases import CASES
 

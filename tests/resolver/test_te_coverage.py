@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MODULES = "te_cascade te_cudnn te_flash te_inputs te_query te_rule te_rules_masks te_rules_platform te_rules_shapes"
-FILES = [f"mla_plugin/resolver/{name}.py" for name in MODULES.split(" ")]
+MODULES = "cascade cudnn flash inputs query rule rules_masks rules_platform rules_shapes"
+FILES = [f"mla_plugin/resolver/transformer_engine/{name}.py" for name in MODULES.split(" ")]
 
 
 def test_every_branch_of_the_cascade_is_taken(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mla_plugin.resolver.te_cudnn import LAYOUTS, why_not_fused
-from mla_plugin.resolver.te_inputs import read_query
+from mla_plugin.resolver.transformer_engine.cudnn import LAYOUTS, why_not_fused
+from mla_plugin.resolver.transformer_engine.inputs import read_query
 from tests.resolver.te_cases import PAGED, tables
 from tests.resolver.te_rule_cases import BOTTOM_RIGHT, DET, INFERENCE, LOCAL, NO_MASK, POST_BIAS, THD, dims
 

@@ -2,8 +2,14 @@
 
 import pytest
 
-from mla_plugin.resolver.te_cascade import decide
-from mla_plugin.resolver.te_flash import fa2_takes, fa3_takes, fa4_backward_misaligned, fa4_takes, why_not_installed
+from mla_plugin.resolver.transformer_engine.cascade import decide
+from mla_plugin.resolver.transformer_engine.flash import (
+    fa2_takes,
+    fa3_takes,
+    fa4_backward_misaligned,
+    fa4_takes,
+    why_not_installed,
+)
 from tests.resolver.te_cases import tables
 
 ALL_CC = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]

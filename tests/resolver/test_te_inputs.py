@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mla_plugin.resolver.te_inputs import read_query
-from mla_plugin.resolver.te_query import Query, normalise_window
+from mla_plugin.resolver.transformer_engine.inputs import read_query
+from mla_plugin.resolver.transformer_engine.query import Query, normalise_window
 from tests.resolver.te_cases import PAGED, UNPAGED, choose, tables
 
 

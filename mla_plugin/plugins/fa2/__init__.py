@@ -17,13 +17,10 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks import hookimpl
-from mla_plugin.layout import aligned
-from mla_plugin.packed import Rows, kernel_window
-from mla_plugin.plugins.fa2 import providers
-from mla_plugin.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -34,6 +31,9 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.fa2 import providers
+from mla_plugin.plugins.shared.packed import Rows, kernel_window
+from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_EVERYWHERE = 192

@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
-from mla_plugin.types import Platform
+from mla_plugin.hooks.types import Platform
 
 # Looked up by attribute, so that a test can stand in for them.
 aten_forward = torch.ops.aten._flash_attention_forward.default

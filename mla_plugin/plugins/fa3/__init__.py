@@ -17,12 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
-from mla_plugin.packed import Rows, addressable, kernel_window
-from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.refusals import beyond_flash_attention, off_cuda
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -33,6 +30,9 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.fa3 import decode, providers
+from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
+from mla_plugin.plugins.shared.refusals import beyond_flash_attention, off_cuda
 
 MAX_HEAD_DIM = 256
 MAX_DETERMINISTIC_HEAD_DIM = 192

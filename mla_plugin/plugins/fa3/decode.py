@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
-from mla_plugin.layout import aligned
+from mla_plugin.arguments.layout import aligned
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import providers
-from mla_plugin.refusals import off_cuda
-from mla_plugin.types import Accepted, Platform, Refused
+from mla_plugin.plugins.shared.refusals import off_cuda
 
 RANKS = (256, 512)
 MAX_ROPE = 64

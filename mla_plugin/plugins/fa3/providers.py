@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
-from mla_plugin.types import Platform
+from mla_plugin.hooks.types import Platform
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 

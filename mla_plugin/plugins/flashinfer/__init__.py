@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from packaging.version import Version
 
-from mla_plugin.decode_types import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, AttentionRequest, Platform, Refused
 from mla_plugin.plugins.flashinfer import plan as planning
-from mla_plugin.refusals import off_cuda
-from mla_plugin.types import Accepted, AttentionRequest, Platform, Refused
+from mla_plugin.plugins.shared.refusals import off_cuda
 
 DISTRIBUTION = "flashinfer-python"
 MIN_VERSION = Version("0.6.12")

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_plugin.decode_types import DecodeLengths, DecodeOutput, DecodeTensors
-from mla_plugin.layout import aligned
+from mla_plugin.arguments.layout import aligned
+from mla_plugin.hooks.decode import DecodeLengths, DecodeOutput, DecodeTensors
 
 WORKSPACE_BYTES = 128 << 20
 

@@ -18,13 +18,10 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.arguments.layout import empty_output, to_bhsd
 from mla_plugin.hooks import hookimpl
-from mla_plugin.layout import empty_output, to_bhsd
-from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
-from mla_plugin.plugins.sdpa.band import Band
-from mla_plugin.refusals import beyond_plain_attention
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
     ATTN_MASK_TYPES,
     QKV_FORMATS,
     Accepted,
@@ -37,6 +34,9 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
+from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_EFFICIENT_BATCH = 65_535

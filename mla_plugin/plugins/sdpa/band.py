@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.types import AttentionRequest
+from mla_plugin.hooks.types import AttentionRequest
 
 
 @dataclass(frozen=True)

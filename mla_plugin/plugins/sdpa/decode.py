@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
-from mla_plugin.types import Accepted, Platform, Refused
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUP_ELEMENTS = 1 << 26

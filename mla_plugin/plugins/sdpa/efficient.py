@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mla_plugin.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.hooks.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
-from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 
 _forward = torch.ops.aten._efficient_attention_forward.default
 _backward = torch.ops.aten._efficient_attention_backward.default

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.layout import from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import from_bhsd, to_bhsd
+from mla_plugin.hooks.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 from mla_plugin.plugins.sdpa.terms import Terms
-from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 
 
 class _Padding:

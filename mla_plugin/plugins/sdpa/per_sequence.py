@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.layout import empty_output, to_bhsd
+from mla_plugin.arguments.layout import empty_output, to_bhsd
+from mla_plugin.hooks.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.ragged import sequences
 from mla_plugin.plugins.sdpa.terms import Terms
-from mla_plugin.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
 
 
 def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool) -> AttentionOutput:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.layout import to_bhsd
-from mla_plugin.types import AttentionRequest, AttentionTensors
+from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
 from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.plugins.sdpa.ragged import Sequence
-from mla_plugin.types import AttentionRequest, AttentionTensors
 
 
 @dataclass(frozen=True)

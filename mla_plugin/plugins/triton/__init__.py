@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin import environment
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks import hookimpl
-from mla_plugin.plugins.triton import decode, needs
-from mla_plugin.refusals import beyond_plain_attention
-from mla_plugin.types import (
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
     Accepted,
     AttentionOutput,
     AttentionRequest,
@@ -26,9 +24,11 @@ from mla_plugin.types import (
     Refused,
     Residuals,
 )
+from mla_plugin.plugins.shared.refusals import beyond_plain_attention
+from mla_plugin.plugins.triton import decode, needs
 
 if TYPE_CHECKING:
-    from mla_plugin.kernels.packing import Packing
+    from mla_plugin.kernels.prefill.packing import Packing
 
 MAX_HEAD_DIM_QK = 576
 MAX_HEAD_DIM_V = 512
@@ -86,7 +86,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
-    from mla_plugin.kernels.packing import Packing
+    from mla_plugin.kernels.prefill.packing import Packing
 
     left, right = request.window_size
     return Packing(
@@ -112,7 +112,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    from mla_plugin.kernels import prefill
+    from mla_plugin.kernels.prefill import launch_forward as prefill
 
     q, k, v = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v))
     out, lse = prefill.forward(
@@ -129,7 +129,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
-    from mla_plugin.kernels import prefill_backward
+    from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 
     tensors = residuals.tensors
     q, k, v, out, dout = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v, residuals.out, dout))

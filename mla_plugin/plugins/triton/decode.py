@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mla_plugin.decode_types import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.triton import needs
-from mla_plugin.types import Accepted, Platform, Refused
 
 MAX_COLUMNS = 576
 
@@ -43,7 +43,7 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 
 def forward(tensors: DecodeTensors) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
-    from mla_plugin.kernels import decode_launch
+    from mla_plugin.kernels.decode import launch as decode_launch
 
     out, lse = decode_launch.decode(
         tensors.q_nope_abs,

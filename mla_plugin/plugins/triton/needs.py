@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.types import Platform
+from mla_plugin.hooks.types import Platform
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_SHARED_MEMORY = 99 * 1024

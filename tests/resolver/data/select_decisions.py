@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_plugin.resolver import te_cascade
+from mla_plugin.resolver.transformer_engine import cascade as te_cascade
 from tests.resolver.te_cases import BASE_PARAMS, SUBJECTS, Recorder
 
 RULE_OF_MESSAGE = (

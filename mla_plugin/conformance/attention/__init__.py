@@ -1,0 +1,1 @@
+"""The suite for attention over expanded keys and values."""

@@ -1,0 +1,1 @@
+"""The suite for decode over the compressed cache."""

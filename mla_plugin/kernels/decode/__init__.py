@@ -1,0 +1,1 @@
+"""The Triton kernels over the compressed cache, and their launches."""

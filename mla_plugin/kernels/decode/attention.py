@@ -1,0 +1,99 @@
+"""``mla_decode_attention``: the decode kernels as one function that torch.compile keeps whole."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.checks import check_arguments
+
+_library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
+_library.define(
+    "decode_attention(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
+    "bool is_causal, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv) -> (Tensor out, Tensor lse)"
+)
+_library.impl("decode_attention", decode_launch.decode, "CompositeExplicitAutograd")
+
+
+def _fake(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    page_table: torch.Tensor | None,
+    seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
+    batch, seqlen_q, heads, _ = q_nope_abs.shape
+    out = q_nope_abs.new_empty(q_nope_abs.shape)
+    return out, q_nope_abs.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+torch.library.register_fake("mla_plugin_kernels::decode_attention", _fake, lib=_library)
+_operator = torch.ops.mla_plugin_kernels.decode_attention.default
+
+
+def mla_decode_attention(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    softmax_scale: float,
+    is_causal: bool = False,
+    page_table: torch.Tensor | None = None,
+    seqlens_kv: torch.Tensor | None = None,
+    leftpad_kv: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed MLA over the compressed cache: softmax(scale (q_nope_abs c_kv^T + q_rope k_rope^T)) c_kv.
+
+    c_kv is read once, as keys and as values; no per-head key or value is ever made. Algorithms: weight absorption
+    (DeepSeek-V2, 2024), keys split over programs and summed by a second kernel (Flash-Decoding, Dao et al., 2023).
+    Nothing is read from the device by the host, so a call can be captured in a CUDA graph and replayed with other
+    lengths and page tables. Two runs agree bit for bit. There is no backward.
+
+    Args:
+        q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. bfloat16, float16 or float32.
+        q_rope: [B, S_q, H, Dr], the queries' rope part; Dr may be 0.
+        c_kv: [B, S_kv, R], the normalised latent; [pages, page_size, R] with ``page_table``. R and Dr rounded up to
+            powers of two (R to a sum of two) take at most 576 columns.
+        k_rope: [B, S_kv, Dr], or [pages, page_size, Dr]. c_kv and k_rope may be views of one tensor. The last
+            dimension of every tensor is contiguous, all other strides are free.
+        softmax_scale: positive; required, because R is not the original head_dim_qk.
+        is_causal: right-aligned: query i of S_q sees keys up to seqlens_kv[b] - S_q + i.
+        page_table: int32 [B, n], pages of each sequence in order; entries beyond its length are never read. Any
+            page_size; multiples of 64 are fastest.
+        seqlens_kv: int32 [B], keys of each sequence, at most n * page_size or S_kv; None: S_kv (not with a page table).
+            What the cache holds beyond a length has no influence.
+        leftpad_kv: int32 [B], keys at the start of each sequence that no query sees, as in a left-padded batch; they
+            count in seqlens_kv, and what the cache holds there has no influence. None: 0.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        out [B, S_q, H, R], dtype of q_nope_abs, to be multiplied by W_UV; with ``return_lse`` also lse [B, H, S_q],
+        float32, natural logarithm. A query that sees no key gives out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        NotImplementedError: an argument requires grad.
+    """
+    if torch.is_grad_enabled() and (
+        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
+    ):
+        raise NotImplementedError(
+            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
+            "mla_attention on expanded keys and values"
+        )
+    if not softmax_scale > 0:
+        raise ValueError(
+            f"softmax_scale={softmax_scale}; it must be positive: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
+        )
+    # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
+    traced = torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor
+    arguments = (q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv, leftpad_kv)
+    out, lse = _operator(*arguments) if traced else decode_launch.decode(*arguments, return_lse)
+    return (out, lse) if return_lse and lse is not None else out

@@ -1,0 +1,300 @@
+"""The launch of the decode kernels: how many splits, which tile, which arguments; worked out once for each shape."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla_plugin.kernels.decode import tiles as decode_tiles
+from mla_plugin.kernels.decode.checks import check_arguments
+from mla_plugin.kernels.decode.combine import combine_kernel
+from mla_plugin.kernels.decode.kernel import decode_kernel
+from mla_plugin.kernels.launch import Launch, compile_together, descriptor, on_device_of
+from mla_plugin.kernels.tile_math import split_head_dim
+from mla_plugin.kernels.tiles import card
+
+_INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
+_MAX_SPLITS = 256
+_MAX_PLANS = 4096
+_MAX_CACHES = 256  # of one plan: the layers of a model, each with its own
+_COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
+_COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
+# More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
+# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower, and with long
+# splits read by descriptors, measured on Hopper, too.
+_FLOAT32_SPLITS = 2
+# passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
+_TILES_FOR_DESCRIPTORS = 8
+
+
+class _Device(NamedTuple):
+    """What the launch must know of a device."""
+
+    kind: str
+    processors: int
+    has_descriptors: bool
+    has_dependent_launch: bool  # a kernel may start before the one before it has ended
+
+
+@functools.cache
+def _device(device: torch.device) -> _Device:
+    if _INTERPRETED:
+        return _Device("Hopper", 8, False, False)
+    if device.type != "cuda":
+        raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
+    capability = (properties.major, properties.minor)
+    kind = card(capability, properties.shared_memory_per_block_optin)
+    is_hopper_or_newer = capability >= (9, 0)
+    return _Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
+    """Into how many splits the keys go, so that ``programs`` x splits fill ``slots`` concurrent programs.
+
+    A cost model in units of one tile: a program's start and the write of its sums take about one, the combine kernel
+    about three. Extents go in, never lengths, so that a captured graph can be replayed with other lengths.
+    """
+    best, best_cost = 1, triton.cdiv(programs, slots) * (key_tiles + 1)
+    for waves in range(1, 5):
+        wanted = min(waves * slots // programs, key_tiles, _MAX_SPLITS)
+        if wanted < 2:
+            continue
+        tiles = triton.cdiv(key_tiles, wanted)
+        splits = triton.cdiv(key_tiles, tiles)
+        cost = triton.cdiv(programs * splits, slots) * (tiles + 1) + 3
+        if cost < best_cost:
+            best, best_cost = splits, cost
+    return best
+
+
+@dataclass
+class _Plan:
+    """Everything about a call that shapes, strides, dtypes, alignment and the device fix.
+
+    Attributes:
+        out_shape, lse_shape: of the results.
+        workspace: elements between the two kernels, see ``_workspace``; 0 with one split.
+        parts_dtype: of these elements.
+        split, combine: the launches of the two kernels.
+        descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
+        block_n: keys of a tile.
+        code: what decides about the code of both kernels; few of them in a program.
+        descriptors: by the addresses of c_kv and k_rope; to find them one by one took 5 us of a call on the host.
+    """
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    workspace: int
+    parts_dtype: torch.dtype
+    split: Launch
+    combine: Launch
+    descriptor_widths: tuple[int, int, int] | None
+    block_n: int
+    code: tuple[object, ...]
+    descriptors: dict[tuple[int, int], tuple[TensorDescriptor | None, ...]] = field(default_factory=dict)
+
+
+_compiled: set[tuple[object, ...]] = set()
+"""``_Plan.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
+
+
+def _strides(cache: torch.Tensor) -> tuple[int, int]:
+    """(block, row) strides; where a dimension is 1 its stride means nothing, and a plain one stands in."""
+    row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
+    return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
+
+
+def _descriptors_can_read(cache: torch.Tensor) -> bool:
+    """The hardware's rule for strides: steps of 16 bytes."""
+    return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
+
+
+def _tiles_fit_descriptors(
+    tile: decode_tiles.DecodeTile, page_size: int, c_kv: torch.Tensor, k_rope: torch.Tensor
+) -> bool:
+    """Whether tiles are large enough to gain by descriptors, lie in one page each, and have strides for them."""
+    fits = tile.block_m >= 64 and page_size % tile.block_n == 0
+    return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
+
+
+def _workspace(parts: int, rank: int, itemsize: int) -> int:
+    """Elements of ``parts`` rows of ``rank`` columns, an even number, and of a float32 for each row."""
+    elements: int = triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
+    return elements
+
+
+def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
+    dependent: dict[str, int | None] = {"launch_pdl": True} if device.has_dependent_launch else {}
+    return {"num_warps": num_warps, **others, **dependent}
+
+
+def _combine_launch(
+    device: _Device, batch: int, heads: int, seqlen_q: int, splits: int, rank: int, parts_dtype: torch.dtype
+) -> Launch:
+    block_splits = triton.next_power_of_2(splits)
+    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
+    # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
+    row_bytes = block_rank * parts_dtype.itemsize
+    warps = max(1, min(4, row_bytes // 512), block_splits * row_bytes // (32 * _COMBINE_BYTES))
+    return Launch(
+        combine_kernel,
+        (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
+        (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch),
+        _options(device, warps),
+    )
+
+
+def _make_plan(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    page_table: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
+    is_causal: bool,
+    aligned: bool,
+) -> _Plan:
+    device = _device(q_nope_abs.device)
+    batch, seqlen_q, heads, rank = q_nope_abs.shape
+    rows, rope = seqlen_q * heads, q_rope.shape[-1]
+    rank_columns = split_head_dim(rank)
+    rope_columns = max(16, triton.next_power_of_2(rope)) if rope else 0
+    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(rank_columns) + rope_columns, rows)
+    page_size, page_stride, capacity = 0, 0, c_kv.shape[1]
+    if page_table is not None:
+        page_size, page_stride = c_kv.shape[1], page_table.stride(0)
+        capacity = page_table.shape[1] * page_size
+    key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
+    splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
+    by_descriptors = (
+        device.has_descriptors
+        and aligned
+        and leftpad_kv is None
+        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
+        and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
+    )
+    stages = tile.paged_stages if page_size else tile.num_stages
+    is_hopper = device.kind == "Hopper"
+    parts_dtype = torch.float32 if (is_hopper and by_descriptors) or splits <= _FLOAT32_SPLITS else c_kv.dtype
+    constants = (
+        *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
+        *(is_causal and seqlen_q > 1, splits == 1, by_descriptors, is_hopper),
+        "ieee" if c_kv.dtype == torch.float32 else "tf32",
+        device.has_dependent_launch,
+    )
+    split_arguments = (
+        *(heads, seqlen_q, capacity, splits),
+        *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
+        *constants,
+    )
+    return _Plan(
+        out_shape=(batch, seqlen_q, heads, rank),
+        lse_shape=(batch, heads, seqlen_q),
+        workspace=_workspace(batch * splits * rows, rank, parts_dtype.itemsize) if splits > 1 else 0,
+        parts_dtype=parts_dtype,
+        split=Launch(
+            decode_kernel,
+            (row_tiles * splits * batch, 1, 1),
+            split_arguments,
+            _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
+        ),
+        combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
+        descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
+        block_n=tile.block_n,
+        code=(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None, *constants),
+    )
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def _plan(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    page_table: torch.Tensor | None,
+    seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
+    is_causal: bool,
+    return_lse: bool,
+) -> _Plan:
+    """The plan of a call; the arguments are checked when their layout is seen for the first time."""
+    tensors = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
+    aligned = (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0
+    layout = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    key = (aligned, is_causal, return_lse, *layout)
+    plan = _plans.get(key)
+    if plan is None:
+        check_arguments(*tensors)
+        if len(_plans) >= _MAX_PLANS:  # a contiguous cache has a new shape at every token
+            _plans.clear()
+        plan = _plans[key] = _make_plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, leftpad_kv, is_causal, aligned)
+    return plan
+
+
+def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
+    if width == 0:
+        return None
+    if _INTERPRETED:
+        return TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, block_n, width])
+    return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, block_n, width))
+
+
+def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
+    if plan.descriptor_widths is None:
+        return None, None, None
+    key = (c_kv.data_ptr(), k_rope.data_ptr())
+    found = plan.descriptors.get(key)
+    if found is None:
+        caches = zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
+        found = tuple(_described(cache, plan.block_n, width) for cache, width in caches)
+        if not _INTERPRETED:  # where a descriptor holds its tensor, and an address may be another's later
+            if len(plan.descriptors) >= _MAX_CACHES:
+                plan.descriptors.clear()
+            plan.descriptors[key] = found
+    return found
+
+
+def decode(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    page_table: torch.Tensor | None,
+    seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
+    return_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
+    plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, is_causal, return_lse)
+    out = q_nope_abs.new_empty(plan.out_shape)
+    lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32) if return_lse else None
+    if out.numel() == 0:
+        return out, lse
+    descriptors = _descriptors(plan, c_kv, k_rope)
+    scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
+    inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
+    with on_device_of(q_nope_abs):
+        if plan.workspace == 0:
+            plan.split(*inputs, out, lse, *descriptors, scale)
+        else:
+            parts = q_nope_abs.new_empty(plan.workspace, dtype=plan.parts_dtype)
+            of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
+            if plan.split.run is None and out.is_cuda and plan.code not in _compiled:
+                compile_together([(plan.split, of_split), (plan.combine, of_combine)], out.device)
+                _compiled.add(plan.code)
+            plan.split(*of_split)
+            plan.combine(*of_combine)
+    return out, lse

@@ -1,0 +1,180 @@
+"""``mla_attention``: the prefill kernels as one differentiable, compilable function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill.packing import Packing
+
+_library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
+_OPTIONS = "float softmax_scale, bool is_causal, str qkv_format"
+_library.define(f"prefill_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"prefill_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, {_OPTIONS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
+)
+_TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2}
+_LSE_AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) -> Packing:
+    return Packing(qkv_format, seqlen_q, seqlen_kv, window_right=0 if is_causal else -1, bottom_right=is_causal)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = _TOKENS[qkv_format]
+    packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
+    return prefill.forward(q, k, v, softmax_scale, packing)
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    qkv_format: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = _TOKENS[qkv_format]
+    packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    return prefill_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
+
+
+def _forward_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty([q.shape[axis] for axis in _LSE_AXES[qkv_format]], dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+
+
+def _backward_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+
+
+def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradients = torch.ops.mla_plugin_kernels.prefill_backward(*ctx.saved_tensors, dout, *ctx.options)
+    return (*gradients, None, None, None)
+
+
+for _name, _kernel, _fake in (
+    ("prefill_forward", _forward, _forward_fake),
+    ("prefill_backward", _backward, _backward_fake),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mla_plugin_kernels::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "mla_plugin_kernels::prefill_forward", _autograd, setup_context=_setup_context, lib=_library
+)
+_operator = torch.ops.mla_plugin_kernels.prefill_forward.default
+
+
+class _Eager(torch.autograd.Function):
+    """The operators without their dispatcher, which costs as much CPU time as the launches themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        ctx.mark_non_differentiable(output[1])
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        arguments = (*ctx.saved_tensors, dout, *ctx.options)
+        return (*_backward(*arguments), None, None, None)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float) -> None:
+    if qkv_format not in _TOKENS:
+        raise ValueError(
+            f"qkv_format={qkv_format!r}; accepted: bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
+        )
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; {qkv_format} has 4")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; one of bfloat16, float16, float32 is needed"
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
+    if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v have shapes {shapes}; q and k share head_dim_qk, k and v all but the last dimension")
+    if q.shape[-1] % 8 or v.shape[-1] % 8:
+        raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be multiples of 8")
+    heads, batch = (1, 0) if qkv_format == "bhsd" else (2, 0 if qkv_format == "bshd" else 1)
+    if q.shape[batch] != k.shape[batch] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
+        raise ValueError(
+            f"batch {q.shape[batch]} and {k.shape[batch]}, {q.shape[heads]} query heads over {k.shape[heads]} "
+            "key-value heads; batches must be equal and the query heads a multiple"
+        )
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale={softmax_scale}; a positive number is needed")
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
+        strides = ", ".join(str(x.stride(-1)) for x in (q, k, v))
+        raise ValueError(
+            f"the last dimensions of q, k, v have strides {strides}; they must be contiguous: .contiguous()"
+        )
+
+
+def mla_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    qkv_format: str = "bshd",
+) -> torch.Tensor:
+    """Attention with head_dim_qk != head_dim_v by our Triton kernels, differentiable and safe under torch.compile.
+
+    Algorithm: FlashAttention-2 (Dao, 2023) with two head dimensions. Origin: NVIDIA/TransformerEngine PR 2950.
+
+    Args:
+        q: [B, S_q, H, head_dim_qk] for ``bshd``; ``sbhd`` and ``bhsd`` by name. bfloat16, float16 or float32.
+        k: same layout with H_kv heads and S_kv tokens; H is a multiple of H_kv.
+        v: same layout as k with head_dim_v. head_dim_qk <= 576, head_dim_v <= 512, multiples of 8. The last
+            dimension of each is contiguous, other strides are free (on Hopper 2-byte tensors with strides that are no
+            multiple of 16 elements, or an address that is none of 16 bytes, cost a copy).
+        softmax_scale: positive; default head_dim_qk ** -0.5.
+        is_causal: right-aligned: query i sees keys up to S_kv - S_q + i.
+        qkv_format: ``bshd``, ``sbhd`` or ``bhsd``.
+
+    Returns:
+        out (*q.shape[:-1], head_dim_v), dtype of q; a query that sees no key gives 0. The gradients are bitwise
+        deterministic.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    _check(q, k, v, qkv_format, scale)
+    if torch.compiler.is_compiling():
+        run: Callable[..., Any] = _operator
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        run = _Eager.apply
+    else:
+        run = _forward
+    out: torch.Tensor = run(q, k, v, scale, is_causal, qkv_format)[0]
+    return out

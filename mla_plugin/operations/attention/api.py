@@ -1,0 +1,158 @@
+"""The direct entry: check the arguments, then run them through the operator."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments import attention as checks
+from mla_plugin.operations.attention.operator import attention_forward
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    attn_mask_type: str = "causal",
+    qkv_format: str = "bshd",
+    window_size: tuple[int, int] | None = None,
+    bottom_right_diagonal: bool | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    pad_between_seqs: bool | None = None,
+    core_attention_bias_type: str = "no_bias",
+    core_attention_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    host: str = "direct",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention with head_dim_qk and head_dim_v free to differ, on the best installed backend.
+
+    out = softmax(softmax_scale * q @ k.T + mask) @ v, per head; query heads h share key-value head h // (H / H_kv).
+
+    Args:
+        q: [..., H, head_dim_qk]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D], ``sbhd``
+            [S_q, B, H, D], ``bhsd`` [B, H, S_q, D], ``thd`` [T_q, H, D] (packed sequences). float16, bfloat16,
+            float32 or float64. Any strides; backends prefer a contiguous last dimension.
+        k: same layout with H_kv heads and S_kv (T_kv) tokens; H is a multiple of H_kv.
+        v: same layout as k with head_dim_v.
+        softmax_scale: positive; default head_dim_qk ** -0.5.
+        attn_mask_type: ``no_mask``, ``causal`` (aligned top-left), ``causal_bottom_right``, ``padding``,
+            ``padding_causal``, ``padding_causal_bottom_right`` or ``arbitrary``, as in TransformerEngine. With
+            ``thd`` the names without ``padding`` mean their padding forms.
+        window_size: (left, right): a query sees that many tokens around its diagonal; -1 is unlimited and (-1, 0)
+            is causal.
+        bottom_right_diagonal: where the window's diagonal ends; default False for ``causal`` and ``padding_causal``,
+            True otherwise. Only for windows without a causal mask.
+        attention_mask: bool, broadcastable to [B, H, S_q, S_kv], True = masked out; ``arbitrary`` only.
+        cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], cumulative true lengths, on q's device. Padding masks need them;
+            in the dense layouts each sequence starts at the first token of its row. cu_seqlens_kv defaults to
+            cu_seqlens_q.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], where each sequence starts in memory; ``thd`` with
+            padding between sequences.
+        max_seqlen_q, max_seqlen_kv: longest sequence; default S. Pass them for ``thd``, where the default is T:
+            backends size their grids by them, and one that is too small gives wrong results. On the CPU it raises.
+        pad_between_seqs: default: True when padded offsets were given that are not the same objects as the others.
+        core_attention_bias_type: ``no_bias``, ``post_scale_bias`` (added to the scaled scores) or ``pre_scale_bias``
+            (added before scaling).
+        core_attention_bias: additive, broadcastable to [B, H, S_q, S_kv], differentiable.
+        dropout_p: probability of dropping an attention weight in this call; pass 0 in evaluation.
+        deterministic: the backward must be bitwise reproducible; also asked for by
+            ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` and ``torch.use_deterministic_algorithms``.
+        backend: use this backend and no other; it never falls back.
+        return_lse: also return the log-sum-exp.
+        host: the framework that calls; selection rules differ between hosts.
+
+    Returns:
+        out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
+        float64), [B, H, S_q] or [H, T_q], differentiable. A query that sees no key gives out 0, lse -inf and zero
+        gradients; padded positions of ``thd`` are such queries.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        NoBackendError: no backend takes the request; the message lists every backend's reasons.
+        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+    """
+    checks.check_types(
+        q=q,
+        k=k,
+        v=v,
+        attention_mask=attention_mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        core_attention_bias=core_attention_bias,
+    )
+    q, k, v, core_attention_bias = _autocast(q, k, v, core_attention_bias)
+    checks.check_tensors(q, k, v, qkv_format)
+    mask, window, bottom_right = checks.normalize_mask(attn_mask_type, window_size, bottom_right_diagonal, qkv_format)
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+    if cu_seqlens_kv_padded is None and cu_seqlens_q_padded is not None and cu_seqlens_kv is cu_seqlens_q:
+        cu_seqlens_kv_padded = cu_seqlens_q_padded
+    lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    checks.check_lengths(q, k, qkv_format, mask, lengths)
+    checks.check_mask_and_bias(q, k, qkv_format, mask, attention_mask, core_attention_bias_type, core_attention_bias)
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    checks.check_options(softmax_scale, dropout_p, host)
+    if pad_between_seqs is None:
+        pad_between_seqs = _is_padded(cu_seqlens_q_padded, cu_seqlens_q) or _is_padded(
+            cu_seqlens_kv_padded, cu_seqlens_kv
+        )
+    elif pad_between_seqs and cu_seqlens_q_padded is None:
+        raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded; none was given")
+    bias_requires_grad = core_attention_bias is not None and core_attention_bias.requires_grad
+    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or bias_requires_grad
+    tokens = checks.TOKENS[qkv_format]
+    out, lse = attention_forward(
+        q,
+        k,
+        v,
+        *lengths,
+        attention_mask,
+        core_attention_bias,
+        torch.randint(0, 2**62, (1,), dtype=torch.int64) if dropout_p else None,
+        softmax_scale,
+        qkv_format,
+        mask,
+        *window,
+        bottom_right,
+        checks.longest_sequence("max_seqlen_q", max_seqlen_q, q.shape[tokens], qkv_format, mask),
+        checks.longest_sequence("max_seqlen_kv", max_seqlen_kv, k.shape[tokens], qkv_format, mask),
+        pad_between_seqs,
+        core_attention_bias_type,
+        bias_requires_grad,
+        dropout_p,
+        needs_grad and torch.is_grad_enabled(),
+        deterministic,
+        return_lse,
+        host,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _is_padded(padded: torch.Tensor | None, lengths: torch.Tensor | None) -> bool:
+    """TransformerEngine's rule: by which tensors were given, never by their values."""
+    return padded is not None and padded is not lengths
+
+
+def _autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: everything but float64."""
+    device_type = q.device.type
+    is_castable = q.is_floating_point() and q.dtype != torch.float64
+    if not (is_castable and torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return q, k, v, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return q.to(dtype), k.to(dtype), v.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,0 +1,86 @@
+"""The direct entry of decode: check the plain arguments, then run."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments import decode as decode_checks
+from mla_plugin.hooks.decode import DecodeLengths, DecodeTensors
+from mla_plugin.operations.decode.operator import decode_operator, run
+
+
+def decode(
+    q_nope_abs: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    *,
+    softmax_scale: float,
+    page_table: torch.Tensor | None = None,
+    seqlens_kv: torch.Tensor | DecodeLengths | None = None,
+    leftpad_kv: torch.Tensor | None = None,
+    causal: bool = True,
+    backend: str | None = None,
+    return_lse: bool = False,
+    host: str = "direct",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed MLA over the compressed cache, on the fastest installed backend.
+
+    out = softmax(softmax_scale * (q_nope_abs @ c_kv.T + q_rope @ k_rope.T) + mask) @ c_kv, per head; every head reads
+    the same cache and no per-head key or value is made (weight absorption, DeepSeek-V2, 2024). Multiply q_nope by W_UK
+    before and out by W_UV after. The new tokens' rows are in the cache already. No backward. Autocast changes nothing.
+
+    Args:
+        q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. bfloat16, float16, float32 or float64.
+        q_rope: [B, S_q, H, Dr], the queries' rope part; Dr may be 0.
+        kv_cache: a pair (c_kv [B, S_kv, R], k_rope [B, S_kv, Dr]), or one tensor [B, S_kv, R + Dr]; with ``page_table``
+            pages instead of sequences: [pages, page_size, ..]. The last dimension is contiguous, other strides are
+            free. Make it with torch.zeros: some backends multiply rows beyond a length by a weight of 0, which
+            leaves nothing of a finite number and NaN of a NaN.
+        softmax_scale: positive; required, because R is not the original head_dim_qk: usually
+            (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        page_table: int32 [B, n], each sequence's pages in order; entries beyond its length are never followed.
+        seqlens_kv: int32 [B], all keys of each sequence, the new tokens' included; None: S_kv of a contiguous cache.
+            A ``DecodeLengths`` holds them on the host too, which backends that plan there (FlashInfer) need.
+        leftpad_kv: int32 [B], keys before it are not seen: the padding of left-padded batches (FlashAttention's
+            cache_leftpad). ``seqlens_kv`` counts from the cache's first token all the same.
+        causal: queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.
+        backend: use this backend and no other; it never falls back.
+        return_lse: also return the log-sum-exp.
+        host: who asks; for adapters.
+
+    Returns:
+        out [B, S_q, H, R], dtype of the queries; with ``return_lse`` also lse [B, H, S_q], natural log, float32
+        (float64 for float64). A query that sees no key gives out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        NoBackendError: no backend takes the request; the message lists every backend's reasons.
+        NotImplementedError: an argument requires grad.
+    """
+    decode_checks.check_queries(q_nope_abs, q_rope)
+    c_kv, k_rope = decode_checks.split_cache(kv_cache, q_nope_abs.shape[-1])
+    decode_checks.check_scalars(softmax_scale, host)
+    if torch.is_grad_enabled() and (
+        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
+    ):
+        raise NotImplementedError(
+            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
+            "mla_plugin.attention on expanded keys and values"
+        )
+    lengths = None
+    if isinstance(seqlens_kv, DecodeLengths):
+        lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
+    causal = causal and q_nope_abs.shape[1] > 1
+    if torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor:
+        # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
+        out, lse = decode_operator(
+            *(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, causal, return_lse, page_table, seqlens_kv, leftpad_kv),
+            *(host, backend),
+        )
+        return (out, lse) if return_lse else out
+    tensors = DecodeTensors(
+        *(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, causal, return_lse, page_table, seqlens_kv, leftpad_kv),
+        lengths,
+    )
+    output = run(tensors, host, backend)
+    return output if return_lse else output.out  # type: ignore[return-value]

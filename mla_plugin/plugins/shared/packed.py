@@ -1,0 +1,142 @@
+"""Calls in the form that FlashAttention takes: tokens in one dimension, offsets beside them, all on the device.
+
+A packed call (``thd``) is in that form already. A dense call becomes one by laying its rows end to end; its padding
+mask is then padding between sequences. No offset is read by the host, so a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
+
+
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """x itself where hardware that copies tiles by their strides can read it, otherwise a contiguous copy.
+
+    It wants what ``aligned`` wants, and no dimension that is broadcast.
+    """
+    is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if is_broadcast else aligned(x)
+
+
+def kernel_window(request: AttentionRequest) -> tuple[bool, tuple[int, int]]:
+    """(causal, (left, right)) in FlashAttention's words: causal closes the right side."""
+    left, right = request.window_size
+    is_causal = "causal" in request.attn_mask_type
+    return is_causal, (left, 0 if is_causal else right)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where the sequences of the queries, or of the keys and values, lie.
+
+    Attributes:
+        starts: int32 [B + 1], first row of each sequence, and the end of the last one's place.
+        lengths: int32 [B], true lengths; None when every sequence fills its place.
+        may_leave_gaps: there may be rows outside the sequences.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor | None
+    may_leave_gaps: bool
+
+    def clear(self, x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+        """Set the rows of x [T, H, D] outside the sequences to ``value``, in place."""
+        if self.may_leave_gaps:
+            from mla_plugin.kernels.prefill.padding import fill_gaps  # imports triton, so not before a call needs it
+
+            fill_gaps(x, self.starts, self.lengths, value)
+        return x
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One call as the kernel sees it: dense [B, S, H, D], or packed [T, H, D] with a description of both sides.
+
+    Attributes:
+        request: the call.
+        q, kv: where the sequences lie; None for dense tensors without padding.
+    """
+
+    request: AttentionRequest
+    q: Side | None
+    kv: Side | None
+
+    @classmethod
+    def of(cls, request: AttentionRequest, tensors: AttentionTensors, *, takes_dense: bool = True) -> Rows:
+        """From the call's offsets, or from the extents of dense tensors.
+
+        Args:
+            request: the call.
+            tensors: its tensors.
+            takes_dense: the kernel takes dense tensors; otherwise they are laid end to end too.
+        """
+        if takes_dense and request.qkv_format != "thd" and not request.has_padding:
+            return cls(request, None, None)
+        return cls(
+            request,
+            _side(request, tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
+            _side(request, tensors.k, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
+        )
+
+    def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
+        if self.request.qkv_format == "thd":
+            return x
+        x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        return x if self.q is None else x.flatten(0, 1)
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the kernel's own, as many as queries, in the caller's layout; 0 outside the sequences."""
+        return self._back(x, self.q)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of the kernel's own, as many as keys, in the caller's layout; 0 outside the sequences."""
+        return self._back(x, self.kv)
+
+    def _back(self, x: torch.Tensor, side: Side | None) -> torch.Tensor:
+        if side is not None:
+            side.clear(x)
+        if self.request.qkv_format == "thd":
+            return x
+        if side is not None:
+            x = x.view(self.request.batch_size, -1, *x.shape[1:])
+        return from_bhsd(x.transpose(1, 2), self.request.qkv_format)
+
+    def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
+        if self.q is None or self.request.qkv_format == "thd":
+            return lse.contiguous()
+        return lse.transpose(0, 1).flatten(1, 2)
+
+    def lse(self, lse: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``of_lse``, and -inf for every row that sees no key, where kernels give +inf or nothing.
+
+        Args:
+            lse: float32, the kernel's own: it is changed in place.
+        """
+        lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+        if self.q is not None:
+            self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
+        if self.q is None or self.request.qkv_format == "thd":
+            return lse
+        return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
+
+
+def _side(
+    request: AttentionRequest, x: torch.Tensor, offsets: torch.Tensor | None, padded: torch.Tensor | None
+) -> Side:
+    if request.qkv_format == "thd":
+        assert offsets is not None  # mla_plugin.checks
+        # Without padding between sequences padded offsets differ in their last entry at most, the end of the tail;
+        # kernels that know no true lengths would take that for the end of the last sequence.
+        if padded is None or not request.pad_between_seqs:
+            return Side(offsets.contiguous(), None, True)
+        return Side(padded.contiguous(), offsets.diff(), True)
+    extent = to_bhsd(x, request.qkv_format).shape[2]
+    starts = torch.arange(request.batch_size + 1, dtype=torch.int32, device=x.device) * extent
+    return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)

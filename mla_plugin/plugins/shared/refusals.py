@@ -1,0 +1,85 @@
+"""Reasons that several backends share, for their ``select_backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mla_plugin.hooks.types import AttentionRequest, Refused
+
+NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
+"""The answer to a decode request of a backend that computes none."""
+
+
+def off_cuda(*device_types: str) -> Iterator[str]:
+    """The reason of a CUDA backend for a request or a platform of another device type."""
+    for device_type in dict.fromkeys(device_types):
+        if device_type != "cuda":
+            yield f"device_type={device_type!r}, accepted is 'cuda'"
+
+
+def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
+    """Reasons of a backend that computes softmax(scores) @ V over expanded K and V on one device, and nothing else."""
+    if request.softmax_type != "vanilla":
+        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+    if request.has_score_mod or request.has_score_mod_bprop:
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+    if request.fp8:
+        yield "fp8=True, accepted is False"
+    if request.return_max_logit:
+        yield "return_max_logit=True, accepted is False"
+    if request.num_splits != 1:
+        yield f"num_splits={request.num_splits}, accepted is 1"
+    if request.has_kv_cache:
+        yield "has_kv_cache=True, accepted is False"
+    if request.context_parallel:
+        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"
+
+
+def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
+    """Reasons that FlashAttention 2, 3 and 4 share, whoever provides them."""
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+    if request.dropout_p:
+        yield f"dropout_p={request.dropout_p}, accepted is 0: FlashAttention's generator does not follow dropout_seed"
+    if request.bias_type != "no_bias":
+        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+    if request.attn_mask_type == "arbitrary":
+        yield "attn_mask_type='arbitrary', accepted are the masks that lengths, causality and windows describe"
+    if request.num_heads % request.num_kv_heads:
+        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
+    sizes = (request.batch_size, request.max_seqlen_q, request.max_seqlen_kv)
+    if not all(sizes):
+        yield f"batch_size={sizes[0]}, max_seqlen_q={sizes[1]}, max_seqlen_kv={sizes[2]}, accepted is at least 1 each"
+    yield from beyond_plain_attention(request)
+    yield from _other_diagonal(request)
+
+
+def _other_diagonal(request: AttentionRequest) -> Iterator[str]:
+    """FlashAttention's diagonal ends at the last query and the last key; top-left is the same where lengths agree."""
+    has_diagonal = "causal" in request.attn_mask_type or request.window_size != (-1, -1)
+    if request.bottom_right_diagonal or not has_diagonal:
+        return
+    found = f"attn_mask_type={request.attn_mask_type!r} with window_size={request.window_size} aligned top-left"
+    if request.max_seqlen_q != request.max_seqlen_kv:
+        yield (
+            f"{found}, max_seqlen_q={request.max_seqlen_q} and max_seqlen_kv={request.max_seqlen_kv}: FlashAttention "
+            "aligns bottom-right, so accepted are equal lengths"
+        )
+    elif request.lengths_may_differ:
+        yield (
+            f"{found} and lengths_may_differ=True: FlashAttention aligns bottom-right, so each sequence must have as "
+            "many queries as keys; pass one tensor as cu_seqlens_q and cu_seqlens_kv, or a bottom_right mask"
+        )
+
+
+def beyond_packed_sequences(request: AttentionRequest) -> Iterator[str]:
+    """Reasons of a kernel that knows offsets, and no true lengths beside them."""
+    if request.pad_between_seqs:
+        yield "pad_between_seqs=True, accepted is False: the kernel takes one sequence to end where the next one starts"
+    if request.has_padding and request.qkv_format != "thd":
+        yield (
+            f"attn_mask_type={request.attn_mask_type!r} with qkv_format={request.qkv_format!r}: the kernel takes no "
+            "lengths of padded rows, accepted is qkv_format='thd'"
+        )

@@ -1,0 +1,1 @@
+"""TransformerEngine's own selection of a backend, rule for rule."""

@@ -1,0 +1,209 @@
+"""Rules 23 to 41: dropout, softmax, context parallelism, masks, windows, bias, cuDNN's own answer, determinism."""
+
+from __future__ import annotations
+
+from mla_plugin.resolver.transformer_engine.cudnn import why_not_fused
+from mla_plugin.resolver.transformer_engine.query import FLASH_VERSIONS, Query
+from mla_plugin.resolver.transformer_engine.rule import (
+    Rule,
+    always,
+    any_installed_version_on,
+    any_version_on,
+    installed_fa2_on,
+)
+
+
+def _dropout(q: Query) -> str:
+    return f"dropout {q.dropout}, accepted is 0"
+
+
+def _cp_obstacle(q: Query) -> str | None:
+    """The first thing that neither FlashAttention (26) nor cuDNN (27) runs with context parallelism."""
+    if "bottom_right" in q.mask:
+        return f"mask {q.mask}"
+    if "causal" in q.mask and q.sq != q.skv:
+        return f"mask {q.mask} and {q.lengths}"
+    if q.bias_type not in ("no_bias", "post_scale_bias"):
+        return f"bias {q.bias_type}"
+    if q.fmt == "thd" and q.bias_type != "no_bias":
+        return f"thd and bias {q.bias_type}"
+    return None
+
+
+def _fused_cp_obstacle(q: Query) -> str | None:
+    """The first thing that cuDNN does not run with context parallelism; the number of ranks does not count."""
+    common = _cp_obstacle(q)
+    if common is not None:
+        return common
+    if q.bias_type != "no_bias" and q.cp_comm_type != "p2p":
+        return f"cp_comm_type={q.cp_comm_type} and bias {q.bias_type}, which needs p2p"
+    if q.swa and q.cp_comm_type in ("p2p", "a2a+p2p"):
+        return f"cp_comm_type={q.cp_comm_type} and sliding window {q.window}"
+    if q.cp_comm_type in ("a2a", "a2a+p2p") and (q.num_heads % 2 != 0 or q.num_kv_heads % 2 != 0):
+        return f"cp_comm_type={q.cp_comm_type}, {q.num_heads} heads and {q.num_kv_heads} groups, which must be even"
+    return None
+
+
+SOFTMAX: tuple[Rule, ...] = (
+    Rule("23", ("flash3",), lambda q: q.has("flash3") and q.dropout != 0.0, _dropout),
+    Rule("23", ("flash4",), lambda q: q.has("flash4") and q.dropout != 0.0, _dropout),
+    Rule(
+        "24",
+        ("flash",),
+        lambda q: q.softmax_type != "vanilla",
+        lambda q: f"softmax {q.softmax_type}, accepted is vanilla",
+        asked_while=always,
+    ),
+    Rule(
+        "24",
+        ("fused",),
+        lambda q: q.softmax_type != "vanilla" and q.fmt == "thd" and q.cudnn < (9, 18, 0),
+        lambda q: f"softmax {q.softmax_type} with thd needs cuDNN 9.18.0, found {q.cudnn_text}",
+        asked_while=always,
+    ),
+    Rule(
+        "24",
+        ("fused",),
+        lambda q: q.softmax_type != "vanilla" and q.context_parallel and q.cp_comm_type != "a2a",
+        lambda q: f"softmax {q.softmax_type} with context parallelism needs cp_comm_type=a2a, found {q.cp_comm_type}",
+        asked_while=always,
+    ),
+)
+
+CONTEXT_PARALLEL: tuple[Rule, ...] = (
+    Rule("25", ("unfused",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
+    Rule("25", ("flash4",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
+    # Silent, without effect on what is left, where no version is installed.
+    Rule(
+        "26",
+        ("flash",),
+        lambda q: q.context_parallel and len(q.absent) < len(FLASH_VERSIONS) and _cp_obstacle(q) is not None,
+        lambda q: f"context parallelism with {_cp_obstacle(q)}",
+        asked_while=any_version_on,
+    ),
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: q.context_parallel and _fused_cp_obstacle(q) is not None,
+        lambda q: f"context parallelism with {_fused_cp_obstacle(q)}",
+    ),
+)
+
+MASK_AND_WINDOW: tuple[Rule, ...] = (
+    Rule(
+        "28",
+        ("flash",),
+        lambda q: q.mask == "arbitrary",
+        lambda q: "mask arbitrary",
+        asked_while=any_installed_version_on,
+    ),
+    Rule("28", ("fused",), lambda q: q.mask == "arbitrary", lambda q: "mask arbitrary"),
+    Rule(
+        "29",
+        ("flash",),
+        lambda q: q.mask in ("causal", "padding_causal") and q.sq != q.skv,
+        lambda q: f"mask {q.mask} is aligned top-left, with {q.lengths}; it aligns causal masks bottom-right",
+        asked_while=any_version_on,
+    ),
+    Rule(
+        "31",
+        ("flash4",),
+        lambda q: q.is_blackwell_datacenter and q.dq == q.dv == 256 and q.swa,
+        lambda q: f"sliding window {q.window} with head dimension 256 on {q.device}",
+    ),
+    Rule(
+        "32",
+        ("fused",),
+        lambda q: q.swa and q.dropout != 0.0,
+        lambda q: f"sliding window {q.window} with dropout {q.dropout}",
+    ),
+    Rule(
+        "32",
+        ("fused",),
+        lambda q: q.swa and q.sq > q.skv,
+        lambda q: f"sliding window {q.window} with {q.lengths}; queries must not outnumber keys",
+    ),
+    Rule(
+        "33",
+        ("flash2",),
+        lambda q: q.swa and not q.fa2_at_least("2.3"),
+        lambda q: f"sliding window needs flash-attn 2.3, found {q.flash_versions['flash2']}",
+        subject="FlashAttention",
+    ),
+    # Asked only while FlashAttention 2 could run, although it removes every version: defect 3 in docs/te_selection.md.
+    Rule(
+        "33",
+        ("flash",),
+        lambda q: q.swa and q.is_top_left_cross,
+        lambda q: f"sliding window {q.window} is aligned top-left, with {q.lengths}; it aligns windows bottom-right",
+        asked_while=installed_fa2_on,
+    ),
+)
+
+BIAS: tuple[Rule, ...] = (
+    Rule("34", ("flash3", "flash4"), lambda q: q.bias_type == "alibi", lambda q: "ALiBi is not supported"),
+    Rule(
+        "34",
+        ("flash2",),
+        lambda q: q.bias_type == "alibi" and not q.fa2_at_least("2.4"),
+        lambda q: f"ALiBi needs flash-attn 2.4, found {q.flash_versions['flash2']}",
+        subject="FlashAttention",
+    ),
+    Rule(
+        "34",
+        ("flash",),
+        lambda q: q.bias_type == "alibi" and q.is_top_left_cross,
+        lambda q: f"ALiBi is aligned top-left, with {q.lengths}; it aligns ALiBi bottom-right",
+        asked_while=installed_fa2_on,
+    ),
+    Rule(
+        "35",
+        ("flash",),
+        lambda q: q.bias_type not in ("no_bias", "alibi") or q.bias_shape is not None,
+        lambda q: f"bias {q.bias_type} of shape {q.bias_shape}; accepted are no_bias and alibi, without a shape",
+        asked_while=any_installed_version_on,
+    ),
+    Rule(
+        "37",
+        ("fused",),
+        lambda q: q.bias_type == "post_scale_bias" and q.bias_shape == "111s" and q.bias_requires_grad,
+        lambda q: "no gradient of a post_scale_bias of shape 111s",
+    ),
+)
+
+CUDNN: tuple[Rule, ...] = (
+    Rule("38", ("fused",), lambda q: why_not_fused(q) is not None, lambda q: f"{why_not_fused(q)}"),
+)
+
+DETERMINISM: tuple[Rule, ...] = (
+    Rule(
+        "39",
+        ("flash2",),
+        lambda q: q.deterministic and not q.fa2_at_least("2.4.1"),
+        lambda q: f"determinism needs flash-attn 2.4.1, found {q.flash_versions['flash2']}",
+        subject="FlashAttention",
+    ),
+    Rule(
+        "40",
+        ("flash3",),
+        lambda q: q.deterministic and q.is_training and max(q.dq, q.dv) >= 256,
+        lambda q: f"head_dim_qk={q.dq}, head_dim_v={q.dv}; a deterministic backward needs both below 256",
+    ),
+    Rule(
+        "41",
+        ("fused",),
+        lambda q: q.deterministic and q.softmax_type != "vanilla",
+        lambda q: f"softmax {q.softmax_type} is not deterministic",
+    ),
+    Rule(
+        "41",
+        ("fused",),
+        lambda q: q.deterministic and q.is_training and (q.cc < (9, 0) or q.bias_requires_grad or q.cudnn < (8, 9, 5)),
+        lambda q: (
+            f"a deterministic backward needs compute capability 9.0 (found {q.cc[0]}.{q.cc[1]}), cuDNN 8.9.5 (found "
+            f"{q.cudnn_text}) and no gradient of the bias ({'asked for' if q.bias_requires_grad else 'not asked for'})"
+        ),
+    ),
+)
+
+RULES: tuple[Rule, ...] = SOFTMAX + CONTEXT_PARALLEL + MASK_AND_WINDOW + BIAS + CUDNN + DETERMINISM
