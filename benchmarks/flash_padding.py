@@ -18,8 +18,13 @@ import torch
 from common import by_events, write
 
 from mla_plugin import AttentionRequest, resolve
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.conformance import Case, checks
-from mla_plugin.hooks.types import AttentionTensors, Residuals
+from mla_plugin.hooks.attention import (
+    Residuals,
+)
 from mla_plugin.kernels.prefill.padding import fill_gaps
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.plugins import fa2

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.hooks import hookspec
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
 
 

@@ -118,7 +118,7 @@ VARIABLES: tuple[Variable, ...] = (
         _INT,
         True,
         "0 asks for a bitwise deterministic backward.",
-        "call",
+        "selection",
     ),
     _te("NVTE_DEBUG", _integer, _INT, 0, "Log each new decision as NVTE_DEBUG_LEVEL says.", "selection"),
     _te(
@@ -292,11 +292,6 @@ def cuda_homes() -> tuple[str, ...]:
     """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
     named = tuple(os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
     return named[:1] or ("/usr/local/cuda",)
-
-
-def is_deterministic_requested() -> bool:
-    """True when NVTE_ALLOW_NONDETERMINISTIC_ALGO is set to zero."""
-    return not read("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 
 
 def is_autotuning_requested() -> bool:

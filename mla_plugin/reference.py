@@ -11,9 +11,19 @@ from dataclasses import replace
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.arguments.mask import (
+    ATTN_MASK_TYPES,
+)
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodeTensors
-from mla_plugin.hooks.types import ATTN_MASK_TYPES, AttentionOutput, AttentionRequest, AttentionTensors, Gradients
 
 Spans = list[tuple[int, int]]
 """(start, length) of each sequence along its dimension of the tensor."""
@@ -111,22 +121,16 @@ def visibility(
 ) -> torch.Tensor:
     """Which query of one sequence sees which key, by the mask type and the window; bool [seqlen_q, seqlen_kv].
 
-    A causal mask and a window share one diagonal. A causal mask's name says where it is: through the first query and
-    the first key, or for ``*_bottom_right`` through the last ones. Without a causal mask ``bottom_right_diagonal`` says
-    it.
+    A causal mask and a window share one diagonal; ``Band`` says where it is.
     """
-    is_causal = "causal" in request.attn_mask_type
-    bottom_right = request.attn_mask_type.endswith("bottom_right") if is_causal else request.bottom_right_diagonal
-    left, right = request.window_size
-    diagonal = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_kv - seqlen_q if bottom_right else 0)
+    band = request.band
+    diagonal = torch.arange(seqlen_q, device=device)[:, None] + band.offset(seqlen_q, seqlen_kv)
     key = torch.arange(seqlen_kv, device=device)[None, :]
     visible = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
-    if is_causal:
-        visible &= key <= diagonal
-    if left >= 0:
-        visible &= key >= diagonal - left
-    if right >= 0:
-        visible &= key <= diagonal + right
+    if band.left >= 0:
+        visible &= key >= diagonal - band.left
+    if band.right >= 0:
+        visible &= key <= diagonal + band.right
     return visible
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mla_plugin import attention
-from mla_plugin.arguments import attention as checks
+from mla_plugin.arguments.mask import canonical_mask
 
 Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
 CU = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -29,7 +29,7 @@ def error(*args: object, **kwargs: object) -> str:
         (("q", K, V), ["q is str", "torch.Tensor"]),
         ((Q, None, V), ["k is NoneType"]),
         ((Q, K, V.tolist()), ["v is list"]),
-        ((Q.to_sparse(), K, V), ["q has the memory layout torch.sparse_coo", "thd"]),
+        ((Q.to_sparse(), K, V), ["q is of the memory layout torch.sparse_coo", "thd"]),
     ],
 )
 def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
@@ -171,7 +171,7 @@ def test_length_values_of_thd() -> None:
     ],
 )
 def test_masks_are_normalized(mask: str, window: object, diagonal: object, layout: str, expected: object) -> None:
-    assert checks.normalize_mask(mask, window, diagonal, layout) == expected
+    assert canonical_mask(mask, window, diagonal, is_packed=layout == "thd") == expected
 
 
 def test_a_window_of_minus_one_zero_does_not_see_the_future() -> None:

@@ -1,12 +1,17 @@
 """The operators under autograd, torch.compile, autocast, checkpointing and opcheck."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Plan, attention, hookimpl
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Plan, attention, hookimpl
+from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention import operator as ops
+from mla_plugin.operations.attention.run import run
 from mla_plugin.resolver.attention import resolve
 from tests.requests import mla_request
 
@@ -84,16 +89,16 @@ def test_compiled_with_dynamic_lengths_compiles_once() -> None:
 def test_opcheck(layout: str) -> None:
     q, k, v = inputs(layout)
     given = options(layout)
-    lengths = (given.get("cu_seqlens_q"), given.get("cu_seqlens_kv"))
-    tensors = (q, k, v, *lengths, None, None, None, None, None)
-    values = (0.2, layout, given["attn_mask_type"], -1, 0, True, 6, 6, False, "no_bias", False, 0.0)
-    torch.library.opcheck(ops.attention_forward, (*tensors, *values, True, False, True, "direct", None))
-    out, lse = attention(*(x.detach() for x in (q, k, v)), return_lse=True, **given)
-    dlse = torch.ones_like(lse)
-    detached = [None if x is None else x.detach() for x in tensors]
+    lengths = {name: given.pop(name) for name in list(given) if name.startswith("cu_seqlens")}
+    tensors = AttentionTensors(q, k, v, 0.2, **lengths)
+    call = ops.Call(tensors, CallOptions.of(tensors, **given, return_lse=True), None)
+    torch.library.opcheck(ops.attention_forward, call.arguments)
+    detached = replace(tensors, q=q.detach(), k=k.detach(), v=v.detach())
+    output = run(AttentionRequest.of(detached, **given, return_lse=True), detached)
+    out, lse = output.out, output.lse
     torch.library.opcheck(
-        torch.ops.mla_plugin.attention_backward.default,
-        (torch.ones_like(out), dlse, out, lse, *detached, *values, True, False, True, "direct", None),
+        ops.attention_backward,
+        (torch.ones_like(out), torch.ones_like(lse), out, lse, *call._replace(tensors=detached).arguments),
     )
 
 
@@ -279,15 +284,16 @@ def test_a_variable_takes_effect_at_the_next_call(monkeypatch: pytest.MonkeyPatc
 
 
 def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[AttentionRequest]:
-    """The requests that the operators resolve from here on."""
+    """The requests of the plans that calls get from here on."""
     seen: list[AttentionRequest] = []
-    resolve = ops.resolve
+    resolve = compute.resolve
 
     def watched(request: AttentionRequest, backend: str | None) -> Plan:
-        seen.append(request)
-        return resolve(request, backend=backend)
+        plan = resolve(request, backend=backend)
+        seen.append(plan.request)
+        return plan
 
-    monkeypatch.setattr(ops, "resolve", watched)
+    monkeypatch.setattr(compute, "resolve", watched)
     return seen
 
 
@@ -337,7 +343,7 @@ def test_lengths_are_read_where_it_costs_nothing_or_is_asked_for(
 ) -> None:
     if check is not None:
         monkeypatch.setenv("MLA_PLUGIN_CHECK", check)
-    assert ops._reads_lengths(mla_request(device_type=device_type, attn_mask_type=mask)) == reads
+    assert compute.reads_lengths(mla_request(device_type=device_type, attn_mask_type=mask)) == reads
 
 
 def test_one_tensor_of_offsets_for_both_sides_says_that_lengths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,10 +353,10 @@ def test_one_tensor_of_offsets_for_both_sides_says_that_lengths_agree(monkeypatc
         seen.append(request.lengths_may_differ)
         return resolve(request, backend=backend)
 
-    monkeypatch.setattr(ops, "resolve", spy)
+    monkeypatch.setattr(compute, "resolve", spy)
     q = torch.randn(9, 2, 8, requires_grad=True)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     for cu_seqlens_kv in (None, offsets, offsets.clone()):
         out = attention(q, q, q, qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=5)
         out.sum().backward()
-    assert seen == [False] * 4 + [True] * 2
+    assert seen == [False, False, True]  # a backward keeps to its forward's decision

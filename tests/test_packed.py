@@ -10,8 +10,7 @@ import torch
 from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.conformance import Case
 from mla_plugin.kernels.prefill import padding
-from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
-from tests.requests import mla_request
+from mla_plugin.plugins.shared.packed import Rows, addressable
 
 
 @pytest.fixture(autouse=True)
@@ -109,16 +108,3 @@ def test_addressable_copies_memory_that_another_library_starts_off_a_boundary() 
         assert x.storage_offset() == 0
         assert (addressable(x) is x) == (offset == 0)
         assert addressable(x).data_ptr() % 16 == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (True, (-1, 0))),
-        ({"attn_mask_type": "no_mask", "window_size": (-1, -1)}, (False, (-1, -1))),
-        ({"attn_mask_type": "no_mask", "window_size": (5, 3)}, (False, (5, 3))),
-        ({"attn_mask_type": "padding_causal", "window_size": (7, -1)}, (True, (7, 0))),
-    ],
-)
-def test_window(changes: dict[str, object], expected: tuple[bool, tuple[int, int]]) -> None:
-    assert kernel_window(mla_request(**changes)) == expected

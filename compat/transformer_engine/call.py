@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mla_plugin.hooks.types import AttentionRequest
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 
 Arguments: TypeAlias = Mapping[str, Any]
 """The arguments of one call by name, those that were left out at their defaults."""

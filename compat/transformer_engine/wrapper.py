@@ -15,7 +15,12 @@ import mla_plugin
 from mla_plugin import environment
 from mla_plugin.compat.transformer_engine import gaps
 from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, read
-from mla_plugin.hooks.types import AttentionRequest, NoBackendError
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
+from mla_plugin.hooks.types import (
+    NoBackendError,
+)
 
 logger = logging.getLogger("mla_plugin")
 

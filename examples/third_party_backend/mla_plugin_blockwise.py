@@ -28,8 +28,6 @@ def refusals(request: mla.AttentionRequest) -> Iterator[str]:
             yield f"{name}={value!r} is not one of {accepted}"
     if request.num_heads != request.num_kv_heads:
         yield f"num_heads={request.num_heads} != num_kv_heads={request.num_kv_heads}"
-    if request.attn_mask_type == "no_mask" and request.is_causal:
-        yield f"window_size={request.window_size} without a causal mask"
 
 
 @mla.hookimpl

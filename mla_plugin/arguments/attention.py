@@ -1,47 +1,133 @@
-"""What a call must satisfy before anything runs: every error says what was given, what is accepted, what to do.
+"""The tensors of an attention call and what they must satisfy; errors say what was given, what is accepted, what to do.
 
-Shapes, dtypes and devices are checked before the operator, so torch.compile sees them. Values of tensors (growing
-offsets) are checked inside the operator: on the CPU, where that costs no synchronisation, and with MLA_PLUGIN_CHECK=1.
+Shapes, dtypes and devices are checked when a request is made of them (``AttentionRequest.of``). Values of tensors
+(growing offsets) are checked when the call runs: on the CPU, where that costs no synchronisation, and with
+MLA_PLUGIN_CHECK=1.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
+import math
+import numbers
+from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.hooks.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LENGTH_NAMES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-_AXES = {"bshd": "[B, S, H, D]", "sbhd": "[S, B, H, D]", "bhsd": "[B, H, S, D]", "thd": "[T, H, D]"}
-TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
-_BATCH = {"bshd": 0, "sbhd": 1, "bhsd": 0}
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+_OPTIONAL = (*LENGTHS, "attention_mask", "bias", "dropout_seed")
+_ARGUMENTS = {"bias": "core_attention_bias"}
+"""What ``mla_plugin.attention`` calls a tensor, where that is another name."""
 
 
-def check_types(**tensors: torch.Tensor | None) -> None:
-    """Everything that is given is a tensor; q, k and v are given."""
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "k", "v")):
+@dataclass(frozen=True)
+class AttentionTensors:
+    """The tensors of one call.
+
+    Attributes:
+        q: [..., H, head_dim_qk], leading dimensions by the request's ``qkv_format``.
+        k: [..., H_kv, head_dim_qk].
+        v: [..., H_kv, head_dim_v].
+        softmax_scale: multiplies q @ k.T before the softmax.
+        cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], cumulative true lengths; padding masks and ``thd``. Any stride.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], where each sequence starts in memory; ``thd`` only.
+        attention_mask: bool, broadcastable to [B, H, S_q, S_kv], True = masked out; mask type ``arbitrary`` only.
+        bias: additive, broadcastable to [B, H, S_q, S_kv].
+        dropout_seed: int64 [1] on the CPU; two passes with the same seed drop the same weights.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    softmax_scale: float
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    dropout_seed: torch.Tensor | None = None
+
+    @property
+    def needs_gradient(self) -> bool:
+        """A backward will follow."""
+        return torch.is_grad_enabled() and any(
+            x.requires_grad for x in (self.q, self.k, self.v, self.bias) if isinstance(x, torch.Tensor)
+        )
+
+    @property
+    def pads_between_sequences(self) -> bool:
+        """Padded offsets were given that are other tensors: TransformerEngine's rule, never by their values."""
+        return (self.cu_seqlens_q_padded is not None and self.cu_seqlens_q_padded is not self.cu_seqlens_q) or (
+            self.cu_seqlens_kv_padded is not None and self.cu_seqlens_kv_padded is not self.cu_seqlens_kv
+        )
+
+    @property
+    def lengths_may_differ(self) -> bool:
+        """Queries and keys have lengths of their own: nothing says that each sequence has as many of both.
+
+        One tensor that serves both, or two views of the same memory, say it; values are not read.
+        """
+        cu_q, cu_kv = self.cu_seqlens_q, self.cu_seqlens_kv
+        if cu_q is None or cu_kv is None or cu_q is cu_kv:
+            return False
+        if torch.compiler.is_compiling() or type(cu_q) is not torch.Tensor or type(cu_kv) is not torch.Tensor:
+            return True  # what is traced has no address
+        return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
+
+
+def check_types(tensors: AttentionTensors) -> None:
+    """Every tensor is a dense torch.Tensor on one machine; q, k and v are given."""
+    for name in ("q", "k", "v", *_OPTIONAL):
+        x = getattr(tensors, name)
+        if x is None and name in _OPTIONAL:
+            continue
+        name = _ARGUMENTS.get(name, name)
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
-
-
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str) -> None:
-    """q, k and v fit each other and the layout."""
-    if qkv_format not in QKV_FORMATS:
-        raise ValueError(f"qkv_format={qkv_format!r}; accepted: {', '.join(QKV_FORMATS)}")
-    ndim = 3 if qkv_format == "thd" else 4
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.layout != torch.strided:
+        if x.is_nested or x.layout != torch.strided:
+            kind = "a nested tensor" if x.is_nested else f"of the memory layout {x.layout}"
             raise TypeError(
-                f"{name} has the memory layout {x.layout}; torch.strided is needed, and for sequences of different "
-                "lengths qkv_format='thd' with cu_seqlens_q"
+                f"{name} is {kind}; a dense tensor (torch.strided) is needed: .to_dense(), and for sequences of "
+                "different lengths qkv_format='thd' with cu_seqlens_q"
             )
-        if x.dim() != ndim:
+        if is_distributed(x):
+            raise TypeError(
+                f"{name} is a DTensor; attention computes on local tensors: wrap the call in "
+                "torch.distributed.tensor.experimental.local_map with batch or heads sharded, or pass "
+                f"{name}.to_local()"
+            )
+
+
+def is_distributed(x: torch.Tensor) -> bool:
+    """x is a DTensor. By name: importing torch.distributed.tensor takes a second."""
+    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__[:-2])
+
+
+def check_scale(softmax_scale: object) -> None:
+    """A positive, finite number that is no tensor."""
+    if isinstance(softmax_scale, torch.Tensor):
+        raise TypeError(
+            "softmax_scale is a torch.Tensor; a float is needed, because no gradient goes to it and reading it would "
+            "wait for the device: multiply q by a learnable scale, or pass float(softmax_scale)"
+        )
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"softmax_scale={softmax_scale!r}; a positive number is needed")
+    if not 0.0 < softmax_scale < math.inf:  # type: ignore[operator]
+        raise ValueError(f"softmax_scale={softmax_scale}; a positive, finite number is needed")
+
+
+def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
+    """q, k and v fit each other and the layout."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != layout.num_dims:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; {qkv_format} is {_AXES[qkv_format]}, {ndim} dimensions"
+                f"{name} has shape {tuple(x.shape)}; {layout.name} is {layout.axes}, {layout.num_dims} dimensions"
             )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         accepted = ", ".join(str(dtype) for dtype in DTYPES)
@@ -54,120 +140,72 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format:
         )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"head_dim_qk: q has {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
-    if 0 in (q.shape[-1], v.shape[-1]):
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be at least 1")
-    heads = 1 if qkv_format == "bhsd" else -2
-    num_heads, num_kv_heads = q.shape[heads], k.shape[heads]
-    if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads over {num_kv_heads} key-value heads; a multiple is needed")
-    if qkv_format != "thd" and q.shape[_BATCH[qkv_format]] != k.shape[_BATCH[qkv_format]]:
-        batch = _BATCH[qkv_format]
-        raise ValueError(f"batch size: q has {q.shape[batch]} and k has {k.shape[batch]} ({_AXES[qkv_format]})")
+    (batch_q, heads_q, _), (batch_kv, heads_kv, _) = layout.pick(q.shape), layout.pick(k.shape)
+    if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
+        raise ValueError(f"{heads_q} query heads over {heads_kv} key-value heads; a multiple is needed")
+    if batch_q != batch_kv:
+        raise ValueError(f"batch size: q has {batch_q} and k has {batch_kv} ({layout.axes})")
 
 
-def normalize_mask(
-    attn_mask_type: str, window_size: tuple[int, int] | None, bottom_right_diagonal: bool | None, qkv_format: str
-) -> tuple[str, tuple[int, int], bool]:
-    """The mask's canonical name, window and diagonal.
-
-    Commas become underscores and ``causal_padding`` becomes ``padding_causal``, as in TransformerEngine; ``thd`` gets
-    the padding form; a window (-1, 0) without a causal mask is a causal mask, as in FlashAttention.
-    """
-    mask = str(attn_mask_type).replace(",", "_").replace("causal_padding", "padding_causal")
-    if mask not in ATTN_MASK_TYPES:
-        raise ValueError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
-    if qkv_format == "thd" and mask == "arbitrary":
-        raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
-    if qkv_format == "thd" and "padding" not in mask:
-        mask = "padding" if mask == "no_mask" else f"padding_{mask}"
-    try:
-        left, right = (-1, -1) if window_size is None else map(operator.index, window_size)
-    except (TypeError, ValueError):
-        left = right = -2
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a count of tokens"
-        )
-    if "causal" not in mask and (left, right) == (-1, 0) and mask != "arbitrary":
-        stem = "causal" if mask == "no_mask" else "padding_causal"
-        mask = stem if bottom_right_diagonal is False else f"{stem}_bottom_right"
-    if "causal" in mask:
-        expected = mask.endswith("bottom_right")
-        if bottom_right_diagonal is not None and bottom_right_diagonal != expected:
-            raise ValueError(
-                f"bottom_right_diagonal={bottom_right_diagonal} contradicts attn_mask_type={mask!r}; leave it out"
-            )
-        return mask, (left, 0), expected
-    return mask, (left, right), True if bottom_right_diagonal is None else bottom_right_diagonal
-
-
-def _check_cu_seqlens(name: str, x: torch.Tensor, device: torch.device, entries: int) -> None:
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {x.dtype}; torch.int32 is needed: {name}.to(torch.int32)")
-    if x.dim() != 1 or x.shape[0] != entries:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; ({entries},) is needed: one more than the batch size")
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device} and q on {device}; move it to {device}")
-
-
-def check_lengths(
-    q: torch.Tensor, k: torch.Tensor, qkv_format: str, mask: str, lengths: Sequence[torch.Tensor | None]
-) -> None:
+def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
     """cu_seqlens_* are there when they are needed, absent when not, int32 [B + 1] on q's device."""
-    cu_q, _, cu_q_padded, cu_kv_padded = lengths
-    given = [name for name, x in zip(_LENGTH_NAMES, lengths, strict=True) if x is not None]
+    lengths = {name: x for name in LENGTHS if (x := getattr(tensors, name)) is not None}
     if "padding" not in mask:
-        if given:
-            raise ValueError(f"{', '.join(given)} given with attn_mask_type={mask!r}; lengths need a padding mask")
+        if lengths:
+            raise ValueError(f"{', '.join(lengths)} given with attn_mask_type={mask!r}; lengths need a padding mask")
         return
-    if cu_q is None:
-        raise ValueError(f"attn_mask_type={mask!r} with qkv_format={qkv_format!r} needs cu_seqlens_q (int32, [B + 1])")
+    needed = [name for name in LENGTHS[:2] if name not in lengths]
+    if needed:
+        raise ValueError(f"attn_mask_type={mask!r} with qkv_format={layout.name!r} needs {needed[0]} (int32, [B + 1])")
+    cu_q = lengths["cu_seqlens_q"]
     if cu_q.dim() != 1 or cu_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q has shape {tuple(cu_q.shape)}; (B + 1,) is needed")
-    entries = cu_q.shape[0] if qkv_format == "thd" else q.shape[_BATCH[qkv_format]] + 1
-    for name, x in zip(_LENGTH_NAMES, lengths, strict=True):
-        if x is not None:
-            _check_cu_seqlens(name, x, q.device, entries)
-    if qkv_format != "thd" and (cu_q_padded is not None or cu_kv_padded is not None):
-        raise ValueError(f"padded offsets are for qkv_format='thd'; {qkv_format!r} rows start at their first token")
-    if (cu_q_padded is None) != (cu_kv_padded is None):
-        missing = "cu_seqlens_q_padded" if cu_q_padded is None else "cu_seqlens_kv_padded"
+    entries = cu_q.shape[0] if layout.is_packed else layout.pick(tensors.q.shape)[0] + 1
+    for name, x in lengths.items():
+        if x.dtype != torch.int32:
+            raise TypeError(f"{name} has dtype {x.dtype}; torch.int32 is needed: {name}.to(torch.int32)")
+        if x.dim() != 1 or x.shape[0] != entries:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; ({entries},) is needed: one more than the batch size")
+        if x.device != tensors.q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {tensors.q.device}; move it to {tensors.q.device}")
+    padded = [name for name in LENGTHS[2:] if name in lengths]
+    if padded and not layout.is_packed:
+        raise ValueError(f"padded offsets are for qkv_format='thd'; {layout.name!r} rows start at their first token")
+    if len(padded) == 1:
+        (missing,) = set(LENGTHS[2:]) - set(padded)
         raise ValueError(f"only one pair of padded offsets was given; {missing} is missing")
 
 
-def longest_sequence(name: str, given: int | None, extent: int, qkv_format: str, mask: str) -> int:
+def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, mask: str) -> int:
     """The value of a max_seqlen argument: the tensor's extent unless lengths say otherwise.
 
     Backends take their grids and choose their kernels by it, so a wrong one is a wrong result.
     """
     if given is None:
         return extent
-    has_lengths = qkv_format == "thd" or "padding" in mask
-    if has_lengths and given >= 0 and (qkv_format == "thd" or given <= extent):
+    if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+        raise TypeError(f"{name}={given!r}; an int is needed, or nothing")
+    has_lengths = layout.is_packed or "padding" in mask
+    if has_lengths and given >= 0 and (layout.is_packed or given <= extent):
         return given
     if given != extent:
         accepted = f"{extent}, the tensor's length, or nothing"
         if has_lengths:
-            accepted = "the longest sequence" if qkv_format == "thd" else f"the longest sequence, 0 to {extent},"
-        raise ValueError(f"{name}={given}; {accepted} is needed with qkv_format={qkv_format!r}, {mask!r}")
+            accepted = "the longest sequence" if layout.is_packed else f"the longest sequence, 0 to {extent},"
+        raise ValueError(f"{name}={given}; {accepted} is needed with qkv_format={layout.name!r}, {mask!r}")
     return given
 
 
-def check_mask_and_bias(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    qkv_format: str,
-    mask: str,
-    attention_mask: torch.Tensor | None,
-    bias_type: str,
-    bias: torch.Tensor | None,
-) -> None:
+def check_mask_and_bias(tensors: AttentionTensors, layout: Layout, mask: str, bias_type: str) -> None:
     """attention_mask goes with ``arbitrary`` alone, the bias with its type, and both broadcast to [B, H, S_q, S_kv]."""
+    attention_mask, bias, q, k = tensors.attention_mask, tensors.bias, tensors.q, tensors.k
     if (mask == "arbitrary") != (attention_mask is not None):
         what = (
             "attn_mask_type='arbitrary' needs attention_mask"
             if attention_mask is None
-            else (f"attention_mask given with attn_mask_type={mask!r}; pass attn_mask_type='arbitrary'")
+            else f"attention_mask given with attn_mask_type={mask!r}; pass attn_mask_type='arbitrary'"
         )
         raise ValueError(f"{what} (bool, broadcastable to [B, H, S_q, S_kv], True = masked out)")
     if bias_type not in BIAS_TYPES:
@@ -184,10 +222,9 @@ def check_mask_and_bias(
         raise TypeError(f"core_attention_bias has dtype {bias.dtype} and q {q.dtype}; they must be equal")
     if attention_mask is None and bias is None:
         return
-    if qkv_format == "thd":
+    if layout.is_packed:
         raise ValueError("core_attention_bias needs a dense layout (bshd, sbhd, bhsd); qkv_format is 'thd'")
-    heads, tokens = (1 if qkv_format == "bhsd" else 2), TOKENS[qkv_format]
-    full = (q.shape[_BATCH[qkv_format]], q.shape[heads], q.shape[tokens], k.shape[tokens])
+    full = (*layout.lse_shape(q.shape), layout.pick(k.shape)[2])
     for name, x in (("attention_mask", attention_mask), ("core_attention_bias", bias)):
         if x is None:
             continue
@@ -198,41 +235,46 @@ def check_mask_and_bias(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must broadcast to [B, H, S_q, S_kv] = {full}")
 
 
-def check_options(softmax_scale: float, dropout_p: float, host: str) -> None:
-    """Plain values are in range."""
-    if not 0.0 < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale={softmax_scale}; a positive number is needed")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p}; 0 <= dropout_p < 1 is needed")
-    if host not in HOSTS:
-        raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
+def bias_shape(bias: torch.Tensor | None) -> str | None:
+    """The bias's shape in TransformerEngine's letters: ``1`` for a broadcast dimension, else b, h, s, s."""
+    if bias is None:
+        return None
+    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    return "".join("1" if size == 1 else letter for size, letter in zip(shape[:3], "bhs", strict=True)) + "s"
 
 
-def check_length_values(tensors: AttentionTensors, request: AttentionRequest) -> None:
-    """Cumulative lengths start at 0, never fall, stay inside the tensors and max_seqlen.
+def check_length_values(
+    tensors: AttentionTensors, qkv_format: str, longest: tuple[int, int], *, pad_between_seqs: bool
+) -> None:
+    """Cumulative lengths start at 0, never fall, stay inside the tensors and the longest sequence.
 
     It reads values, which makes the host wait for a CUDA device: there it runs with MLA_PLUGIN_CHECK=1 only.
+
+    Args:
+        tensors: of the call.
+        qkv_format: their layout.
+        longest: max_seqlen_q and max_seqlen_kv.
+        pad_between_seqs: sequences start where the padded offsets say.
     """
-    qkv_format = request.qkv_format
-    tokens = TOKENS[qkv_format]
-    for side, x, longest, cu, padded in (
-        ("q", tensors.q, request.max_seqlen_q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
-        ("kv", tensors.k, request.max_seqlen_kv, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
+    layout = LAYOUTS[qkv_format]
+    for side, x, most, cu, padded in (
+        ("q", tensors.q, longest[0], tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
+        ("kv", tensors.k, longest[1], tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
     ):
         if cu is None:
             continue
-        offsets, extent = cu.tolist(), x.shape[tokens]
+        offsets, extent = cu.tolist(), x.shape[layout.tokens]
         lengths = [after - before for before, after in itertools.pairwise(offsets)]
         if offsets[0] != 0 or min(lengths, default=0) < 0:
             raise ValueError(f"cu_seqlens_{side}={offsets}; cumulative lengths start at 0 and never fall")
-        if qkv_format != "thd" and max(lengths, default=0) > extent:
+        if not layout.is_packed and max(lengths, default=0) > extent:
             raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens a row")
-        if max(lengths, default=0) > longest:
-            raise ValueError(f"max_seqlen_{side}={longest} and cu_seqlens_{side} gives lengths {lengths}; raise it")
-        if qkv_format != "thd":
+        if max(lengths, default=0) > most:
+            raise ValueError(f"max_seqlen_{side}={most} and cu_seqlens_{side} gives lengths {lengths}; raise it")
+        if not layout.is_packed:
             continue
         starts = offsets if padded is None else padded.tolist()
-        if not request.pad_between_seqs and starts[:-1] != offsets[:-1]:
+        if not pad_between_seqs and starts[:-1] != offsets[:-1]:
             raise ValueError(
                 f"pad_between_seqs=False with cu_seqlens_{side}={offsets} and cu_seqlens_{side}_padded={starts}: "
                 "sequences start elsewhere in memory; pass pad_between_seqs=True, or leave it out"

@@ -1,28 +1,97 @@
-"""Views between the four memory layouts. Nothing here copies but ``aligned``.
-
-``bshd`` [B, S, H, D], ``sbhd`` [S, B, H, D], ``bhsd`` [B, H, S, D], ``thd`` [T, H, D] (packed sequences).
-"""
+"""The memory layouts of q, k, v and out: which axis is which, and views between them. Only ``aligned`` copies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-_TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
-_FROM_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "bhsd": (0, 1, 2, 3)}
+
+@dataclass(frozen=True)
+class Layout:
+    """One memory layout.
+
+    Attributes:
+        name: TransformerEngine's name for it.
+        axes: the axes in words, such as ``"[B, S, H, D]"``.
+        batch: axis of the sequences; None where they are packed along the tokens.
+        heads, tokens: axis of the heads and of the tokens. The head dimension is always the last axis.
+    """
+
+    name: str
+    axes: str
+    batch: int | None
+    heads: int
+    tokens: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Sequences lie one after the other along the tokens, and only offsets tell them apart."""
+        return self.batch is None
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions of a tensor in this layout."""
+        return 3 if self.batch is None else 4
+
+    def pick(self, values: Sequence[int]) -> tuple[int, int, int]:
+        """(sequence, head, token) of a shape or of strides; 0 for the sequences of a packed layout."""
+        return 0 if self.batch is None else values[self.batch], values[self.heads], values[self.tokens]
+
+    def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of a tensor; ``tokens`` are those of all sequences where they are packed."""
+        sizes = [0] * self.num_dims
+        if self.batch is not None:
+            sizes[self.batch] = batch
+        sizes[self.heads], sizes[self.tokens], sizes[-1] = heads, tokens, head_dim
+        return tuple(sizes)
+
+    def to_bhsd(self, x: torch.Tensor) -> torch.Tensor:
+        """View a tensor as [B, H, S, D]; a packed one as [1, H, T, D]."""
+        if self.batch is None:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.permute(self.batch, self.heads, self.tokens, 3)
+
+    def from_bhsd(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``to_bhsd``."""
+        if self.batch is None:
+            return x.squeeze(0).transpose(0, 1)
+        order = [0, 0, 0, 3]
+        order[self.batch], order[self.heads], order[self.tokens] = 0, 1, 2
+        return x.permute(order)
+
+    def lse_shape(self, q_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the log-sum-exp: [B, H, S_q], packed [H, T_q]."""
+        batch, heads, tokens = self.pick(q_shape)
+        return (heads, tokens) if self.batch is None else (batch, heads, tokens)
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("bshd", "[B, S, H, D]", 0, 2, 1),
+        Layout("sbhd", "[S, B, H, D]", 1, 2, 0),
+        Layout("bhsd", "[B, H, S, D]", 0, 1, 2),
+        Layout("thd", "[T, H, D]", None, 1, 0),
+    )
+}
+"""Every layout by its name."""
 
 
 def to_bhsd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """View a dense tensor as [B, H, S, D]; ``thd`` as [1, H, T, D]."""
-    if qkv_format == "thd":
-        return x.transpose(0, 1).unsqueeze(0)
-    return x.permute(_TO_BHSD[qkv_format])
+    """``Layout.to_bhsd`` of the layout of this name."""
+    return LAYOUTS[qkv_format].to_bhsd(x)
 
 
 def from_bhsd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """The inverse of ``to_bhsd``."""
-    if qkv_format == "thd":
-        return x.squeeze(0).transpose(0, 1)
-    return x.permute(_FROM_BHSD[qkv_format])
+    """``Layout.from_bhsd`` of the layout of this name."""
+    return LAYOUTS[qkv_format].from_bhsd(x)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the log-sum-exp for inputs of this dtype: float32, and float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:

@@ -13,9 +13,23 @@ from typing import Any
 import torch
 
 from mla_plugin import device, environment
-from mla_plugin.arguments import attention as checks
+from mla_plugin.arguments.attention import (
+    BIAS_TYPES,
+)
+from mla_plugin.arguments.layout import (
+    LAYOUTS,
+)
+from mla_plugin.arguments.mask import (
+    ATTN_MASK_TYPES,
+)
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.types import ATTN_MASK_TYPES, BIAS_TYPES, HOSTS, QKV_FORMATS, AttentionRequest, Platform
+from mla_plugin.hooks.types import (
+    HOSTS,
+    Platform,
+)
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
 
@@ -126,7 +140,7 @@ def _add_request(group: Any) -> None:
         "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; as the queries by default"
     )
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    group.add_argument("--format", choices=QKV_FORMATS, default="bshd", help="memory layout; bshd by default")
+    group.add_argument("--format", choices=LAYOUTS, default="bshd", help="memory layout; bshd by default")
     group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
     group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
@@ -183,7 +197,6 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
     if arguments.pad_between_seqs and arguments.format != "thd":
         raise ValueError(f"--pad-between-seqs needs --format thd; the format is {arguments.format}")
     asked = tuple(arguments.window) if arguments.window else None
-    mask, window, bottom_right = checks.normalize_mask(arguments.mask, asked, None, arguments.format)
     return AttentionRequest(
         qkv_format=arguments.format,
         dtype=getattr(torch, arguments.dtype),
@@ -195,9 +208,8 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         max_seqlen_kv=arguments.seqlen_kv or seqlen_q,
         head_dim_qk=arguments.head_dim_qk,
         head_dim_v=arguments.head_dim_v,
-        attn_mask_type=mask,
-        window_size=window,
-        bottom_right_diagonal=bottom_right,
+        attn_mask_type=arguments.mask,
+        window_size=asked or (-1, -1),
         pad_between_seqs=arguments.pad_between_seqs,
         bias_type=arguments.bias,
         dropout_p=arguments.dropout,

@@ -14,19 +14,23 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
 from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_plain_attention, off_cuda
 

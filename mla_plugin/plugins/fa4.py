@@ -20,21 +20,25 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
-from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
+from mla_plugin.plugins.shared.packed import Rows, addressable
 from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
@@ -159,7 +163,7 @@ def _library() -> Any:
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> dict[str, Any]:
     """Keyword arguments that both passes take."""
-    options = {"softmax_scale": softmax_scale, "causal": kernel_window(request)[0]}
+    options = {"softmax_scale": softmax_scale, "causal": request.band.is_causal}
     if rows.q is None or rows.kv is None:
         return options
     offsets = {"cu_seqlens_q": rows.q.starts, "cu_seqlens_k": rows.kv.starts}
@@ -167,7 +171,7 @@ def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> dic
 
 
 def _window(request: AttentionRequest) -> tuple[int | None, int | None]:
-    left, right = (None if size < 0 else size for size in kernel_window(request)[1])
+    left, right = (None if size < 0 else size for size in (request.band.left, request.band.right))
     return left, right
 
 

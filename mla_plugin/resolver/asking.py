@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import device, environment
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
-from mla_plugin.hooks.types import Accepted, AttentionRequest, Platform, Refused
+from mla_plugin.hooks.types import (
+    Accepted,
+    Platform,
+    Refused,
+)
 
 logger = logging.getLogger("mla_plugin")
 
@@ -27,6 +34,13 @@ def ask(name: str, request: AttentionRequest | DecodeRequest, platform: Platform
     if isinstance(answer, (Accepted, Refused)):
         return answer
     return Refused((f"its select_backend returned {answer!r}; it must return Accepted or Refused",))
+
+
+def check_backend_name(backend: str | None) -> None:
+    """A backend that is asked for by name is registered; None is no wish."""
+    names = get_manager().backends()
+    if backend is not None and backend not in names:
+        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,7 @@ def ask_all(
     platform = platform or device.platform(request.device_type, request.device_index)
     names = tuple(get_manager().backends())
     backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
-    if backend is not None and backend not in names:
-        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
+    check_backend_name(backend)
     blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
     answers = {name: ask(name, request, platform) for name in names if name not in blocked}
     environment.check_selection(environ)

@@ -10,8 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import environment
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+    Plan,
+)
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import Accepted, AttentionRequest, NoBackendError, Plan, Platform, Refused, TraceEntry
+from mla_plugin.hooks.types import (
+    Accepted,
+    NoBackendError,
+    Platform,
+    Refused,
+    TraceEntry,
+)
 from mla_plugin.resolver import preference
 from mla_plugin.resolver.asking import Inquiry, ask_all
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
@@ -107,6 +117,9 @@ def survey(
         EnvironmentVariableError: a variable has a value that is not accepted.
         ValueError: ``backend`` is not registered.
     """
+    environ = dict(environment.gates()) if environ is None else environ
+    if not environment.parse("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ):
+        request = request.replace(deterministic=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
     cascade = None

@@ -12,10 +12,16 @@ import pytest
 import torch
 
 import mla_plugin
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.cli import demo, main
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    Plan,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeTensors
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import AttentionOutput, AttentionTensors, Plan
 
 SHORT = ("demo", "--device", "cpu", "--steps", "8", "--tokens", "12")
 

@@ -82,6 +82,7 @@ def test_every_flag_reaches_the_request(capsys: pytest.CaptureFixture[str]) -> N
         "head_dim_v": 64,
         "attn_mask_type": "padding",
         "window_size": [5, 3],
+        "bottom_right_diagonal": True,
         "bias_type": "post_scale_bias",
         "dropout_p": 0.25,
         "deterministic": True,

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import mla_plugin
-import mla_plugin.compat.transformers
 from mla_plugin.compat.transformers import latent
+from mla_plugin.operations.decode import operator as decode_operator
 from tests.compat.latent_models import NUM_NEW, cache_of, fresh, generate, layers_of, prefill, step
 from tests.compat.test_transformers_models import tokens_of, trio
 
@@ -266,13 +265,13 @@ def test_a_method_that_someone_else_replaced_stays(spy):
 @pytest.mark.parametrize(("cache", "is_warm"), [("dynamic", True), ("static", True), ("static", False)])
 def test_a_compiled_step_without_a_graph_break(cache, is_warm, monkeypatch):
     runs = Counter()
-    run = mla_plugin.decode_ops.run
+    run = decode_operator.run
 
     def counted(*arguments):
         runs["absorbed"] += 1
         return run(*arguments)
 
-    monkeypatch.setattr(mla_plugin.decode_ops, "run", counted)
+    monkeypatch.setattr(decode_operator, "run", counted)
     model, eager = fresh("Youtu"), trio("Youtu").eager
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     ids, past = tokens_of("none")[0], cache_of(model, cache)

@@ -7,10 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.arguments.layout import (
+    LAYOUTS,
+    to_bhsd,
+)
+from mla_plugin.arguments.mask import (
+    ATTN_MASK_TYPES,
+)
 from mla_plugin.conformance import Case, cases
 from mla_plugin.conformance.attention.case import PADDING_POISON
-from mla_plugin.hooks.types import ATTN_MASK_TYPES, QKV_FORMATS
 from mla_plugin.reference import attention
 
 SMALL, LARGE = cases(), cases("large")
@@ -33,7 +38,7 @@ def test_names_are_unique_and_can_be_keys_of_refuses():
 @pytest.mark.parametrize(
     "tag",
     [
-        *QKV_FORMATS,
+        *LAYOUTS,
         *ATTN_MASK_TYPES,
         *("fp32", "bf16", "fp16", "fp64"),
         *(f"head_dims={d}" for d in ("192/128", "128/128", "256/256", "192/256", "96/64", "64/32", "128/64", "24/16")),

@@ -12,39 +12,35 @@ import pytest
 from tests.house.project import ROOT
 
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
+VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode"}
+"""What a call and its answer are made of."""
+
 ALLOWED: dict[str, set[str]] = {
     "mla_plugin.environment": set(),
-    "mla_plugin.arguments.layout": set(),
-    "mla_plugin.kernels": set(),
+    "mla_plugin.arguments": set(),
+    "mla_plugin.kernels": {"arguments"},
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.types": set(),
+    "mla_plugin.hooks.attention": {"arguments", "hooks.types"},
     "mla_plugin.hooks.decode": {"hooks.types"},
-    "mla_plugin.hooks.spec": {"hooks", "hooks.types", "hooks.decode"},
+    "mla_plugin.arguments.decode": VALUES,
+    "mla_plugin.hooks.spec": {"hooks", *VALUES},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "hooks.types"},
-    "mla_plugin.arguments": {"arguments.layout", "hooks.types", "hooks.decode"},
     "mla_plugin.device": {"environment", "hooks.types"},
-    "mla_plugin.plugins.shared": {"kernels", "hooks.types", "arguments.layout"},
-    "mla_plugin.plugins": {
-        *("hooks", "hooks.types", "hooks.decode", "kernels", "device", "arguments.layout", "plugins.shared")
-    },
-    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "hooks.types", "hooks.decode", "plugins.shared"},
-    "mla_plugin.reference": {"hooks.types", "hooks.decode", "arguments.layout"},
-    "mla_plugin.resolver": {"hooks.manager", "environment", "device", "hooks.types", "hooks.decode"},
-    "mla_plugin.operations": {
-        *("resolver", "hooks.manager", "hooks.types", "hooks.decode", "arguments", "arguments.layout", "environment")
-    },
-    "mla_plugin.cache": {"arguments", "environment", "kernels"},
-    "mla_plugin": {"operations", "cache", "environment", "hooks", "resolver", "hooks.types", "hooks.decode"},
-    "mla_plugin.conformance": {
-        *("operations", "hooks", "hooks.manager", "reference", "device"),
-        *("hooks.types", "hooks.decode", "arguments.layout"),
-    },
-    "mla_plugin.compat": {API, "hooks.types", "hooks.decode"},
-    "mla_plugin.compat.transformer_engine": {API, "hooks.types", "environment"},
+    "mla_plugin.plugins.shared": {"kernels", *VALUES},
+    "mla_plugin.plugins": {"hooks", "kernels", "device", "plugins.shared", *VALUES},
+    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "plugins.shared", *VALUES},
+    "mla_plugin.reference": VALUES,
+    "mla_plugin.resolver": {"hooks.manager", "environment", "device", *VALUES},
+    "mla_plugin.operations": {"resolver", "hooks.manager", "environment", "arguments.decode", *VALUES},
+    "mla_plugin.cache": {"arguments", "arguments.decode", "environment", "kernels"},
+    "mla_plugin.registration": set(),
+    "mla_plugin": {"operations", "cache", "registration", "environment", "hooks", "resolver", *VALUES},
+    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", *VALUES},
+    "mla_plugin.compat": {API, *VALUES},
+    "mla_plugin.compat.transformer_engine": {API, "operations", "registration", "environment", *VALUES},
     "mla_plugin.run": {API},
-    "mla_plugin.cli": {
-        *(API, "resolver", "hooks.manager", "environment", "device", "arguments", "hooks.types", "hooks.decode")
-    },
+    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", *VALUES},
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
 """Layers whose other imports are limited too, beside the standard library."""

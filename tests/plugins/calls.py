@@ -6,14 +6,18 @@ from typing import Any
 
 import torch
 
-from mla_plugin.hooks.types import (
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.hooks.attention import (
     AttentionOutput,
     AttentionRequest,
-    AttentionTensors,
     Gradients,
     Plan,
-    Platform,
     Residuals,
+)
+from mla_plugin.hooks.types import (
+    Platform,
 )
 from mla_plugin.plugins import sdpa
 

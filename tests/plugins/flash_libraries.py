@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 from mla_plugin.reference import attention, visibility
 
 HALF = (torch.bfloat16, torch.float16)

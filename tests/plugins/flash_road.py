@@ -9,9 +9,21 @@ import pytest
 import torch
 
 from mla_plugin import AttentionRequest, Platform, hookimpl
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.conformance import BackendConformance, Case
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.hooks.types import Accepted, AttentionOutput, AttentionTensors, Gradients, Plan, Refused, Residuals
+from mla_plugin.hooks.types import (
+    Accepted,
+    Refused,
+)
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation

@@ -11,9 +11,19 @@ import pytest
 import torch
 
 from mla_plugin import Platform
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.hooks.types import Accepted, AttentionTensors, Plan, Refused, Residuals
+from mla_plugin.hooks.attention import (
+    Plan,
+    Residuals,
+)
+from mla_plugin.hooks.types import (
+    Accepted,
+    Refused,
+)
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import providers

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.hooks.types import Plan, Platform, Residuals
+from mla_plugin.hooks.attention import (
+    Plan,
+    Residuals,
+)
+from mla_plugin.hooks.types import (
+    Platform,
+)
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.band import Band

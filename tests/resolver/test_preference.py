@@ -80,6 +80,11 @@ def test_where_the_cascade_does_not_apply_every_builtin_is_asked() -> None:
     assert names[-1] == "sdpa"
 
 
+def test_packed_sequences_are_no_case_for_the_opt_in() -> None:
+    reasons = triton_opt_in_obstacles(mla_request(qkv_format="thd"), A100)
+    assert reasons == ["attn_mask_type=padding_causal", "qkv_format=thd, not bshd or sbhd"]
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -92,7 +97,6 @@ def test_where_the_cascade_does_not_apply_every_builtin_is_asked() -> None:
         ({"attn_mask_type": "arbitrary"}, "arbitrary"),
         ({"window_size": (128, 0)}, "(128, 0)"),
         ({"has_kv_cache": True}, "KV cache"),
-        ({"qkv_format": "thd"}, "thd"),
         ({"qkv_format": "bhsd"}, "bhsd"),
         ({"head_dim_v": 192}, "192"),
     ],

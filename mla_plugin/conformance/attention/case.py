@@ -9,8 +9,14 @@ from typing import Literal
 
 import torch
 
-from mla_plugin.arguments.layout import from_bhsd, to_bhsd
-from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.arguments.layout import LAYOUTS, from_bhsd, to_bhsd
+from mla_plugin.arguments.mask import canonical_mask
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 
 Side = Literal["q", "kv"]
 Storage = Literal["contiguous", "transposed", "sliced_heads", "packed", "expanded_heads"]
@@ -25,8 +31,6 @@ one padded key that gets through outweighs all the others, while q @ k stays far
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
-_HEAD_AXIS = {"bshd": 2, "sbhd": 2, "bhsd": 1, "thd": 1}
-_SWAPPED_AXES = {"bshd": (1, 2), "sbhd": (0, 1), "bhsd": (1, 2), "thd": (0, 1)}
 _BIAS_AXES = {"bhss": (True, True, True), "1hss": (False, True, True), "b1ss": (True, False, True)} | {
     "11ss": (False, False, True),
     "111s": (False, False, False),
@@ -94,12 +98,12 @@ class Case:
     @property
     def is_packed(self) -> bool:
         """True for ``thd``."""
-        return self.qkv_format == "thd"
+        return LAYOUTS[self.qkv_format].is_packed
 
     @property
     def tags(self) -> frozenset[str]:
         """What the case is about, derived from its values; ``cases`` selects by them, ``refuses`` names them."""
-        mask, window, ratio = self.attn_mask_type, self.window_size, self.num_heads // self.num_kv_heads
+        (mask, window, _), ratio = self._mask, self.num_heads // self.num_kv_heads
         facts = {
             "large" if self.is_large else "small": True,
             "padding_masks": "padding" in mask,
@@ -127,6 +131,12 @@ class Case:
         return frozenset(named | sizes | {name for name, holds in facts.items() if holds})
 
     @property
+    def _mask(self) -> tuple[str, tuple[int, int], bool]:
+        """The mask in the spelling that a request has: name, window, where the diagonal is."""
+        bottom_right = None if "causal" in self.attn_mask_type else self.bottom_right_diagonal
+        return canonical_mask(self.attn_mask_type, self.window_size, bottom_right, is_packed=self.is_packed)
+
+    @property
     def _pads_between_sequences(self) -> bool:
         return self.is_packed and (self.rows_q is not None or self.rows_kv is not None)
 
@@ -152,7 +162,7 @@ class Case:
         """The call as a value."""
         device = torch.device(device)
         has_bias = self.bias_type != "no_bias"
-        is_causal = "causal" in self.attn_mask_type
+        mask, window, bottom_right = self._mask
         return AttentionRequest(
             qkv_format=self.qkv_format,
             dtype=self.dtype,
@@ -165,11 +175,9 @@ class Case:
             max_seqlen_kv=self._max_seqlen("kv"),
             head_dim_qk=self.head_dim_qk,
             head_dim_v=self.head_dim_v,
-            attn_mask_type=self.attn_mask_type,
-            window_size=self.window_size,
-            bottom_right_diagonal=(
-                self.attn_mask_type.endswith("bottom_right") if is_causal else self.bottom_right_diagonal
-            ),
+            attn_mask_type=mask,
+            window_size=window,
+            bottom_right_diagonal=bottom_right,
             pad_between_seqs=self._pads_between_sequences,
             bias_type=self.bias_type,
             bias_shape=self.bias_shape if has_bias else None,
@@ -243,13 +251,7 @@ class Case:
         return dout, dlse.squeeze(0) if self.is_packed else dlse
 
     def _shape(self, side: Side, heads: int, head_dim: int) -> tuple[int, ...]:
-        batch, tokens = self.batch_size, self._extent(side)
-        return {
-            "bshd": (batch, tokens, heads, head_dim),
-            "sbhd": (tokens, batch, heads, head_dim),
-            "bhsd": (batch, heads, tokens, head_dim),
-            "thd": (tokens, heads, head_dim),
-        }[self.qkv_format]
+        return LAYOUTS[self.qkv_format].shape(self.batch_size, heads, self._extent(side), head_dim)
 
     def _score_shape(self, name: str) -> tuple[int, int, int, int]:
         has_batch, has_heads, has_queries = _BIAS_AXES[name]
@@ -283,16 +285,16 @@ class _Draw:
 
     def strided(self, side: Side, heads: int, head_dim: int, storage: str) -> torch.Tensor:
         """A tensor in the case's layout whose memory is laid out as ``storage`` says."""
-        head_axis = _HEAD_AXIS[self.case.qkv_format]
+        layout = LAYOUTS[self.case.qkv_format]
         in_memory = {"sliced_heads": 2 * heads, "expanded_heads": 1}.get(storage, heads)
         shape = list(self.case._shape(side, in_memory, head_dim))
         if storage == "transposed":
-            a, b = _SWAPPED_AXES[self.case.qkv_format]
+            a, b = layout.tokens, layout.heads
             shape[a], shape[b] = shape[b], shape[a]
             return self.normal(shape).transpose(a, b).mul_(self.factor(side))
         x = self.normal(shape).mul_(self.factor(side))
         if storage == "sliced_heads":
-            return x[(slice(None),) * head_axis + (slice(None, None, 2),)]
+            return x[(slice(None),) * layout.heads + (slice(None, None, 2),)]
         return x.expand(self.case._shape(side, heads, head_dim))
 
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

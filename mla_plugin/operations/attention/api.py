@@ -1,11 +1,15 @@
-"""The direct entry: check the arguments, then run them through the operator."""
+"""The direct entry: from arguments to tensors and a request, and through the door."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mla_plugin.arguments import attention as checks
-from mla_plugin.operations.attention.operator import attention_forward
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.operations.attention.run import run, run_traced
 
 
 def attention(
@@ -81,78 +85,89 @@ def attention(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
-    checks.check_types(
-        q=q,
-        k=k,
-        v=v,
+    tensors = _tensors_of(
+        *_autocast(q, k, v, core_attention_bias),
+        softmax_scale,
+        dropout_p,
         attention_mask=attention_mask,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        core_attention_bias=core_attention_bias,
     )
-    q, k, v, core_attention_bias = _autocast(q, k, v, core_attention_bias)
-    checks.check_tensors(q, k, v, qkv_format)
-    mask, window, bottom_right = checks.normalize_mask(attn_mask_type, window_size, bottom_right_diagonal, qkv_format)
+    options: dict[str, Any] = {
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size": window_size,
+        "bottom_right_diagonal": bottom_right_diagonal,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "pad_between_seqs": pad_between_seqs,
+        "bias_type": core_attention_bias_type,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+        "host": host,
+    }
+    if torch.compiler.is_compiling():
+        output = run_traced(tensors, CallOptions.of(tensors, **options), backend)
+    else:
+        output = run(AttentionRequest.of(tensors, **options), tensors, backend=backend)
+    return (output.out, output.lse) if return_lse else output.out
+
+
+def _tensors_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    softmax_scale: float | None,
+    dropout_p: float,
+    *,
+    attention_mask: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    cu_seqlens_q_padded: torch.Tensor | None,
+    cu_seqlens_kv_padded: torch.Tensor | None,
+) -> AttentionTensors:
+    """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
     if cu_seqlens_kv is None:
         cu_seqlens_kv = cu_seqlens_q
-    if cu_seqlens_kv_padded is None and cu_seqlens_q_padded is not None and cu_seqlens_kv is cu_seqlens_q:
+        if cu_seqlens_kv_padded is None:
+            cu_seqlens_kv_padded = cu_seqlens_q_padded
+    elif cu_seqlens_kv is cu_seqlens_q and cu_seqlens_kv_padded is None:
         cu_seqlens_kv_padded = cu_seqlens_q_padded
-    lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    checks.check_lengths(q, k, qkv_format, mask, lengths)
-    checks.check_mask_and_bias(q, k, qkv_format, mask, attention_mask, core_attention_bias_type, core_attention_bias)
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    checks.check_options(softmax_scale, dropout_p, host)
-    if pad_between_seqs is None:
-        pad_between_seqs = _is_padded(cu_seqlens_q_padded, cu_seqlens_q) or _is_padded(
-            cu_seqlens_kv_padded, cu_seqlens_kv
-        )
-    elif pad_between_seqs and cu_seqlens_q_padded is None:
-        raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded; none was given")
-    bias_requires_grad = core_attention_bias is not None and core_attention_bias.requires_grad
-    needs_grad = q.requires_grad or k.requires_grad or v.requires_grad or bias_requires_grad
-    tokens = checks.TOKENS[qkv_format]
-    out, lse = attention_forward(
+    if softmax_scale is None and isinstance(q, torch.Tensor) and q.dim() > 0 and q.shape[-1] > 0:
+        softmax_scale = q.shape[-1] ** -0.5
+    return AttentionTensors(
         q,
         k,
         v,
-        *lengths,
+        1.0 if softmax_scale is None else softmax_scale,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        cu_seqlens_q_padded,
+        cu_seqlens_kv_padded,
         attention_mask,
-        core_attention_bias,
+        bias,
         torch.randint(0, 2**62, (1,), dtype=torch.int64) if dropout_p else None,
-        softmax_scale,
-        qkv_format,
-        mask,
-        *window,
-        bottom_right,
-        checks.longest_sequence("max_seqlen_q", max_seqlen_q, q.shape[tokens], qkv_format, mask),
-        checks.longest_sequence("max_seqlen_kv", max_seqlen_kv, k.shape[tokens], qkv_format, mask),
-        pad_between_seqs,
-        core_attention_bias_type,
-        bias_requires_grad,
-        dropout_p,
-        needs_grad and torch.is_grad_enabled(),
-        deterministic,
-        return_lse,
-        host,
-        backend,
     )
-    return (out, lse) if return_lse else out
-
-
-def _is_padded(padded: torch.Tensor | None, lengths: torch.Tensor | None) -> bool:
-    """TransformerEngine's rule: by which tensors were given, never by their values."""
-    return padded is not None and padded is not lengths
 
 
 def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: everything but float64."""
+    """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
+    if not isinstance(q, torch.Tensor):
+        return q, k, v, bias  # type: ignore[unreachable]
     device_type = q.device.type
-    is_castable = q.is_floating_point() and q.dtype != torch.float64
-    if not (is_castable and torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(device_type)
-    return q.to(dtype), k.to(dtype), v.to(dtype), None if bias is None else bias.to(dtype)
+    q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    return q, k, v, None if bias is None else _cast(bias, dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    is_castable = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if is_castable else x

@@ -6,8 +6,16 @@ from typing import TypeVar
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import AttentionOutput, AttentionTensors, Gradients, Plan, Residuals
 
 Answer = TypeVar("Answer", AttentionOutput, Gradients)
 

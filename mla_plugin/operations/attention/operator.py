@@ -1,204 +1,130 @@
-"""The torch.library operators: the boundary that torch.compile does not look behind.
+"""The torch.library operators: what torch.compile, profilers and dispatch modes see of an attention call.
 
-``mla_plugin::attention_forward`` and ``mla_plugin::attention_backward`` take tensors and plain values, build the
-request (cached), resolve it (cached) and run the plan. The backward resolves anew: it may run on another backend than
-the forward, because only out and lse tie the two.
+``mla_plugin::attention_forward`` and ``mla_plugin::attention_backward`` take tensors and plain values. Their schema is
+made of two declarations: the fields of ``AttentionTensors`` and those of ``CallOptions``, and the backend's name.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from mla_plugin import environment
-from mla_plugin.arguments import attention as checks
-from mla_plugin.hooks.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
-from mla_plugin.operations.attention import dispatch
-from mla_plugin.resolver.attention import resolve
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals, request_of
+from mla_plugin.operations.attention import compute
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_q_padded, "
-    "Tensor? cu_seqlens_kv_padded, Tensor? attention_mask, Tensor? bias, Tensor? dropout_seed"
-)
-_OPTIONS = (
-    "float softmax_scale, str qkv_format, str attn_mask_type, SymInt window_left, SymInt window_right, "
-    "bool bottom_right_diagonal, SymInt max_seqlen_q, SymInt max_seqlen_kv, bool pad_between_seqs, str bias_type, "
-    "bool bias_requires_grad, float dropout_p, bool is_training, bool deterministic, bool return_lse, str host, "
-    "str? backend"
-)
-_NUM_TENSORS = 10
-_BIAS, _QKV_FORMAT, _BIAS_REQUIRES_GRAD = 8, _NUM_TENSORS + 1, _NUM_TENSORS + 10
+_SCHEMA_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    float: "float",
+    str: "str",
+    str | None: "str?",
+    bool: "bool",
+    bool | None: "bool?",
+    int | None: "SymInt?",
+    tuple[int, int] | None: "SymInt[]?",
+}
+_DECLARED = {**get_type_hints(AttentionTensors), **get_type_hints(CallOptions), "backend": str | None}
+_ARGUMENTS = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _DECLARED.items())
+_NAMES = tuple(_DECLARED)
+_TENSOR_FIELDS = len(get_type_hints(AttentionTensors))
+_MAX_KEPT = 4096
 
 _library = torch.library.Library("mla_plugin", "DEF")
-_library.define(f"attention_forward({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+_library.define(f"attention_forward({_ARGUMENTS}) -> (Tensor out, Tensor lse)")
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 
 
-def _bias_shape(bias: torch.Tensor | None) -> str | None:
-    """The bias's shape in TransformerEngine's letters: ``1`` for a broadcast dimension, else b, h, s, s."""
-    if bias is None:
-        return None
-    shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-    return "".join("1" if size == 1 else letter for size, letter in zip(shape[:3], "bhs", strict=True)) + "s"
+class Call(NamedTuple):
+    """An operator's arguments, by name."""
+
+    tensors: AttentionTensors
+    options: CallOptions
+    backend: str | None
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...]) -> Call:
+        """From the arguments in the schema's order."""
+        options = CallOptions(*arguments[_TENSOR_FIELDS:-1])
+        if options.window_size is not None:  # the dispatcher makes a list of it
+            options = options._replace(window_size=tuple(options.window_size))  # type: ignore[arg-type]
+        return cls(AttentionTensors(*arguments[:_TENSOR_FIELDS]), options, arguments[-1])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments in the schema's order."""
+        return (*(getattr(self.tensors, name) for name in _NAMES[:_TENSOR_FIELDS]), *self.options, self.backend)
 
 
-@functools.lru_cache(maxsize=4096)
-def _request(
-    q_shape: tuple[int, ...],
-    k_shape: tuple[int, ...],
-    head_dim_v: int,
-    num_sequences: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    bias_shape: str | None,
-    lengths_may_differ: bool,
-    deterministic_process: bool,
-    options: tuple[Any, ...],
-) -> AttentionRequest:
-    _, qkv_format, mask, left, right, bottom_right, max_q, max_kv, pad, *rest = options
-    bias_type, bias_requires_grad, dropout_p, is_training, deterministic, return_lse, host, _ = rest
-    batch = num_sequences if qkv_format == "thd" else q_shape[1 if qkv_format == "sbhd" else 0]
-    heads = 1 if qkv_format == "bhsd" else -2
-    return AttentionRequest(
-        qkv_format=qkv_format,
-        dtype=dtype,
-        device_type=device.type,
-        device_index=device.index,
-        batch_size=batch or 0,
-        num_heads=q_shape[heads],
-        num_kv_heads=k_shape[heads],
-        max_seqlen_q=max_q,
-        max_seqlen_kv=max_kv,
-        head_dim_qk=q_shape[-1],
-        head_dim_v=head_dim_v,
-        attn_mask_type=mask,
-        window_size=(left, right),
-        bottom_right_diagonal=bottom_right,
-        pad_between_seqs=pad,
-        bias_type=bias_type,
-        bias_shape=bias_shape,
-        bias_requires_grad=bias_requires_grad,
-        dropout_p=dropout_p,
-        is_training=is_training,
-        deterministic=deterministic or deterministic_process,
-        return_lse=return_lse,
-        host=host,
-        lengths_may_differ=lengths_may_differ,
+def options_of(request: AttentionRequest) -> CallOptions:
+    """The options that make the request of its tensors again."""
+    return CallOptions(*(getattr(request, name) for name in CallOptions._fields))
+
+
+_kept: dict[tuple[Any, ...], tuple[AttentionRequest, Plan | None]] = {}
+"""What a forward decided, by everything that its backward is called with: the backward keeps to it, even if the
+environment has changed in between."""
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    shapes = tuple(
+        None if x is None else (x.shape, x.dtype, x.device) for x in (*_qkv(call.tensors), call.tensors.cu_seqlens_q)
     )
+    return (shapes, call.options, call.backend)
 
 
-def _may_differ(cu_q: torch.Tensor | None, cu_kv: torch.Tensor | None) -> bool:
-    """Queries and keys have offsets of their own; autograd hands a saved tensor back as another object."""
-    if cu_q is None or cu_kv is None or cu_q is cu_kv:
-        return False
-    return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
+def _qkv(tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tensors.q, tensors.k, tensors.v
 
 
-def _split(args: tuple[Any, ...]) -> tuple[AttentionTensors, AttentionRequest, str | None]:
-    """Operator arguments (tensors, then options) as tensors, request and the backend asked for."""
-    q, k, v, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, seed = args[:_NUM_TENSORS]
-    options = args[_NUM_TENSORS:]
-    # The contract promises backends a contiguous last dimension: PyTorch's CPU kernel reads garbage without it.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    tensors = AttentionTensors(q, k, v, options[0], cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, seed)
-    sequences = None if cu_q is None else cu_q.shape[0] - 1
-    deterministic = torch.are_deterministic_algorithms_enabled() or environment.is_deterministic_requested()
-    request = _request(
-        q.shape,
-        k.shape,
-        v.shape[-1],
-        sequences,
-        q.dtype,
-        q.device,
-        _bias_shape(bias),
-        _may_differ(cu_q, cu_kv),
-        deterministic,
-        options,
-    )
-    return tensors, request, options[-1]
-
-
-def _lse_shape(q: torch.Tensor, qkv_format: str) -> tuple[int, ...]:
-    if qkv_format == "thd":
-        return (q.shape[1], q.shape[0])
-    batch, heads, length = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}[qkv_format]
-    return (q.shape[batch], q.shape[heads], q.shape[length])
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, and float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _empty_output(tensors: AttentionTensors, request: AttentionRequest) -> AttentionOutput:
-    """No query or no key at all: every row sees no key."""
-    q = tensors.q
-    lse = q.new_full(_lse_shape(q, request.qkv_format), -torch.inf, dtype=lse_dtype(q.dtype))
-    return AttentionOutput(q.new_zeros((*q.shape[:-1], request.head_dim_v)), lse)
-
-
-def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRequest, backend: str) -> None:
-    """What compiled code was promised by the fake operator: it would read beyond a smaller tensor."""
-    for name, x, shape, dtype in (
-        ("out", output.out, (*q.shape[:-1], request.head_dim_v), q.dtype),
-        ("lse", output.lse, _lse_shape(q, request.qkv_format), lse_dtype(q.dtype)),
-    ):
-        if x.shape != shape or x.dtype != dtype:
-            raise RuntimeError(
-                f"the backend {backend!r} returned {name} as {tuple(x.shape)} {x.dtype}; {shape} {dtype} is the "
-                f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
-            )
-
-
-def _reads_lengths(request: AttentionRequest) -> bool:
-    """Values are read where it costs nothing, and where the user accepts that the host waits."""
-    return request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested())
+def _decide(call: Call) -> tuple[AttentionRequest, Plan | None]:
+    request = request_of(call.tensors, call.options)
+    return request, compute.plan_for(request, call.tensors, call.backend)
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    tensors, request, backend = _split(args)
-    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        output = _empty_output(tensors, request)
-    else:
-        if _reads_lengths(request):
-            checks.check_length_values(tensors, request)
-        plan = resolve(request, backend=backend)
-        output = dispatch.forward(plan, tensors)
-        _check_output(output, tensors.q, request, plan.forward_backend)
-    return output.out.contiguous(), output.lse.contiguous()
+    call = Call.of(args)
+    request, plan = decision = _decide(call)
+    if request.is_training:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[_key(call)] = decision
+    output = compute.forward(plan, request, compute.with_contiguous_rows(call.tensors))
+    return output.out, output.lse
 
 
 def _backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    tensors, request, backend = _split(args)
-    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        dbias = None if tensors.bias is None else torch.zeros_like(tensors.bias)
-        gradients = Gradients(
-            torch.zeros_like(tensors.q), torch.zeros_like(tensors.k), torch.zeros_like(tensors.v), dbias
-        )
-    else:
-        gradients = dispatch.backward(resolve(request, backend=backend), Residuals(tensors, out, lse), dout, dlse)
-    dbias = gradients.dbias if request.bias_requires_grad and gradients.dbias is not None else out.new_empty(0)
-    return tuple(gradient.contiguous() for gradient in (gradients.dq, gradients.dk, gradients.dv, dbias))
+    call = Call.of(args)
+    request, plan = _kept.get(_key(call)) or _decide(call)
+    residuals = Residuals(compute.with_contiguous_rows(call.tensors), out, lse)
+    gradients = compute.backward(plan, request, residuals, dout, dlse)
+    dbias = out.new_empty(0) if gradients.dbias is None else gradients.dbias
+    return gradients.dq, gradients.dk, gradients.dv, dbias
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    q, v, qkv_format = args[0], args[2], args[_QKV_FORMAT]
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(_lse_shape(q, qkv_format), dtype=lse_dtype(q.dtype))
+    call = Call.of(args)
+    request_of(call.tensors, call.options)  # so that a wrong argument is an error while tracing
+    q, v = call.tensors.q, call.tensors.v
+    lse_shape = LAYOUTS[call.options.qkv_format].lse_shape(q.shape)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
 def _backward_fake(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    q, k, v, bias = args[0], args[1], args[2], args[_BIAS]
-    dbias = bias.new_empty(bias.shape) if args[_BIAS_REQUIRES_GRAD] else out.new_empty(0)
+    call = Call.of(args)
+    q, k, v = _qkv(call.tensors)
+    bias = call.tensors.bias if call.options.bias_requires_grad else None
+    dbias = out.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
@@ -216,22 +142,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
-        ctx.options = inputs[_NUM_TENSORS:]
+        is_tensor = [x is None or isinstance(x, torch.Tensor) for x in inputs[:_TENSOR_FIELDS]]
+        ctx.values = [None if saved else x for saved, x in zip(is_tensor, inputs, strict=False)]
+        ctx.values += inputs[_TENSOR_FIELDS:]
+        ctx.saved_names = [name for name, saved in zip(_NAMES, is_tensor, strict=False) if saved]
+        ctx.save_for_backward(*output, *(x for x, saved in zip(inputs, is_tensor, strict=False) if saved))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        unused = (None,) * (_NUM_TENSORS - 3 + len(ctx.options))
         if dout is None and dlse is None:
-            return (None, None, None, *unused)
+            return (None,) * len(_NAMES)
+        out, lse, *saved = ctx.saved_tensors
+        arguments = dict(zip(_NAMES, ctx.values, strict=True)) | dict(zip(ctx.saved_names, saved, strict=True))
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, dbias = torch.ops.mla_plugin.attention_backward(dout, dlse, out, lse, *tensors, *ctx.options)
-        gradients: list[torch.Tensor | None] = [dq, dk, dv, *unused]
-        if ctx.needs_input_grad[_BIAS]:
-            gradients[_BIAS] = dbias
-        return tuple(gradients)
+        gradients = attention_backward(dout, dlse, out, lse, *arguments.values())
+        given = dict(zip(("q", "k", "v", "bias"), gradients, strict=True))
+        if not arguments["bias_requires_grad"]:
+            del given["bias"]
+        return tuple(given.get(name) for name in _NAMES)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -241,7 +170,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    has_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:_NUM_TENSORS])
+    tensors = [x for x in args[:_TENSOR_FIELDS] if isinstance(x, torch.Tensor)]
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if has_gradient or torch.autograd.forward_ad._current_level >= 0:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
@@ -266,3 +196,4 @@ torch.library.register_fake("mla_plugin::attention_backward", _backward_fake, li
 torch.library.register_autograd("mla_plugin::attention_backward", _no_second_derivative, lib=_library)
 
 attention_forward = torch.ops.mla_plugin.attention_forward.default
+attention_backward = torch.ops.mla_plugin.attention_backward.default

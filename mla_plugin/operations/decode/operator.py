@@ -13,9 +13,9 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode as decode_checks
+from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.operations.attention.operator import lse_dtype
 from mla_plugin.resolver.decode import resolve_decode
 
 _MAX_ENTRIES = 4096

@@ -17,22 +17,26 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
 from mla_plugin.plugins.fa2 import providers
-from mla_plugin.plugins.shared.packed import Rows, kernel_window
+from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 
 MAX_HEAD_DIM = 256
@@ -91,7 +95,7 @@ def _window_refusals(request: AttentionRequest) -> Iterator[str]:
 
     It drops a side of max_seqlen_kv or more; then it takes max_seqlen_kv for the right side if a left one is left.
     """
-    (left, right), longest_kv = kernel_window(request)[1], request.max_seqlen_kv
+    (left, right), longest_kv = (request.band.left, request.band.right), request.max_seqlen_kv
     unlimited = request.max_seqlen_q - 1  # the first query sees the last key
     wanted = unlimited if right < 0 else min(right, unlimited)
     dropped = longest_kv if 0 <= left < longest_kv else unlimited
@@ -140,13 +144,13 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
-    is_causal, window = kernel_window(request)
+    band = request.band
     # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
     longest_q = request.max_seqlen_q if rows.q is None else max(2, request.max_seqlen_q)
     return providers.Options(
         softmax_scale=softmax_scale,
-        causal=is_causal,
-        window_size=window,
+        causal=band.is_causal,
+        window_size=(band.left, band.right),
         max_seqlen_q=longest_q,
         max_seqlen_k=request.max_seqlen_kv,
         cu_seqlens_q=None if rows.q is None else rows.q.starts,

@@ -17,21 +17,25 @@ from dataclasses import replace
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.plugins.shared.packed import Rows, addressable, kernel_window
+from mla_plugin.plugins.shared.packed import Rows, addressable
 from mla_plugin.plugins.shared.refusals import beyond_flash_attention, off_cuda
 
 MAX_HEAD_DIM = 256
@@ -100,11 +104,11 @@ def _provider(platform: Platform) -> providers.Provider:
 
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
-    is_causal, window = kernel_window(request)
+    band = request.band
     options = providers.Options(
         softmax_scale=softmax_scale,
-        causal=is_causal,
-        window_size=window,
+        causal=band.is_causal,
+        window_size=(band.left, band.right),
         max_seqlen_q=request.max_seqlen_q,
         max_seqlen_k=request.max_seqlen_kv,
         deterministic=request.deterministic,

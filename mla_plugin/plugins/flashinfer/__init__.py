@@ -14,8 +14,15 @@ import torch
 from packaging.version import Version
 
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
-from mla_plugin.hooks.types import Accepted, AttentionRequest, Platform, Refused
+from mla_plugin.hooks.types import (
+    Accepted,
+    Platform,
+    Refused,
+)
 from mla_plugin.plugins.flashinfer import plan as planning
 from mla_plugin.plugins.shared.refusals import off_cuda
 

@@ -18,24 +18,32 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.layout import empty_output, to_bhsd
-from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
-from mla_plugin.hooks.types import (
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.arguments.layout import (
+    LAYOUTS,
+    empty_output,
+    to_bhsd,
+)
+from mla_plugin.arguments.mask import (
     ATTN_MASK_TYPES,
-    QKV_FORMATS,
-    Accepted,
+)
+from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
     AttentionOutput,
     AttentionRequest,
-    AttentionTensors,
     Gradients,
     Plan,
-    Platform,
-    Refused,
     Residuals,
 )
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.types import (
+    Accepted,
+    Platform,
+    Refused,
+)
 from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
-from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,8 +59,8 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
         yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
-    if request.qkv_format not in QKV_FORMATS:
-        yield f"qkv_format={request.qkv_format!r}, accepted is {', '.join(QKV_FORMATS)}"
+    if request.qkv_format not in LAYOUTS:
+        yield f"qkv_format={request.qkv_format!r}, accepted is {', '.join(LAYOUTS)}"
     if request.attn_mask_type not in ATTN_MASK_TYPES:
         yield f"attn_mask_type={request.attn_mask_type!r}, accepted is {', '.join(ATTN_MASK_TYPES)}"
     if request.num_heads % request.num_kv_heads:
@@ -75,7 +83,7 @@ def _blocked_because(request: AttentionRequest) -> Iterator[str]:
     if request.attn_mask_type == "arbitrary":
         yield "attn_mask_type='arbitrary'"
     if request.device_type == "cpu":
-        if not Band.of(request).is_open_or_causal:
+        if not request.band.is_plain:
             yield f"window_size={request.window_size}"
         return
     if not efficient.takes_band(request):

@@ -20,9 +20,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.hooks.types import AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Residuals
-from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Residuals,
+)
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 
 _forward = torch.ops.aten._efficient_attention_forward.default
@@ -36,8 +43,8 @@ NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 
 def takes_band(request: AttentionRequest) -> bool:
     """The kernel knows causal masks, and causal windows that need no shift and leave every row a key."""
-    band = Band.of(request)
-    if band.is_open_or_causal:
+    band = request.band
+    if band.is_plain:
         return True
     is_square = request.max_seqlen_q == request.max_seqlen_kv
     is_below = not band.bottom_right and request.max_seqlen_q <= request.max_seqlen_kv
@@ -63,7 +70,7 @@ class _Call:
 
     @classmethod
     def of(cls, request: AttentionRequest, tensors: AttentionTensors) -> _Call:
-        band = Band.of(request)
+        band = request.band
         hides_rows = band.bottom_right and band.right == 0
         if not is_ragged(request):
             len_q, len_kv = (to_bhsd(x, request.qkv_format).shape[2] for x in (tensors.q, tensors.k))
@@ -76,7 +83,7 @@ class _Call:
 
     @property
     def mask(self) -> int:
-        band = Band.of(self.request)
+        band = self.request.band
         if band.right < 0:
             return NO_MASK
         return BOTTOM_RIGHT if band.bottom_right else TOP_LEFT
@@ -84,7 +91,7 @@ class _Call:
     @property
     def options(self) -> dict[str, float | int | None]:
         """Keyword arguments that both kernels take; the kernel's window counts the diagonal too, ours does not."""
-        left = Band.of(self.request).left
+        left = self.request.band.left
         return {"scale": self.softmax_scale, "window_size": None if left < 0 else left + 1}
 
     def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

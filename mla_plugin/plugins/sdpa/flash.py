@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.arguments.mask import Band
 from mla_plugin.plugins.sdpa.terms import Terms
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import to_bhsd
-from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 
 
 @dataclass(frozen=True)

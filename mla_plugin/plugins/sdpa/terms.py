@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
-from mla_plugin.plugins.sdpa.band import Band
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
+from mla_plugin.arguments.mask import Band
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 from mla_plugin.plugins.sdpa.ragged import Sequence
 
 
@@ -45,7 +50,7 @@ class Terms:
         dtype = torch.promote_types(request.dtype, torch.float32)
         return cls(
             tensors.softmax_scale,
-            Band.of(request),
+            request.band,
             request.dropout_p,
             _generator(request, tensors),
             _four_dimensional(tensors.attention_mask) if request.attn_mask_type == "arbitrary" else None,

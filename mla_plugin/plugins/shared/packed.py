@@ -10,8 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.hooks.types import AttentionRequest, AttentionTensors
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
@@ -21,13 +26,6 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     """
     is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.contiguous() if is_broadcast else aligned(x)
-
-
-def kernel_window(request: AttentionRequest) -> tuple[bool, tuple[int, int]]:
-    """(causal, (left, right)) in FlashAttention's words: causal closes the right side."""
-    left, right = request.window_size
-    is_causal = "causal" in request.attn_mask_type
-    return is_causal, (left, 0 if is_causal else right)
 
 
 @dataclass(frozen=True)

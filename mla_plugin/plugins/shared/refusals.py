@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.hooks.types import AttentionRequest, Refused
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
+from mla_plugin.hooks.types import (
+    Refused,
+)
 
 NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
@@ -58,8 +63,7 @@ def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
 
 def _other_diagonal(request: AttentionRequest) -> Iterator[str]:
     """FlashAttention's diagonal ends at the last query and the last key; top-left is the same where lengths agree."""
-    has_diagonal = "causal" in request.attn_mask_type or request.window_size != (-1, -1)
-    if request.bottom_right_diagonal or not has_diagonal:
+    if request.band.bottom_right or request.band.is_open:
         return
     found = f"attn_mask_type={request.attn_mask_type!r} with window_size={request.window_size} aligned top-left"
     if request.max_seqlen_q != request.max_seqlen_kv:

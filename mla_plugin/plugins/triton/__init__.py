@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin import environment
+from mla_plugin.arguments.attention import (
+    AttentionTensors,
+)
 from mla_plugin.hooks import hookimpl
+from mla_plugin.hooks.attention import (
+    AttentionOutput,
+    AttentionRequest,
+    Gradients,
+    Plan,
+    Residuals,
+)
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
 from mla_plugin.hooks.types import (
     Accepted,
-    AttentionOutput,
-    AttentionRequest,
-    AttentionTensors,
-    Gradients,
-    Plan,
     Platform,
     Refused,
-    Residuals,
 )
 from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 from mla_plugin.plugins.triton import decode, needs
@@ -88,7 +92,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
     from mla_plugin.kernels.prefill.packing import Packing
 
-    left, right = request.window_size
+    band = request.band
     return Packing(
         qkv_format=request.qkv_format,
         max_seqlen_q=request.max_seqlen_q,
@@ -97,9 +101,9 @@ def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
         cu_seqlens_kv=tensors.cu_seqlens_kv,
         cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
         cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
-        window_left=left,
-        window_right=0 if "causal" in request.attn_mask_type else right,
-        bottom_right=request.bottom_right_diagonal,
+        window_left=band.left,
+        window_right=band.right,
+        bottom_right=band.bottom_right,
     )
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mla_plugin.hooks.types import AttentionRequest, Platform
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
+from mla_plugin.hooks.types import (
+    Platform,
+)
 
 
 def te_params(request: AttentionRequest) -> dict[str, object]:

@@ -1,0 +1,342 @@
+"""Attention over expanded keys and values, as a backend is asked for it: the request, the plan, the results.
+
+Everything here is frozen. A request describes a call without its tensors, so it is hashable and a decision about it can
+be cached. Names and mask spellings are TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from mla_plugin.arguments import attention as arguments
+from mla_plugin.arguments.attention import BIAS_TYPES, AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS, Layout
+from mla_plugin.arguments.mask import Band, canonical_mask
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.types import HOSTS, Platform, TraceEntry
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+_LEAST = {"batch_size": 0, "max_seqlen_q": 0, "max_seqlen_kv": 0} | dict.fromkeys(
+    ("num_heads", "num_kv_heads", "head_dim_qk", "head_dim_v"), 1
+)
+"""The smallest number that an attribute of a request may have; below it backends would divide by zero."""
+
+_CHOICES = {
+    "qkv_format": tuple(LAYOUTS),
+    "bias_type": BIAS_TYPES,
+    "softmax_type": SOFTMAX_TYPES,
+    "cp_comm_type": CP_COMM_TYPES,
+    "host": HOSTS,
+}
+_MAX_REQUESTS = 4096
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """One attention call over expanded K and V, without its tensors: checked, and in one spelling for each meaning.
+
+    ``AttentionRequest.of`` makes it of tensors; made by hand it is checked and normalised alike. A causal mask closes
+    the right side of the window and fixes the diagonal, a window (-1, 0) without a causal mask becomes one, and
+    ``thd`` takes the padding masks.
+
+    Attributes:
+        qkv_format: memory layout of q, k, v and out: ``bshd``, ``sbhd``, ``bhsd`` or ``thd`` (packed, [T, H, D]).
+        dtype: dtype of q, k and v.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        device_index: CUDA device ordinal; None for the current device or for the CPU.
+        batch_size: number of sequences; for ``thd`` it is ``len(cu_seqlens_q) - 1``.
+        num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
+        max_seqlen_q, max_seqlen_kv: longest sequence of the batch, in tokens.
+        head_dim_qk, head_dim_v: what a kernel sees (DeepSeek-V3: 192 and 128).
+        attn_mask_type: one of ``ATTN_MASK_TYPES``. ``causal`` is aligned top-left.
+        window_size: (left, right) tokens around the diagonal that a query sees; -1 means unlimited.
+        bottom_right_diagonal: True when the diagonal of a causal mask or a window ends at the last query and last key.
+            None, the default, is what the mask says, and True where it says nothing.
+        pad_between_seqs: ``thd`` only: padded offsets differ from the true lengths.
+        lengths_may_differ: nothing says that each sequence has as many queries as keys; False when one tensor of
+            offsets serves both. Kernels that know one alignment of the diagonal need it.
+        bias_type, bias_shape, bias_requires_grad: additive bias; the shape broadcasts to [B, H, S_q, S_kv].
+        dropout_p: dropout probability applied in this call (0.0 in evaluation).
+        is_training: a backward will follow.
+        deterministic: two runs of the backward must agree bit for bit.
+        return_lse: the caller wants the log-sum-exp.
+        host: who asks; some rules differ between hosts.
+
+    The remaining attributes exist so that a host can describe every call that TransformerEngine's selection knows.
+
+    Raises:
+        ValueError, TypeError: an attribute is off; the message says what was given and what is accepted.
+    """
+
+    qkv_format: str
+    dtype: torch.dtype
+    device_type: str
+    batch_size: int
+    num_heads: int
+    num_kv_heads: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] = (-1, -1)
+    bottom_right_diagonal: bool | None = None
+    pad_between_seqs: bool = False
+    bias_type: str = "no_bias"
+    bias_shape: str | None = None
+    bias_requires_grad: bool = False
+    dropout_p: float = 0.0
+    is_training: bool = False
+    deterministic: bool = False
+    return_lse: bool = False
+    device_index: int | None = None
+    host: str = "direct"
+    qkv_layout: str | None = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    num_splits: int = 1
+    cuda_graph: bool = False
+    checkpoint_core_attention: bool = False
+    has_score_mod: bool = False
+    has_score_mod_bprop: bool = False
+    fp8: bool = False
+    has_kv_cache: bool = False
+    page_size: int | None = None
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    cp_size: int = 1
+    lengths_may_differ: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+        mask, window, bottom_right = canonical_mask(
+            self.attn_mask_type, self.window_size, self.bottom_right_diagonal, is_packed=self.layout.is_packed
+        )
+        object.__setattr__(self, "attn_mask_type", mask)
+        object.__setattr__(self, "window_size", window)
+        object.__setattr__(self, "bottom_right_diagonal", bottom_right)
+
+    def _check(self) -> None:
+        for name, accepted in _CHOICES.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(accepted)}")
+        for name, least in _LEAST.items():
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
+                raise TypeError(f"{name}={given!r}; an int is needed")
+            if given < least:
+                raise ValueError(f"{name}={given}; at least {least} is needed")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} over num_kv_heads={self.num_kv_heads}; the first must be a multiple of "
+                "the second"
+            )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}; True or False is needed")
+        if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, (int, float)):
+            raise TypeError(f"dropout_p={self.dropout_p!r}; a number is needed, 0 <= dropout_p < 1")
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise ValueError(f"dropout_p={self.dropout_p}; 0 <= dropout_p < 1 is needed")
+
+    @classmethod
+    def of(cls, tensors: AttentionTensors, **options: Any) -> AttentionRequest:
+        """The request that tensors make: everything is checked here, once, for every host.
+
+        Args:
+            tensors: of the call. What they say (shapes, dtype, device) is taken from them.
+            **options: those of ``CallOptions.of``; a request that ``torch.use_deterministic_algorithms`` covers is
+                deterministic too.
+
+        Returns:
+            a request; the same object for calls that are alike.
+
+        Raises:
+            ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        """
+        return request_of(tensors, CallOptions.of(tensors, **options))
+
+    @functools.cached_property
+    def band(self) -> Band:
+        """Which keys a query sees, lengths and ``arbitrary`` masks aside."""
+        return Band(*self.window_size, bool(self.bottom_right_diagonal))
+
+    @property
+    def layout(self) -> Layout:
+        """The axes of q, k, v and out."""
+        return LAYOUTS[self.qkv_format]
+
+    @property
+    def is_causal(self) -> bool:
+        """True when no query sees a key beyond the diagonal."""
+        return self.band.is_causal
+
+    @property
+    def has_padding(self) -> bool:
+        """True when sequence lengths differ from the tensors' extent."""
+        return "padding" in self.attn_mask_type
+
+    @property
+    def has_sliding_window(self) -> bool:
+        """True when the window removes more than a causal mask does."""
+        return self.band.has_window
+
+    def replace(self, **changes: Any) -> AttentionRequest:
+        """A copy with some attributes changed; with another mask the window's right side and the diagonal follow it."""
+        if "attn_mask_type" in changes:
+            if "causal" in self.attn_mask_type:
+                changes.setdefault("window_size", (self.window_size[0], -1))
+            changes.setdefault("bottom_right_diagonal", None)
+        return replace(self, **changes)
+
+    def __hash__(self) -> int:
+        """The hash of the attributes, computed once: a request is looked up at every call."""
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            value = hash(_values(self))
+            object.__setattr__(self, "_hash", value)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes alone: hashes of texts differ between processes."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+
+_FIELDS = tuple(field.name for field in fields(AttentionRequest))
+_FLAGS = tuple(field.name for field in fields(AttentionRequest) if field.type == "bool")
+_values = operator.attrgetter(*_FIELDS)
+
+_requests: dict[tuple[Any, ...], AttentionRequest] = {}
+
+
+def request_of(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
+    """The request of tensors and options; what was checked once is looked up."""
+    try:
+        key = (kind_of(tensors), options, tuple(map(type, options)), torch.are_deterministic_algorithms_enabled())
+        request = _requests.get(key)
+    except (TypeError, RuntimeError, AttributeError):  # no tensor, no shape, symbolic sizes, a list as an option
+        return _checked_request(tensors, options)
+    if request is None:
+        request = _checked_request(tensors, options)
+        if len(_requests) >= _MAX_REQUESTS:
+            _requests.clear()
+        _requests[key] = request
+    return request
+
+
+def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
+    """What a request and its checks depend on: each tensor's class, shape, dtype and device, and nothing of its values.
+
+    Memory and strides are left out. softmax_scale is not: it is checked too.
+    """
+    t = tensors
+    rest = (t.cu_seqlens_q, t.cu_seqlens_kv, t.cu_seqlens_q_padded, t.cu_seqlens_kv_padded, t.attention_mask, t.bias)
+    return (
+        *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in (t.q, t.k, t.v)],
+        *[None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest],
+        type(t.softmax_scale),
+        t.softmax_scale,
+    )
+
+
+def _checked_request(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
+    given = options
+    arguments.check_types(tensors)
+    arguments.check_scale(tensors.softmax_scale)
+    if given.qkv_format not in LAYOUTS:
+        raise ValueError(f"qkv_format={given.qkv_format!r}; accepted: {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[given.qkv_format]
+    arguments.check_shapes(tensors, layout)
+    mask, window, bottom_right = canonical_mask(
+        given.attn_mask_type, given.window_size, given.bottom_right_diagonal, is_packed=layout.is_packed
+    )
+    arguments.check_lengths(tensors, layout, mask)
+    arguments.check_mask_and_bias(tensors, layout, mask, given.bias_type)
+    if given.pad_between_seqs and tensors.cu_seqlens_q_padded is None:
+        raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded; none was given")
+    (batch, heads, seqlen_q), (_, kv_heads, seqlen_kv) = layout.pick(tensors.q.shape), layout.pick(tensors.k.shape)
+    if layout.is_packed and tensors.cu_seqlens_q is not None:
+        batch = tensors.cu_seqlens_q.shape[0] - 1
+    return AttentionRequest(
+        qkv_format=given.qkv_format,
+        dtype=tensors.q.dtype,
+        device_type=tensors.q.device.type,
+        device_index=tensors.q.device.index,
+        batch_size=batch,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        max_seqlen_q=arguments.longest_sequence("max_seqlen_q", given.max_seqlen_q, seqlen_q, layout, mask),
+        max_seqlen_kv=arguments.longest_sequence("max_seqlen_kv", given.max_seqlen_kv, seqlen_kv, layout, mask),
+        head_dim_qk=tensors.q.shape[-1],
+        head_dim_v=tensors.v.shape[-1],
+        attn_mask_type=mask,
+        window_size=window,
+        bottom_right_diagonal=bottom_right,
+        pad_between_seqs=given.pad_between_seqs,
+        bias_type=given.bias_type,
+        bias_shape=arguments.bias_shape(tensors.bias),
+        bias_requires_grad=given.bias_requires_grad,
+        dropout_p=given.dropout_p,
+        is_training=given.is_training,
+        deterministic=_is_deterministic(given.deterministic),
+        return_lse=given.return_lse,
+        host=given.host,
+        lengths_may_differ=given.lengths_may_differ,
+    )
+
+
+def _is_deterministic(asked: bool) -> bool:
+    if not isinstance(asked, bool):
+        raise TypeError(f"deterministic={asked!r}; True or False is needed")
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision: which backend runs the forward and which the backward of one request."""
+
+    request: AttentionRequest
+    platform: Platform
+    forward_backend: str
+    backward_backend: str
+    trace: tuple[TraceEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """What a forward returns.
+
+    Attributes:
+        out: (*q.shape[:-1], head_dim_v), dtype of q; a row that sees no key is 0.
+        lse: natural-log log-sum-exp of the scaled, masked scores, [B, H, S_q] or [H, T] for ``thd``; float32
+            (float64 for float64 inputs); -inf for a row that sees no key.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What a backward gets: the forward's inputs and outputs, whichever backend computed them."""
+
+    tensors: AttentionTensors
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of q, k, v (their shapes and dtypes) and of the bias when the request asks for it."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None = None

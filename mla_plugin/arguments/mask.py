@@ -1,0 +1,139 @@
+"""What a mask means: which keys a query sees, by causality, window and alignment."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+
+ATTN_MASK_TYPES = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys around the diagonal that a query sees: i sees j when ``i + offset - left <= j <= i + offset + right``.
+
+    Attributes:
+        left, right: keys seen on each side of the diagonal; -1 leaves the side open. A causal mask is right 0.
+        bottom_right: where the diagonal is in each sequence: through the first query and the first key (False,
+            ``offset`` 0), or through the last query and the last key (True, ``offset`` is len_kv - len_q).
+    """
+
+    left: int
+    right: int
+    bottom_right: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Every query sees every key."""
+        return self.left < 0 and self.right < 0
+
+    @property
+    def is_causal(self) -> bool:
+        """No query sees a key beyond the diagonal, and the window, if any, ends on it."""
+        return self.right == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """No window beyond what a causal flag says."""
+        return not self.has_window
+
+    @property
+    def has_window(self) -> bool:
+        """The band is narrower than a causal mask makes it."""
+        return self.left >= 0 or self.right > 0
+
+    def offset(self, len_q: int, len_kv: int) -> int:
+        """Column of the diagonal in row 0."""
+        return len_kv - len_q if self.bottom_right else 0
+
+    def keys(self, rows: slice, offset: int, len_kv: int) -> slice:
+        """The keys that at least one of the rows sees; empty (stop <= start) when there are none."""
+        start = 0 if self.left < 0 else max(0, rows.start + offset - self.left)
+        stop = len_kv if self.right < 0 else min(len_kv, rows.stop + offset + self.right)
+        return slice(start, stop)
+
+    def hides(self, query: torch.Tensor, key: torch.Tensor, offset: int | torch.Tensor) -> torch.Tensor | None:
+        """True where a query does not see a key.
+
+        Args:
+            query: positions within the sequence, [..., rows, 1].
+            key: positions within the sequence, [..., 1, keys].
+            offset: column of the diagonal in row 0, or a tensor of them that broadcasts against the positions.
+
+        Returns:
+            bool, broadcast shape of the arguments; None when the band is open.
+        """
+        distance = key - query - offset
+        if self.left < 0:
+            return None if self.right < 0 else distance > self.right
+        before = distance < -self.left
+        return before if self.right < 0 else before | (distance > self.right)
+
+
+def canonical_mask(
+    attn_mask_type: str,
+    window_size: tuple[int, int] | None,
+    bottom_right_diagonal: bool | None,
+    *,
+    is_packed: bool,
+) -> tuple[str, tuple[int, int], bool]:
+    """The mask's canonical name, its window and where its diagonal is: one spelling for each meaning.
+
+    Commas become underscores and ``causal_padding`` becomes ``padding_causal``, as in TransformerEngine. A packed
+    layout gets the padding form. A window (-1, 0) without a causal mask is a causal mask, as in FlashAttention. A
+    causal mask closes the window's right side and fixes the diagonal.
+
+    Args:
+        attn_mask_type: one of ``ATTN_MASK_TYPES``, or a spelling that becomes one.
+        window_size: (left, right); None for no window.
+        bottom_right_diagonal: None for the default: False for ``causal`` and ``padding_causal``, True otherwise.
+        is_packed: the layout is ``thd``.
+
+    Raises:
+        ValueError, TypeError: the mask is unknown, the window no pair of counts, the diagonal contradicts the mask.
+    """
+    if not isinstance(attn_mask_type, str):
+        raise TypeError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
+    mask = attn_mask_type.replace(",", "_").replace("causal_padding", "padding_causal")
+    if mask not in ATTN_MASK_TYPES:
+        raise ValueError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
+    if is_packed and mask == "arbitrary":
+        raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
+    if bottom_right_diagonal not in (None, True, False):
+        raise TypeError(f"bottom_right_diagonal={bottom_right_diagonal!r}; True, False or None is needed")
+    if is_packed and "padding" not in mask:
+        mask = "padding" if mask == "no_mask" else f"padding_{mask}"
+    left, right = _window(window_size)
+    if "causal" not in mask and (left, right) == (-1, 0) and mask != "arbitrary":
+        stem = "causal" if mask == "no_mask" else "padding_causal"
+        mask = stem if bottom_right_diagonal is False else f"{stem}_bottom_right"
+    if "causal" not in mask:
+        return mask, (left, right), bottom_right_diagonal is not False
+    is_bottom_right = mask.endswith("bottom_right")
+    if bottom_right_diagonal is not None and bottom_right_diagonal != is_bottom_right:
+        raise ValueError(
+            f"bottom_right_diagonal={bottom_right_diagonal} contradicts attn_mask_type={mask!r}; leave it out"
+        )
+    return mask, (left, 0), is_bottom_right
+
+
+def _window(window_size: tuple[int, int] | None) -> tuple[int, int]:
+    try:
+        left, right = (-1, -1) if window_size is None else map(operator.index, window_size)
+    except (TypeError, ValueError):
+        left = right = -2
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a count of tokens"
+        )
+    return left, right

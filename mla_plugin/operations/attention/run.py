@@ -1,0 +1,100 @@
+"""The door to attention for every host: a checked request and its tensors in, out and lse out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
+from mla_plugin.operations.attention import compute
+from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, options_of
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | None = None) -> AttentionOutput:
+    """Resolve the request and compute it; the backward, if one follows, keeps to the decision.
+
+    Args:
+        request: made of these tensors by ``AttentionRequest.of``.
+        tensors: of the call.
+        backend: use this backend and no other.
+
+    Returns:
+        out and lse, differentiable in q, k, v and bias.
+
+    Raises:
+        NoBackendError: no backend takes the request; the message lists every backend with every reason.
+        ValueError: lengths do not fit the tensors, or ``backend`` is not registered.
+    """
+    if is_observed(tensors):
+        return run_traced(tensors, options_of(request), backend)
+    tensors = compute.with_contiguous_rows(tensors)
+    plan = compute.plan_for(request, tensors, backend)
+    if not request.is_training:
+        with torch.no_grad():
+            return compute.forward(plan, request, tensors)
+    return AttentionOutput(*_Attention.apply(plan, request, backend, *vars(tensors).values()))  # type: ignore[no-untyped-call]
+
+
+def run_traced(tensors: AttentionTensors, options: CallOptions, backend: str | None) -> AttentionOutput:
+    """The same through the operator, which whoever watches the dispatcher can see."""
+    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
+
+
+def is_observed(tensors: AttentionTensors) -> bool:
+    """Somebody traces, transforms, records or intercepts operators, so the call must be one.
+
+    The dispatcher's way through an operator of 27 arguments takes longer on the host than a launch.
+    """
+    q, k, v = tensors.q, tensors.k, tensors.v
+    return (
+        torch.compiler.is_compiling()
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or q.device.type == "meta"
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The gradient of a call that nobody observes. ``fields`` are those of ``AttentionTensors``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan | None, request: AttentionRequest, backend: str | None, *fields: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, softmax_scale, *rest = fields
+        tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
+        output = compute.forward(plan, request, tensors)
+        ctx.save_for_backward(output.out, output.lse, q, k, v, *rest)
+        ctx.decision = (plan, request, backend, softmax_scale)
+        ctx.set_materialize_grads(False)
+        return output.out, output.lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan, request, backend, softmax_scale = ctx.decision
+        out, lse, q, k, v, *rest = ctx.saved_tensors
+        ours = (None, None, None)  # for plan, request and backend
+        if dout is None and dlse is None:
+            return (*ours, *(None for _ in vars(AttentionTensors(q, k, v, softmax_scale))))
+        dout = torch.zeros_like(out) if dout is None else dout
+        tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
+        if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
+            call = Call(tensors, options_of(request), backend)
+            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
+        else:
+            gradients = compute.backward(plan, request, Residuals(tensors, out, lse), dout, dlse)
+            dq, dk, dv, dbias = gradients.dq, gradients.dk, gradients.dv, gradients.dbias
+        given = {"q": dq, "k": dk, "v": dv, "bias": dbias if request.bias_requires_grad else None}
+        return (*ours, *(given.get(name) for name in vars(tensors)))

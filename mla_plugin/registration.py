@@ -1,0 +1,48 @@
+"""Plugging into a host framework, and the way back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+HOSTS = ("megatron", "transformer_engine", "transformers")
+"""Frameworks that have an adapter in ``mla_plugin.compat``."""
+
+
+class Registration:
+    """What ``mla_plugin.register`` did to a host, and the way back.
+
+    Attributes:
+        host: the host's name.
+    """
+
+    def __init__(self, host: str, undo: Callable[[], None]) -> None:
+        self.host = host
+        self._undo: Callable[[], None] | None = undo
+
+    def uninstall(self) -> None:
+        """Give the host back what was its own; calling it again does nothing."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+
+def register(host: str) -> Registration | None:
+    """Plug into a host framework's attention registry; a second call changes nothing.
+
+    Args:
+        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every MLA
+            layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
+            DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
+
+    Returns:
+        for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for the other hosts.
+
+    Raises:
+        ValueError: there is no adapter for the host.
+        ImportError: the host is not installed.
+    """
+    if host not in HOSTS:
+        raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(HOSTS)}")
+    registration: Registration | None = importlib.import_module(f"mla_plugin.compat.{host}").register()
+    return registration
