@@ -138,9 +138,7 @@ class AttentionRequest:
                 f"num_heads={self.num_heads} over num_kv_heads={self.num_kv_heads}; the first must be a multiple of "
                 "the second"
             )
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}; True or False is needed")
+        _check_flags(self)
         if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, (int, float)):
             raise TypeError(f"dropout_p={self.dropout_p!r}; a number is needed, 0 <= dropout_p < 1")
         if not 0.0 <= self.dropout_p < 1.0:
@@ -250,6 +248,7 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
     given = options
     arguments.check_types(tensors)
     arguments.check_scale(tensors.softmax_scale)
+    _check_flags(options)
     if given.qkv_format not in LAYOUTS:
         raise ValueError(f"qkv_format={given.qkv_format!r}; accepted: {', '.join(LAYOUTS)}")
     layout = LAYOUTS[given.qkv_format]
@@ -285,17 +284,18 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         bias_requires_grad=given.bias_requires_grad,
         dropout_p=given.dropout_p,
         is_training=given.is_training,
-        deterministic=_is_deterministic(given.deterministic),
+        deterministic=given.deterministic or torch.are_deterministic_algorithms_enabled(),
         return_lse=given.return_lse,
         host=given.host,
         lengths_may_differ=given.lengths_may_differ,
     )
 
 
-def _is_deterministic(asked: bool) -> bool:
-    if not isinstance(asked, bool):
-        raise TypeError(f"deterministic={asked!r}; True or False is needed")
-    return asked or torch.are_deterministic_algorithms_enabled()
+def _check_flags(given: AttentionRequest | CallOptions) -> None:
+    for name in _FLAGS:
+        value = getattr(given, name, False)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}; True or False is needed")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _tensors_of(
             cu_seqlens_kv_padded = cu_seqlens_q_padded
     elif cu_seqlens_kv is cu_seqlens_q and cu_seqlens_kv_padded is None:
         cu_seqlens_kv_padded = cu_seqlens_q_padded
-    if softmax_scale is None and isinstance(q, torch.Tensor) and q.dim() > 0 and q.shape[-1] > 0:
+    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and q.shape[-1]:
         softmax_scale = q.shape[-1] ** -0.5
     return AttentionTensors(
         q,

@@ -1,0 +1,193 @@
+"""What a call of attention promises beside its numbers: a decision that lasts, no lost gradient, clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_plugin
+from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Gradients, Plan, Refused, Residuals, attention
+from mla_plugin.hooks.manager import get_manager
+from mla_plugin.plugins import sdpa
+
+Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
+
+
+class Observer(TorchDispatchMode):
+    """Sees every operator and changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Spy:
+    """sdpa under another name, for calls whose lengths agree; it counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[str] = []
+
+    @mla_plugin.hookimpl
+    def select_backend(self, request: AttentionRequest) -> Accepted | Refused:
+        return Refused(("lengths_may_differ=True",)) if request.lengths_may_differ else Accepted()
+
+    @mla_plugin.hookimpl
+    def forward(self, plan: Plan, tensors: object) -> AttentionOutput:
+        self.passes.append("forward")
+        return sdpa.forward(plan, tensors)
+
+    @mla_plugin.hookimpl
+    def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        self.passes.append("backward")
+        return sdpa.backward(plan, residuals, dout, dlse)
+
+
+@pytest.fixture
+def spy() -> Iterator[Spy]:
+    plugin = Spy()
+    get_manager().register(plugin, "spy")
+    yield plugin
+    get_manager().unregister("spy")
+
+
+WAYS = ("eager", "observed", "compiled")
+
+
+def call(way: str, *args: object, **options: object) -> torch.Tensor:
+    if way == "observed":
+        with Observer() as observer:
+            out = attention(*args, **options)
+        assert "mla_plugin.attention_forward.default" in observer.seen
+        return out
+    if way == "compiled":
+        torch.compiler.reset()
+        return torch.compile(attention, backend="aot_eager", fullgraph=True)(*args, **options)
+    return attention(*args, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offloaded_tensors_do_not_change_the_decision(way: str, spy: Spy) -> None:
+    q = torch.randn(9, 2, 8, requires_grad=True)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        out = call(way, q, q, q, qkv_format="thd", cu_seqlens_q=offsets, max_seqlen_q=5, backend="spy")
+    out.sum().backward()
+    assert spy.passes == ["forward", "backward"]
+    expected = q.detach().clone().requires_grad_()
+    attention(expected, expected, expected, qkv_format="thd", cu_seqlens_q=offsets, max_seqlen_q=5).sum().backward()
+    torch.testing.assert_close(q.grad, expected.grad)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("MLA_PLUGIN_BLOCK", "spy"), ("MLA_PLUGIN_BACKEND", "sdpa"), ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")],
+)
+def test_a_variable_that_changes_before_the_backward_does_not_move_it(
+    way: str, name: str, text: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "spy")
+    q = Q.clone().requires_grad_()
+    out = call(way, q, K, V)
+    monkeypatch.setenv(name, text)
+    out.sum().backward()
+    assert spy.passes == ["forward", "backward"]
+
+
+def test_an_unobserved_call_does_not_cross_the_dispatcher_and_an_observed_one_does() -> None:
+    plain = attention(Q, K, V)
+    for way in ("observed", "compiled"):
+        assert torch.equal(call(way, Q, K, V), plain)
+    with torch.profiler.profile() as profile:
+        attention(Q, K, V)
+    assert "mla_plugin::attention_forward" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.parametrize("options", [{}, {"window_size": (2, 0)}])
+def test_out_is_the_callers_to_change_and_a_backward_notices(way: str, qkv_format: str, options: dict) -> None:
+    q, v = torch.randn(4, 4, 4, 24, requires_grad=True), torch.randn(4, 4, 4, 16)
+    out, lse = call(way, q, q, v, qkv_format=qkv_format, return_lse=True, **options)
+    assert not out._is_view()
+    assert not lse._is_view()
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    with torch.no_grad():
+        attention(q, q, v, qkv_format=qkv_format, **options).add_(1)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "words"),
+    [
+        (torch.tensor(0.1, requires_grad=True), TypeError, "no gradient goes to it"),
+        (torch.tensor(0.1), TypeError, "float"),
+        ("0.1", TypeError, "softmax_scale='0.1'; a positive number"),
+        (True, TypeError, "softmax_scale=True"),
+        (float("inf"), ValueError, "softmax_scale=inf; a positive, finite number"),
+        (float("nan"), ValueError, "softmax_scale=nan"),
+        (-1, ValueError, "softmax_scale=-1"),
+    ],
+)
+def test_softmax_scale(scale: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        attention(Q, K, V, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float64])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_autocast_casts_no_keys_that_are_no_floats(dtype: torch.dtype, name: str) -> None:
+    tensors = {"q": Q, "k": K, "v": V}
+    tensors[name] = tensors[name].to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=str(dtype)):
+        attention(**tensors)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(("backend", "words"), [("typo", "'typo'"), (5, "5"), (["sdpa"], "sdpa")])
+def test_a_backend_that_does_not_exist(backend: object, words: str, empty: bool) -> None:
+    q = Q[:, :0] if empty else Q
+    with pytest.raises((TypeError, ValueError), match=words):
+        attention(q, K, V, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "attention_mask"])
+def test_nested_and_sparse_tensors(name: str) -> None:
+    tensors = {"q": Q, "k": K, "v": V, "attention_mask": torch.zeros(2, 4, 3, 5, dtype=torch.bool)}
+    for layout in (torch.strided, torch.jagged):
+        ragged = torch.nested.nested_tensor([torch.randn(n, 4, 24) for n in (2, 3)], layout=layout)
+        with pytest.raises(TypeError, match=f"{name} is a nested tensor.*thd"):
+            attention(**{**tensors, name: ragged}, attn_mask_type="arbitrary")
+    with pytest.raises(TypeError, match=rf"{name} is of the memory layout torch\.sparse_coo"):
+        attention(**{**tensors, name: tensors[name].to_sparse()}, attn_mask_type="arbitrary")
+
+
+def test_distributed_tensors_name_the_way_out() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        q = distribute_tensor(Q, mesh, [Replicate()])
+        with pytest.raises(TypeError, match=r"q is a DTensor.*local_map.*to_local\(\)"):
+            attention(q, K, V)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_lengths_as_views_of_one_tensor_agree() -> None:
+    both = torch.tensor([[0, 7], [4, 8], [9, 9]], dtype=torch.int32)
+    q = torch.randn(9, 2, 8)
+    tensors = mla_plugin.AttentionTensors(q, q, q, 1.0, both[:, 0], both[:, 0])
+    assert not AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ
+    tensors = mla_plugin.AttentionTensors(q, q, q, 1.0, both[:, 0], both[:, 1])
+    assert AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ
