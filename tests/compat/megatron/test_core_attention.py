@@ -215,7 +215,7 @@ def test_deterministic_mode_is_passed_on(monkeypatch):
     [
         ({"context_parallel_size": 2}, "context_parallel_size=2, accepted is 1; use tensor"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable', accepted is 'vanilla'"),
-        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa'"),
+        ({"experimental_attention_variant": "csa"}, "experimental_attention_variant='csa', accepted is None or 'gated"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
         ({"batch_invariant_mode": True}, "batch_invariant_mode=True"),

@@ -20,7 +20,8 @@ from mla_plugin.compat import megatron as adapter
 from tests.compat.megatron.parts import causal, config, packed_reference, packing, reference, scores
 from tests.house.project import ROOT
 
-pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
+# importing Megatron takes three seconds
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.usefixtures("on_the_cpu")]
 MLACoreAttention, MLA = adapter.MLACoreAttention, multi_latent_attention
 VOCABULARY, LENGTH = 50, 12
 
@@ -33,19 +34,6 @@ class PlainCore(MLACoreAttention):
             return reference(query, key, value, causal(len(query)), self.softmax_scale)
         spans = [(span, span) for span in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())]
         return packed_reference(query, key, value, spans, self.softmax_scale)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Megatron's layers ask CUDA for their device."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-
-
-@pytest.fixture
-def pristine(monkeypatch):
-    """Megatron as imported: what ``register`` changes is put back after the test."""
-    monkeypatch.setattr(MLA.MultiLatentAttention, "__init__", MLA.MultiLatentAttention.__init__)
-    monkeypatch.setattr(MLA, "HAVE_TE", True)
 
 
 def attention(core=MLACoreAttention, **changes):
@@ -237,42 +225,12 @@ def test_registered_v_is_not_padded_for_us_and_still_is_for_others(monkeypatch):
     assert MLA._prepare_mla_core_attention_value(layer, None, None, params) == "zeros appended"
 
 
-@pytest.mark.usefixtures("pristine")
-def test_registered_sparse_layers_keep_their_core_attention(monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        MLA.MultiLatentAttention,
-        "__init__",
-        lambda self, config, submodules, layer_number: given.append(submodules.core_attention),
-    )
-    adapter.register()
-    submodules = adapter.mla_gpt_layer_spec().submodules.self_attention.submodules
-    submodules.core_attention = sparse = ModuleSpec(module=torch.nn.Identity)
-    for variant in ("dsa", None):
-        changed = config()
-        changed.experimental_attention_variant = variant
-        MLA.MultiLatentAttention.__init__(None, config=changed, submodules=submodules, layer_number=1)
-    assert given == [sparse, ModuleSpec(module=MLACoreAttention)]
-    assert submodules.core_attention is sparse
-
-
-def test_an_old_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(adapter.megatron.core, "__version__", "0.15.3")
-    with pytest.raises(ImportError, match=r"megatron-core 0.15.3 is installed, mla_plugin needs >= 0.16"):
-        mla_plugin.register("megatron")
-
-
 def test_every_layer_of_a_block_is_changed():
     mixed = config(num_layers=3, num_moe_experts=4, moe_layer_freq=[0, 1, 1], multi_latent_attention=True)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(mixed, use_transformer_engine=False)
     assert adapter.with_core_attention(block) is block
     cores = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
     assert [spec.module for spec in cores] == [MLACoreAttention] * 3
-
-
-def test_a_spec_without_attention_is_refused():
-    with pytest.raises(ValueError, match=r"ModuleSpec without submodules.self_attention.submodules.core_attention"):
-        adapter.with_core_attention(ModuleSpec(module=torch.nn.Identity))
 
 
 def test_checkpoints_hold_nothing_of_it():
