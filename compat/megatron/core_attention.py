@@ -126,7 +126,8 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
                 ``padding`` and ``arbitrary`` alone, as in TransformerEngine.
             attn_mask_type: default the constructor's. Packed, ``causal`` means causal in each sequence.
             attention_bias: added to the scaled scores, broadcastable to [B, H, S_q, S_kv]; not for packed sequences.
-            packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding are followed.
+            packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding and
+                ``pad_between_seqs`` are followed.
             num_splits: not consulted.
 
         Returns:
@@ -208,7 +209,8 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         sharpened = {**arguments, "softmax_scale": softmax_scale * _SHARPNESS}
         _, lse = self._attend(query, key, value, return_lse=True, **sharpened)
         heads = 0 if arguments["qkv_format"] == "thd" else 1  # [H, T] or [B, H, S]
-        largest = lse.transpose(0, heads).flatten(1).amax(1) / _SHARPNESS
+        rows = lse.transpose(0, heads).flatten(1)
+        largest = rows.amax(1) / _SHARPNESS if rows.shape[1] else rows.new_full((num_heads,), -torch.inf)
         self.current_max_attn_logits = largest if previous is None else torch.maximum(previous, largest)
 
     @contextlib.contextmanager

@@ -119,6 +119,22 @@ def test_lengths_of_keys_default_to_those_of_queries():
     assert_equal(core()(q, k, v, None, packed_seq_params=params), packed_reference(q, k, v, spans), [q, k, v])
 
 
+@pytest.mark.parametrize(
+    ("slots", "said", "asked"),
+    [((5, 3), False, False), ((6, 4), True, True), ((6, 4), None, None), (None, True, None), (None, None, None)],
+)
+def test_what_a_batch_says_about_padding_between_its_sequences(monkeypatch, slots, said, asked):
+    """``pad_between_seqs``, since 0.19: False lets kernels run that take one sequence to end where the next starts."""
+    arguments = []
+    attention = mla_plugin.attention
+    monkeypatch.setattr(mla_plugin, "attention", lambda *qkv, **rest: arguments.append(rest) or attention(*qkv, **rest))
+    q, k, v = tensors(12, batch=())
+    params, spans = packing((5, 3), slots)
+    params.pad_between_seqs = said
+    assert_equal(core()(q, k, v, None, packed_seq_params=params), packed_reference(q, k, v, spans), [q, k, v])
+    assert [rest.get("pad_between_seqs") for rest in arguments] == [asked]
+
+
 def test_packed_v_with_zeros_appended():
     """Out has the true width; the gradient of V is that without zeros, and 0 in the zeros."""
     q, k, v = tensors(12, batch=())
