@@ -51,6 +51,12 @@ def _fills_in(name: str, platform: Platform, environ: Mapping[str, str]) -> bool
     return is_unknown and others and flash_switched_off(name, environ) is None
 
 
+def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
+    """Megatron-Core sets all three switches to 0 for ``attention_backend=local``, in the place of which we attend."""
+    switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)
+
+
 FILL_ORDER = ("fa3", "triton", "fa2")
 """By measured speed, B 1, H 128, S 4096, causal, forward on an H200: 631, 480 and, V padded, 234 TFLOP/s."""
 
@@ -102,7 +108,7 @@ def order(
     fills["triton"] = may_fill and opt_in != "0" and not triton_first
     fallback = FALLBACK in survivors if survivors is not None and strict else True
     if not environment.parse("NVTE_UNFUSED_ATTN", environ):
-        fallback = False
+        fallback = not strict and _is_without_transformer_engine(request, environ)
     fused = [name for name in (builtin if survivors is None else survivors) if name not in (FALLBACK, "triton")]
     others = sorted(priorities, key=lambda name: -priorities[name])
     tried = [

@@ -115,3 +115,23 @@ def test_the_opt_in_holds_for_plain_mla() -> None:
     assert triton_opt_in_obstacles(mla_request(), CPU) == ["compute capability None < (8, 0)"]
     interpreter = replace(CPU, tools=frozenset({"triton-interpreter"}))
     assert triton_opt_in_obstacles(mla_request(), interpreter) == []
+
+
+LOCAL = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+"""What Megatron-Core sets for ``attention_backend=local``: no TransformerEngine, its own attention instead."""
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "names"),
+    [
+        ("megatron", LOCAL, ["triton", "sdpa"]),
+        ("megatron", {**LOCAL, "NVTE_MLA_TRITON": "0"}, ["sdpa"]),
+        ("megatron", {**LOCAL, "MLA_PLUGIN_STRICT_TE": "1"}, []),
+        ("megatron", {**LOCAL, "NVTE_FUSED_ATTN": "1"}, ["triton"]),
+        ("megatron", {**LOCAL, "NVTE_FLASH_ATTN": "1"}, ["triton", "fa2"]),
+        ("direct", LOCAL, ["triton"]),
+        ("transformer_engine", LOCAL, []),
+    ],
+)
+def test_megatrons_local_attention_is_the_fallback_too(host: str, environ: dict[str, str], names: list[str]) -> None:
+    assert tried(mla_request(host=host), environ, ()) == names

@@ -119,6 +119,22 @@ def test_lengths_of_keys_default_to_those_of_queries():
     assert_equal(core()(q, k, v, None, packed_seq_params=params), packed_reference(q, k, v, spans), [q, k, v])
 
 
+@pytest.mark.parametrize(
+    ("slots", "said", "asked"),
+    [((5, 3), False, False), ((6, 4), True, True), ((6, 4), None, None), (None, True, None), (None, None, None)],
+)
+def test_what_a_batch_says_about_padding_between_its_sequences(monkeypatch, slots, said, asked):
+    """``pad_between_seqs``, since 0.19: False lets kernels run that take one sequence to end where the next starts."""
+    arguments = []
+    attention = mla_plugin.attention
+    monkeypatch.setattr(mla_plugin, "attention", lambda *qkv, **rest: arguments.append(rest) or attention(*qkv, **rest))
+    q, k, v = tensors(12, batch=())
+    params, spans = packing((5, 3), slots)
+    params.pad_between_seqs = said
+    assert_equal(core()(q, k, v, None, packed_seq_params=params), packed_reference(q, k, v, spans), [q, k, v])
+    assert [rest.get("pad_between_seqs") for rest in arguments] == [asked]
+
+
 def test_packed_v_with_zeros_appended():
     """Out has the true width; the gradient of V is that without zeros, and 0 in the zeros."""
     q, k, v = tensors(12, batch=())
@@ -215,7 +231,7 @@ def test_deterministic_mode_is_passed_on(monkeypatch):
     [
         ({"context_parallel_size": 2}, "context_parallel_size=2, accepted is 1; use tensor"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable', accepted is 'vanilla'"),
-        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa'"),
+        ({"experimental_attention_variant": "csa"}, "experimental_attention_variant='csa', accepted is None or 'gated"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
         ({"batch_invariant_mode": True}, "batch_invariant_mode=True"),

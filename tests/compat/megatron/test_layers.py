@@ -20,7 +20,8 @@ from mla_plugin.compat import megatron as adapter
 from tests.compat.megatron.parts import causal, config, packed_reference, packing, reference, scores
 from tests.house.project import ROOT
 
-pytestmark = pytest.mark.xdist_group("megatron")  # importing it takes three seconds
+# importing Megatron takes three seconds
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.usefixtures("on_the_cpu")]
 MLACoreAttention, MLA = adapter.MLACoreAttention, multi_latent_attention
 VOCABULARY, LENGTH = 50, 12
 
@@ -33,19 +34,6 @@ class PlainCore(MLACoreAttention):
             return reference(query, key, value, causal(len(query)), self.softmax_scale)
         spans = [(span, span) for span in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())]
         return packed_reference(query, key, value, spans, self.softmax_scale)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Megatron's layers ask CUDA for their device."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-
-
-@pytest.fixture
-def pristine(monkeypatch):
-    """Megatron as imported: what ``register`` changes is put back after the test."""
-    monkeypatch.setattr(MLA.MultiLatentAttention, "__init__", MLA.MultiLatentAttention.__init__)
-    monkeypatch.setattr(MLA, "HAVE_TE", True)
 
 
 def attention(core=MLACoreAttention, **changes):
@@ -180,10 +168,10 @@ def test_qk_clip_brings_every_head_under_the_threshold(threshold):
     torch.testing.assert_close(largest(), before.clamp(max=threshold), rtol=1e-4, atol=1e-5)
 
 
-def gpt(spec, **changes) -> GPTModel:
+def gpt(spec, mtp_block_spec=None, **changes) -> GPTModel:
     torch.manual_seed(0)
     options = {"vocab_size": VOCABULARY, "max_sequence_length": LENGTH, "position_embedding_type": "rope"}
-    return GPTModel(config(**changes), spec, **options)
+    return GPTModel(config(**changes), spec, mtp_block_spec=mtp_block_spec, **options)
 
 
 def loss_of(model: GPTModel) -> torch.Tensor:
@@ -201,6 +189,64 @@ def plain_loss(**changes) -> torch.Tensor:
 
 def test_a_gpt_of_our_layer_spec():
     torch.testing.assert_close(loss_of(gpt(adapter.mla_gpt_layer_spec())), plain_loss(), rtol=1e-9, atol=0)
+
+
+def test_a_gpt_that_predicts_several_tokens():
+    """The block for the tokens after the next takes over the decoder's layer."""
+    losses = []
+    for core in (MLACoreAttention, PlainCore):
+        layer = adapter.mla_gpt_layer_spec()
+        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=core)
+        options = config(mtp_num_layers=1)
+        block = gpt_layer_specs.get_gpt_mtp_block_spec(options, layer, use_transformer_engine=False)
+        model = gpt(layer, mtp_num_layers=1, mtp_block_spec=block)
+        assert [type(module) for module in model.modules() if isinstance(module, MLACoreAttention)] == [core] * 3
+        loss = loss_of(model)
+        losses.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for ours, plain in zip(*losses, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-8, atol=1e-10)
+
+
+def test_recomputing_whole_layers(monkeypatch):
+    monkeypatch.setattr(megatron_random, "_get_cuda_rng_state", lambda **_: None)
+    monkeypatch.setattr(megatron_random, "_set_cuda_rng_state", lambda *_, **__: None)
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    gradients = []
+    for changes in ({}, whole):
+        model = gpt(adapter.mla_gpt_layer_spec(), attention_dropout=0.2, **changes)
+        torch.manual_seed(7)
+        loss = loss_of(model)
+        torch.manual_seed(8)
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, plain, rtol=1e-9, atol=1e-11)
+
+
+class LowCore(MLACoreAttention):
+    """The yardstick of a low precision: the formula in the tensors' own dtype."""
+
+    def forward(self, query, key, value, *mask, **rest):
+        s = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.softmax_scale
+        weights = s.masked_fill(~causal(len(query)), -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_mla_layer_in_low_precision(dtype):
+    """Output and gradient of the input: at most twice the error of the formula in that dtype."""
+    x = hidden_states().detach().to(dtype)
+    ours, low = (attention(core, params_dtype=dtype) for core in (MLACoreAttention, LowCore))
+    exact = attention(PlainCore, params_dtype=dtype).double()
+    dout = torch.randn_like(x)
+    found = []
+    for module, inputs in ((ours, x), (low, x), (exact, x.double())):
+        leaf = inputs.clone().requires_grad_()
+        out = module(leaf, None)[0]
+        found.append([out, *torch.autograd.grad(out, leaf, dout.to(out.dtype))])
+    for mine, yardstick, true in zip(*found, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - true).norm() <= 2 * (yardstick.double() - true).norm() + 1e-7 * true.norm()
 
 
 @pytest.mark.usefixtures("pristine")
@@ -237,42 +283,12 @@ def test_registered_v_is_not_padded_for_us_and_still_is_for_others(monkeypatch):
     assert MLA._prepare_mla_core_attention_value(layer, None, None, params) == "zeros appended"
 
 
-@pytest.mark.usefixtures("pristine")
-def test_registered_sparse_layers_keep_their_core_attention(monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        MLA.MultiLatentAttention,
-        "__init__",
-        lambda self, config, submodules, layer_number: given.append(submodules.core_attention),
-    )
-    adapter.register()
-    submodules = adapter.mla_gpt_layer_spec().submodules.self_attention.submodules
-    submodules.core_attention = sparse = ModuleSpec(module=torch.nn.Identity)
-    for variant in ("dsa", None):
-        changed = config()
-        changed.experimental_attention_variant = variant
-        MLA.MultiLatentAttention.__init__(None, config=changed, submodules=submodules, layer_number=1)
-    assert given == [sparse, ModuleSpec(module=MLACoreAttention)]
-    assert submodules.core_attention is sparse
-
-
-def test_an_old_megatron_is_refused(monkeypatch):
-    monkeypatch.setattr(adapter.megatron.core, "__version__", "0.15.3")
-    with pytest.raises(ImportError, match=r"megatron-core 0.15.3 is installed, mla_plugin needs >= 0.16"):
-        mla_plugin.register("megatron")
-
-
 def test_every_layer_of_a_block_is_changed():
     mixed = config(num_layers=3, num_moe_experts=4, moe_layer_freq=[0, 1, 1], multi_latent_attention=True)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(mixed, use_transformer_engine=False)
     assert adapter.with_core_attention(block) is block
     cores = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
     assert [spec.module for spec in cores] == [MLACoreAttention] * 3
-
-
-def test_a_spec_without_attention_is_refused():
-    with pytest.raises(ValueError, match=r"ModuleSpec without submodules.self_attention.submodules.core_attention"):
-        adapter.with_core_attention(ModuleSpec(module=torch.nn.Identity))
 
 
 def test_checkpoints_hold_nothing_of_it():

@@ -134,3 +134,15 @@ def test_v_does_not_matter():
     module = core(qk_clip=True)
     module(q, k, torch.full((7, 2, H, D_V), 1e300, dtype=torch.float64), None)
     assert_max(module.current_max_attn_logits, largest(q, k, causal(7)))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_batch_without_tokens_records_nothing_large(is_packed):
+    """Not None: Megatron reduces over the data-parallel ranks, and all of them must take part."""
+    module = core(qk_clip=True)
+    q, k, v = tensors(0, batch=() if is_packed else (2,))
+    module(q, k, v, None, packed_seq_params=packing((0, 0))[0] if is_packed else None)
+    assert torch.equal(module.current_max_attn_logits, torch.full((H,), -torch.inf, dtype=torch.float64))
+    q, k, v = tensors(5)
+    module(q, k, v, None)
+    assert_max(module.current_max_attn_logits, largest(q, k, causal(5)))

@@ -1,61 +1,33 @@
-"""Megatron-Core: the core attention of its layers, for Multi-head Latent Attention with and without TransformerEngine.
-
-Three ways to it, from the most explicit to the least:
-
-- ``MLACoreAttention`` is a ``core_attention`` for a layer spec: ``with_core_attention(spec)`` puts it there;
-- ``mla_gpt_layer_spec()`` is Megatron's own local spec of an MLA GPT layer with it, which needs no TransformerEngine;
-- ``register()`` puts it into every MLA layer that is built afterwards, whatever spec the program takes.
-
-What differs between the supported versions of Megatron-Core:
-
-=====================  ==========================  ====================================================================
-                       0.16                        main, since 13 April 2026 (Megatron-LM PR #3003)
-=====================  ==========================  ====================================================================
-V of a packed batch    [T, H, v_head_dim]          zeros appended up to q's width; the output is trimmed afterwards
-=====================  ==========================  ====================================================================
-
-With DeepSeek-V3's head dimensions the zeros are a sixth more products, for nothing (Megatron-LM issue #6240). The
-module was told its true width when it was built: it leaves the zeros out and returns the true width, which Megatron's
-trim takes as it is. After ``register()`` they are not appended at all.
-
-Sources: ``TEDotProductAttention`` and ``DotProductAttention`` of Megatron-Core, whose constructor and call these are.
-"""
+"""The core attention of a layer: Megatron's constructor and call, attention through ``mla_plugin.attention``."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from packaging.version import Version
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 import mla_plugin
 
-try:
-    import megatron.core
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.utils import is_layer_window_attention
-except ImportError as error:
-    raise ImportError(
-        'mla_plugin.compat.megatron needs megatron-core >= 0.16: pip install "mla-plugin[megatron]"'
-    ) from error
-
-MINIMUM_VERSION = "0.16"
+_VARIANTS = (None, "gated_delta_net", *(["dsa"] if hasattr(DSAttention, "requires_dsa_inputs") else []))
+"""Up to 0.18 a configuration with DSA hands the inputs of sparse attention to every layer; since, the spec decides."""
 
 _COMPUTES: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_size": ((1,), "use tensor, pipeline or data parallelism, or TEDotProductAttention"),
     "softmax_type": (("vanilla",), "use TEDotProductAttention"),
-    "experimental_attention_variant": ((None, "gated_delta_net"), "sparse layers need their own core attention"),
+    "experimental_attention_variant": (
+        _VARIANTS,
+        "sparse layers need their own core attention; dense layers beside DSA need megatron-core >= 0.19",
+    ),
     "fp8_dot_product_attention": ((False,), "set it to False: the linear layers may still use fp8"),
     "fp8_multi_head_attention": ((False,), "set it to False: the linear layers may still use fp8"),
     "batch_invariant_mode": ((False,), "use TEDotProductAttention"),
@@ -66,8 +38,6 @@ _MASKS_WITHOUT_TENSOR = ("causal", "causal_bottom_right", "no_mask")
 
 _SHARPNESS = 2.0**20
 """Factor on the scores under which their log-sum-exp over n keys is their maximum, to log(n) / 2**20."""
-
-Spec = TypeVar("Spec")
 
 
 class MLACoreAttention(MegatronModule):  # type: ignore[misc]
@@ -156,7 +126,8 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
                 ``padding`` and ``arbitrary`` alone, as in TransformerEngine.
             attn_mask_type: default the constructor's. Packed, ``causal`` means causal in each sequence.
             attention_bias: added to the scaled scores, broadcastable to [B, H, S_q, S_kv]; not for packed sequences.
-            packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding are followed.
+            packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding and
+                ``pad_between_seqs`` are followed.
             num_splits: not consulted.
 
         Returns:
@@ -180,11 +151,26 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             arguments |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": attention_bias}
         dropout_p = self.attention_dropout if self.training else 0.0
         with self._dropout_of_this_rank() if dropout_p else contextlib.nullcontext():
-            out = mla_plugin.attention(
+            out = self._attend(
                 query, key, native, dropout_p=dropout_p, deterministic=self.config.deterministic_mode, **arguments
             )
         out = cast(torch.Tensor, out)
         return out if native is not value else out.flatten(-2)
+
+    def _attend(self, *qkv: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``mla_plugin.attention``, whose error also names the option through which Megatron set the variables."""
+        try:
+            return mla_plugin.attention(*qkv, **arguments)
+        except mla_plugin.NoBackendError as error:
+            chosen = self.config.attention_backend
+            is_switched = any("NVTE_" in reason for entry in error.trace for reason in entry.reasons)
+            if chosen is AttnBackend.auto or not is_switched:
+                raise
+            advice = (
+                f"config.attention_backend is {chosen}, and Megatron-Core sets NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and "
+                "NVTE_UNFUSED_ATTN accordingly; AttnBackend.auto (--attention-backend auto) lets every backend run"
+            )
+            raise mla_plugin.NoBackendError(f"{error}\n{advice}", error.trace) from None
 
     def _native_width(self, value: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
         """v without the zeros that Megatron appended to a packed v, a view; v itself where there are none."""
@@ -221,9 +207,10 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             )
         softmax_scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         sharpened = {**arguments, "softmax_scale": softmax_scale * _SHARPNESS}
-        _, lse = mla_plugin.attention(query, key, value, return_lse=True, **sharpened)
+        _, lse = self._attend(query, key, value, return_lse=True, **sharpened)
         heads = 0 if arguments["qkv_format"] == "thd" else 1  # [H, T] or [B, H, S]
-        largest = lse.transpose(0, heads).flatten(1).amax(1) / _SHARPNESS
+        rows = lse.transpose(0, heads).flatten(1)
+        largest = rows.amax(1) / _SHARPNESS if rows.shape[1] else rows.new_full((num_heads,), -torch.inf)
         self.current_max_attn_logits = largest if previous is None else torch.maximum(previous, largest)
 
     @contextlib.contextmanager
@@ -262,6 +249,8 @@ def _packed(params: PackedSeqParams) -> dict[str, Any]:
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         longest = getattr(params, name)
         arguments[name] = None if longest is None else int(longest)
+    if params.cu_seqlens_q_padded is not None:
+        arguments["pad_between_seqs"] = getattr(params, "pad_between_seqs", None)
     return arguments
 
 
@@ -275,89 +264,3 @@ def _masked(mask_type: str, attention_mask: torch.Tensor | None, *, is_packed: b
     if attention_mask is None:
         raise ValueError(f"attn_mask_type={mask_type} needs attention_mask, bool, True = masked out")
     return {"attn_mask_type": "arbitrary", "attention_mask": attention_mask}
-
-
-def with_core_attention(spec: Spec) -> Spec:
-    """Put ``MLACoreAttention`` into a layer's spec, or into every layer of a block's.
-
-    Args:
-        spec: Megatron's ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
-
-    Returns:
-        The same spec, changed.
-
-    Raises:
-        ValueError: no self-attention with a core attention is found in it.
-    """
-    layers = getattr(spec, "layer_specs", None) or [spec]
-    for layer in layers:
-        attention: Any = getattr(getattr(layer, "submodules", None), "self_attention", None)
-        if not hasattr(getattr(attention, "submodules", None), "core_attention"):
-            raise ValueError(
-                f"{type(layer).__name__} without submodules.self_attention.submodules.core_attention; accepted is the "
-                "ModuleSpec of a transformer layer, or TransformerBlockSubmodules with such layers"
-            )
-        attention.submodules.core_attention = ModuleSpec(module=MLACoreAttention)
-    return spec
-
-
-def mla_gpt_layer_spec(**options: Any) -> ModuleSpec:
-    """The spec of a GPT layer with MLA out of Megatron's own modules, no TransformerEngine needed.
-
-    Args:
-        **options: those of Megatron's ``get_gpt_layer_local_spec``, such as ``num_experts``, ``moe_grouped_gemm``,
-            ``qk_layernorm`` and ``normalization``.
-
-    Returns:
-        A new ``ModuleSpec``.
-    """
-    _mend_te_probe()
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True, **options)
-    return with_core_attention(spec)
-
-
-def register() -> None:
-    """Give ``MLACoreAttention`` to every MLA layer built from now on; calling it again changes nothing.
-
-    Sparse (DSA) layers keep their own core attention. Megatron then also stops appending zeros to V.
-
-    Raises:
-        ImportError: megatron-core is older than 0.16.
-    """
-    if Version(megatron.core.__version__) < Version(MINIMUM_VERSION):
-        raise ImportError(
-            f"megatron-core {megatron.core.__version__} is installed, mla_plugin needs >= {MINIMUM_VERSION}: "
-            "pip install --upgrade megatron-core"
-        )
-    _mend_te_probe()
-    layer = multi_latent_attention.MultiLatentAttention
-    if layer.__init__.__module__ == __name__:
-        return
-    original_init = layer.__init__
-
-    def init(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, "experimental_attention_variant", None) != "dsa":
-            submodules = dataclasses.replace(submodules, core_attention=ModuleSpec(module=MLACoreAttention))
-        original_init(self, config, submodules, *args, **kwargs)
-
-    layer.__init__ = init
-    original_prepare = getattr(multi_latent_attention, "_prepare_mla_core_attention_value", None)
-    if original_prepare is None:
-        return
-
-    def prepare(layer: Any, query: torch.Tensor, value: torch.Tensor, packed_seq_params: Any) -> Any:
-        # Zeros are appended for packed sequences only; without their parameters V stays as it is.
-        is_ours = isinstance(layer.core_attention, MLACoreAttention)
-        return original_prepare(layer, query, value, None if is_ours else packed_seq_params)
-
-    multi_latent_attention._prepare_mla_core_attention_value = prepare
-
-
-def _mend_te_probe() -> None:
-    """Say that TransformerEngine is missing where it is.
-
-    Megatron's MLA takes the import of its own stand-ins for TransformerEngine's, and then fails in
-    ``isinstance(layer, <stand-in>)``.
-    """
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.HAVE_TE = False
