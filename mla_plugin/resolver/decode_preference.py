@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from mla_plugin import environment
 from mla_plugin.decode_types import DecodeRequest
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
+from mla_plugin.resolver.preference import by_priority
 from mla_plugin.types import Platform
 
 FALLBACK = "sdpa"
@@ -53,7 +54,7 @@ def order(
         priorities: the priority that each backend of another package asked for.
         builtin: names of the built-in backends.
     """
-    others = sorted(priorities, key=lambda name: -priorities[name])
+    others = by_priority(priorities)
     fused = measured_order(request, platform) if platform.device_type == "cuda" else ()
     return [
         *(name for name in others if priorities[name] > 0),
