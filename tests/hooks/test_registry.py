@@ -13,6 +13,7 @@ import pytest
 
 from mla_plugin import Accepted, hookimpl
 from mla_plugin.hooks.manager import BackendManager
+from tests.hooks.notes import notes
 
 
 class Constant:
@@ -223,7 +224,7 @@ def test_a_wrapper_may_rescue_or_raise(manager: BackendManager) -> None:
     manager.register(Raises(), "raises")
     with pytest.raises(OSError, match="disk full") as caught:
         run(manager, "one")
-    assert "'rescues', 'raises'" in caught.value.__notes__[0]
+    assert "'rescues', 'raises'" in notes(caught.value)[0]
     manager.unregister("raises")
     assert run(manager, "one") == "rescued"
 
