@@ -6,12 +6,10 @@ import importlib
 import importlib.metadata
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import pluggy
-
-from mla_plugin.hooks import PROJECT_NAME, spec
+from mla_plugin import environment
+from mla_plugin.hooks.registry import Caller, Registry
 
 ENTRY_POINT_GROUP = "mla_plugin"
 BUILTIN_BACKENDS: dict[str, str] = {
@@ -27,114 +25,197 @@ BUILTIN_BACKENDS: dict[str, str] = {
 logger = logging.getLogger("mla_plugin")
 
 
+def describe_error(error: BaseException) -> str:
+    """The error's type and message, even where turning it into text raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose message cannot be read"
+
+
 class BackendManager:
     """Holds the registered backends and hands out hook callers that reach one backend and every hook wrapper.
 
-    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend. Any other plugin, such as a
-    timer made of hook wrappers, takes part in every call.
+    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend; wrappers that it has besides
+    run around its own calls. Any other plugin, such as a timer made of hook wrappers, takes part in every call.
+
+    Registering is all or nothing, and every method may be called from any thread and from within a hook: a call that
+    has begun ends with the plugins that it began with.
+
+    The module of an entry point that MLA_PLUGIN_BLOCK names is not imported; once the variable no longer names it, the
+    next selection imports it.
 
     Args:
         builtins: backend name to module, in order; an empty mapping gives a manager to fill by ``register``.
         load_entry_points: register the backends of other installed packages too.
+
+    Attributes:
+        generation: grows whenever a plugin comes or goes.
+        broken: names of entry points with which something is wrong, and what.
+        origins: name of an entry point to the name of its distribution, where that is known.
     """
 
     def __init__(self, *, builtins: Mapping[str, str] = BUILTIN_BACKENDS, load_entry_points: bool = True) -> None:
-        self._pm = pluggy.PluginManager(PROJECT_NAME)
-        self._pm.add_hookspecs(spec)
         self._builtins = dict(builtins)
-        self._callers: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        self._registry = Registry()
+        self._callers: Mapping[tuple[str, str], Caller] = {}
+        self._waiting: dict[str, importlib.metadata.EntryPoint] = {}
         self.generation = 0
         self.broken: dict[str, str] = {}
+        self.origins: dict[str, str] = {}
         for name, module in self._builtins.items():
             self.register(importlib.import_module(module), name)
         if load_entry_points:
-            self._load_entry_points()
+            self._find_entry_points()
+            self.load(environment.names("MLA_PLUGIN_BLOCK", dict(environment.gates())))
 
-    def _load_entry_points(self) -> None:
-        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            if self._pm.has_plugin(entry_point.name):
-                if entry_point.name in self._builtins:
-                    self._report(entry_point.name, "its name is that of a built-in backend; choose another name")
+    def _find_entry_points(self) -> None:
+        """Those of other packages, by name and distribution: the order of a folder's files is nobody's choice."""
+        try:
+            found = [
+                (entry_point.name, _distribution(entry_point) or "", entry_point)
+                for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+            ]
+        except Exception as error:  # one unreadable entry_points.txt must not take the host down
+            self._report("(entry points)", f"no package's entry points can be read: {describe_error(error)}")
+            return
+        for name, distribution, entry_point in sorted(found, key=lambda item: item[:2]):
+            if distribution:
+                self.origins.setdefault(name, distribution)
+            if name in self._builtins:
+                self._report(name, "its name is that of a built-in backend; choose another name")
+            elif name in self._waiting:
+                other = distribution or "another package"
+                self._report(
+                    name, f"{other} has an entry point of this name too, which is left out; uninstall one of them"
+                )
+            else:
+                self._waiting[name] = entry_point
+
+    def load(self, blocked: frozenset[str]) -> None:
+        """Import and register the entry points that are still waiting, other than the blocked ones.
+
+        No lock is held meanwhile: a module that computes attention when it is imported, in whatever thread, goes on
+        without the backend.
+        """
+        for name in tuple(self._waiting):
+            entry_point = None if name in blocked else self._waiting.pop(name, None)
+            if entry_point is None:  # blocked, or another thread imports it
                 continue
             try:
-                self.register(entry_point.load(), entry_point.name)
-            except (Exception, SystemExit) as error:  # a broken package must not take the host down
-                self._report(entry_point.name, f"{type(error).__name__}: {error}")
+                self.register(entry_point.load(), name)
+            except KeyboardInterrupt:
+                self._waiting[name] = entry_point
+                raise
+            except BaseException as error:  # SystemExit too: a broken package must not take the host down
+                self._report(name, describe_error(error))
 
     def _report(self, name: str, reason: str) -> None:
-        self.broken[name] = reason
-        logger.warning("the backend %r is left out: %s", name, reason)
+        self.broken[name] = f"{self.broken[name]}; {reason}" if name in self.broken else reason
+        origin = self.origins.get(name, "an unknown package")
+        logger.warning("broken backend %r, from %s: %s", name, origin, reason)
 
     def register(self, plugin: object, name: str) -> None:
-        """Register a backend, or a plugin of hook wrappers, under a name.
+        """Register a backend, or a plugin of hook wrappers, under a name; after an error nothing has changed.
 
         Raises:
-            ValueError: the name is taken.
+            TypeError: the name is not a text.
+            ValueError: the name is taken, or is none that MLA_PLUGIN_BLOCK could hold; the plugin has a name already.
             pluggy.PluginValidationError: a hook implementation does not fit its specification, is marked under a name
-                that is no hook, or would answer for other backends, because ``select_backend`` is missing.
+                that is no hook, or lacks its marker; the plugin implements no hook, or computes without
+                ``select_backend``.
         """
-        if self._pm.has_plugin(name):
-            raise ValueError(
-                f"a backend named {name!r} is registered already; unregister it first or choose another name"
-            )
-        try:
-            self._pm.register(plugin, name=name)
-            self._pm.check_pending()
-            self._check_is_backend_or_wrappers(plugin, name)
-        except pluggy.PluginValidationError:
-            if self._pm.has_plugin(name):  # what fitted is in place already, and would be called
-                self._pm.unregister(name=name)
-            raise
-        self._invalidate()
-
-    def _check_is_backend_or_wrappers(self, plugin: object, name: str) -> None:
-        own = [
-            (caller.name, implementation)
-            for caller in self._pm.get_hookcallers(plugin) or ()
-            for implementation in caller.get_hookimpls()
-            if implementation.plugin is plugin
-        ]
-        computes = {hook for hook, implementation in own if not (implementation.wrapper or implementation.hookwrapper)}
-        if computes and "select_backend" not in computes:
-            raise pluggy.PluginValidationError(
-                plugin,
-                f"the plugin {name!r} implements {' and '.join(sorted(computes))} without select_backend, and would "
-                "compute what other backends are asked for; add select_backend, or make it a wrapper",
-            )
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r}; a backend's name is a text")
+        if not name.isprintable() or not name.strip() or name != name.strip() or "," in name:
+            raise ValueError(f"name={name!r}; a printable text without commas and outer blanks is needed")
+        while True:
+            before = self._registry
+            if name in before.plugins:
+                raise ValueError(
+                    f"a backend named {name!r} is registered already; unregister it first or choose another name"
+                )
+            for other, registered in before.plugins.items():
+                if registered is plugin:
+                    raise ValueError(f"{name!r}: the same plugin is registered already, under the name {other!r}")
+            if self._publish(before, before.added(plugin, name)):
+                return
 
     def unregister(self, name: str) -> None:
         """Remove a plugin; unknown names raise ValueError."""
-        if not self._pm.has_plugin(name):
-            raise ValueError(f"no backend named {name!r} is registered; registered: {', '.join(self.backends())}")
-        self._pm.unregister(name=name)
-        self._invalidate()
+        while True:
+            before = self._registry
+            if name not in before.plugins:
+                raise ValueError(self.why_not_registered(name))
+            if self._publish(before, before.removed(name)):
+                return
 
-    def _invalidate(self) -> None:
-        self._callers.clear()
-        self.generation += 1
+    def _publish(self, before: Registry, after: Registry) -> bool:
+        """Put the new registry in the old one's place, unless another thread has done so meanwhile.
+
+        Plugins' code runs while a registry is made, so it is made outside the lock. The generation grows last: a
+        decision under the new one never rests on the old callers.
+        """
+        with self._lock:
+            if self._registry is not before:
+                return False
+            self._registry, self._callers = after, after.callers
+            self.generation += 1
+            return True
 
     def backends(self) -> tuple[str, ...]:
         """Names of the backends: built-ins in table order, then the others in order of registration."""
-        implementations = self._pm.hook.select_backend.get_hookimpls()
-        names = [impl.plugin_name for impl in implementations if not (impl.wrapper or impl.hookwrapper)]
-        builtin = [name for name in self._builtins if name in names]
-        return (*builtin, *(name for name in names if name not in self._builtins))
+        registry = self._registry
+        builtin = [name for name in self._builtins if name in registry.backends]
+        return (*builtin, *(name for name in registry.plugins if name in registry.backends and name not in builtin))
 
-    def caller(self, hook: str, backend: str) -> Callable[..., Any]:
-        """The hook's caller that reaches ``backend`` and every wrapper, cached until a plugin comes or goes.
+    def wrappers(self) -> tuple[str, ...]:
+        """Names of the plugins made of hook wrappers, in order of registration."""
+        return self._registry.wrappers
+
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the entry points that are not imported, because MLA_PLUGIN_BLOCK named them."""
+        return tuple(self._waiting)
+
+    def known_names(self) -> frozenset[str]:
+        """Every name that a plugin has: registered, waiting or broken."""
+        return frozenset((*self._registry.plugins, *self.waiting(), *tuple(self.broken)))
+
+    def why_not_registered(self, name: object) -> str:
+        """An error's text for a name under which no backend is registered."""
+        why = ""
+        if isinstance(name, str) and name in self.broken:
+            why = f", {self.origins.get(name, 'its package')} is broken: {self.broken[name]}"
+        elif isinstance(name, str) and name in self._waiting:
+            why = ", MLA_PLUGIN_BLOCK named it, so it was not imported"
+        elif isinstance(name, str) and name in self._registry.plugins:
+            why = ", it is a plugin of hook wrappers"
+        return f"no backend named {name!r} is registered{why}; registered: {', '.join(self.backends())}"
+
+    def caller(self, hook: str, backend: str) -> Caller:
+        """The hook's caller that reaches ``backend`` and every wrapper.
+
+        An error out of it keeps its type and names the backend in a note (its cause, on Python 3.10).
 
         Raises:
             ValueError: no such backend.
         """
-        key = (hook, backend)
-        caller = self._callers.get(key)
+        caller = self._callers.get((hook, backend))
         if caller is None:
-            if backend not in self.backends():
-                raise ValueError(f"no backend named {backend!r}; registered: {', '.join(self.backends())}")
-            others = [self._pm.get_plugin(name) for name in self.backends() if name != backend]
-            caller = self._pm.subset_hook_caller(hook, remove_plugins=others)
-            self._callers[key] = caller
+            raise ValueError(self.why_not_registered(backend))
         return caller
+
+    def callers(self, hook: str) -> dict[str, Caller]:
+        """Every backend's caller of the hook, all of one moment, in the order of ``backends``."""
+        callers = self._callers
+        found = {backend: caller for (name, backend), caller in callers.items() if name == hook}
+        return {name: found[name] for name in (*(n for n in self._builtins if n in found), *found)}
+
+
+def _distribution(entry_point: importlib.metadata.EntryPoint) -> str | None:
+    distribution = getattr(entry_point, "dist", None)
+    return None if distribution is None else distribution.name
 
 
 _manager: BackendManager | None = None

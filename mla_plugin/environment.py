@@ -264,13 +264,16 @@ def gates() -> Gates:
     """Snapshot of the variables that a selection depends on.
 
     It runs at every call. Asking ``os.environ`` for a missing name raises and catches a KeyError inside (7.8 us for the
-    whole table), so the names are looked up in the dictionary behind it where there is one (0.9 us).
+    whole table), so the names are looked up in the dictionary behind it where there is one (0.5 us).
     """
     environ = os.environ
     data = getattr(environ, "_data", None)
     if data is None:
-        return tuple([(name, environ[name]) for name in _GATES if name in environ])
-    return tuple([(name, environ[name]) for key, name in _encoded_gates() if key in data])
+        return tuple([(name, text) for name in _GATES if (text := environ.get(name)) is not None])
+    try:
+        return tuple([(name, environ.decodevalue(data[key])) for key, name in _encoded_gates() if key in data])
+    except KeyError:  # another thread removed one after it was found
+        return gates()
 
 
 @functools.cache
@@ -285,12 +288,13 @@ def read(name: str) -> Value:
 
 def assignments() -> dict[str, str]:
     """Raw texts of the process's variables whose names begin as ours and TransformerEngine's do, misspelt ones too."""
-    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(("MLA_PLUGIN_", "NVTE_"))}
+    names = sorted(name for name in os.environ if name.startswith(("MLA_PLUGIN_", "NVTE_")))
+    return {name: text for name in names if (text := os.environ.get(name)) is not None}
 
 
 def cuda_homes() -> tuple[str, ...]:
     """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
-    named = tuple(os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name))
+    named = tuple(text for name in ("CUDA_HOME", "CUDA_PATH") if (text := os.environ.get(name)))
     return named[:1] or ("/usr/local/cuda",)
 
 

@@ -1,4 +1,6 @@
 import os
+import sys
+import threading
 
 import pytest
 
@@ -104,3 +106,61 @@ def test_the_markdown_table_has_a_row_for_each_variable() -> None:
     lines = environment.markdown_table().splitlines()
     assert len(lines) == 2 + len(environment.VARIABLES)
     assert all(line.count("|") == 6 for line in lines)
+
+
+@pytest.mark.parametrize("snapshot", [environment.gates, environment.assignments, environment.cuda_homes])
+def test_a_variable_may_go_while_the_environment_is_read(snapshot: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread removes it between two look-ups: a switch of threads at the worst moment, at every one of them."""
+    names = ("NVTE_FLASH_ATTN", "MLA_PLUGIN_BLOCK", "CUDA_HOME")
+
+    class Vanishing(dict):
+        """Each variable that is found, or listed, is gone at the next look."""
+
+        def _found(self, key: object, found: object) -> object:
+            if key in map(os.environ.encodekey, names):
+                self.pop(key, None)
+            return found
+
+        def __contains__(self, key: object) -> bool:
+            return self._found(key, super().__contains__(key))
+
+        def __getitem__(self, key: object) -> object:
+            return self._found(key, super().__getitem__(key))
+
+        def __iter__(self) -> object:
+            keys = list(super().__iter__())
+            self.clear()
+            return iter(keys)
+
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    before = dict(os.environ._data)
+    monkeypatch.setattr(os.environ, "_data", Vanishing(before))
+    found = snapshot()
+    monkeypatch.setattr(os.environ, "_data", before)
+    assert not set(names) & set(dict(found) if snapshot is not environment.cuda_homes else ())
+
+
+def test_gates_while_other_threads_set_and_remove() -> None:
+    stop, errors, seen = threading.Event(), [], set()
+
+    def change() -> None:
+        while not stop.is_set():
+            os.environ["NVTE_FLASH_ATTN"] = "0"
+            del os.environ["NVTE_FLASH_ATTN"]
+
+    thread = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(20000):
+            seen.add(environment.gates())
+    except KeyError as error:
+        errors.append(error)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert seen <= {(), (("NVTE_FLASH_ATTN", "0"),)}

@@ -101,8 +101,15 @@ def test_without_the_package_the_fallback_runs() -> None:
 
 def test_a_blocked_backend_is_not_used(site: Path) -> None:
     answer = ask(ATTEND, site, MLA_PLUGIN_BLOCK="blockwise")
-    assert "blockwise" in answer["backends"]
+    assert "blockwise" not in answer["backends"]
     assert answer["calls"] == ["sdpa"] * 4
+
+
+def test_a_blocked_package_is_not_imported(tmp_path: Path, site: Path) -> None:
+    answer = ask(ATTEND, broken_package(tmp_path, "raise RuntimeError('imported')"), site, MLA_PLUGIN_BLOCK="shaky")
+    assert answer["calls"] == ["blockwise", "blockwise", "sdpa", "sdpa"]
+    assert answer["broken"] == {}
+    assert "shaky" not in answer["stderr"]
 
 
 def test_a_named_backend_is_used(site: Path) -> None:
@@ -119,6 +126,8 @@ def test_a_named_backend_is_used(site: Path) -> None:
             "import mla_plugin\n@mla_plugin.hookimpl\ndef forward(plan, tensor): ...",
             "PluginValidationError",
         ),
+        ("def select_backend(request): ...", "has select_backend without the marker; put @mla_plugin.hookimpl above"),
+        ("x = 1", "implements no hook"),
     ],
 )
 def test_a_broken_package_is_reported_and_left_out(tmp_path: Path, site: Path, body: str, reason: str) -> None:
@@ -133,6 +142,15 @@ def test_a_name_of_ours_cannot_be_taken(tmp_path: Path) -> None:
     answer = ask(ATTEND, broken_package(tmp_path, "raise RuntimeError('never imported')", name="sdpa"))
     assert answer["backends"] == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa"]
     assert "built-in" in answer["broken"]["sdpa"]
+
+
+def test_two_packages_cannot_share_a_name(tmp_path: Path, site: Path) -> None:
+    rival = broken_package(tmp_path, "raise RuntimeError('never imported')", name="zz-rival")
+    (rival / "zz-rival-1.0.dist-info" / "entry_points.txt").write_text("[mla_plugin]\nblockwise = zz_rival_module\n")
+    answer = ask(ATTEND, rival, site)
+    assert answer["calls"] == ["blockwise", "blockwise", "sdpa", "sdpa"]
+    assert "zz-rival has an entry point of this name too" in answer["broken"]["blockwise"]
+    assert "zz-rival" in answer["stderr"]
 
 
 def test_it_passes_the_conformance_suite(site: Path) -> None:

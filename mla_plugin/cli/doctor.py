@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from packaging.version import Version
 
 import mla_plugin
 from mla_plugin import device, environment
-from mla_plugin.hooks.manager import ENTRY_POINT_GROUP, get_manager
+from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 
 EPILOG = "Exit status: 1 when something is broken; a missing optional package is not."
 
@@ -157,26 +156,30 @@ def _unknown_variable(name: str, text: str, known: list[str]) -> Iterator[Findin
 
 def _unknown_backends(name: str, value: environment.Value) -> Iterator[Finding]:
     names = {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
-    registered = get_manager().backends()
-    for unknown in sorted(names - set(registered)):
-        text = f"{name} names {unknown!r}, which is not registered; registered: {', '.join(registered)}"
-        yield Finding("broken", text, f"unset {name}")
+    manager = get_manager()
+    may_name = manager.known_names() if name == "MLA_PLUGIN_BLOCK" else frozenset(manager.backends())
+    for unknown in sorted(names - may_name):
+        yield Finding("broken", f"{name}: {manager.why_not_registered(unknown)}", f"unset {name}")
 
 
 def backends() -> Iterator[Finding]:
-    """The registered backends and those of other packages that could not be registered."""
+    """The registered backends and wrappers, those that are blocked, and the entry points that are broken."""
     manager = get_manager()
-    origins = {
-        entry_point.name: entry_point.dist.name
-        for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-        if entry_point.dist is not None
-    }
-    for name in manager.backends():
-        yield Finding("ok", f"{name}, from {origins.get(name, 'mla-plugin')}")
+    registered = dict.fromkeys(manager.backends(), "") | dict.fromkeys(manager.wrappers(), ", hook wrappers")
+    for name, kind in registered.items():
+        yield Finding("ok", f"{name}, from {_origin(name)}{kind}")
+    for name in manager.waiting():
+        yield Finding("note", f"{name}, from {_origin(name)}: not imported, because MLA_PLUGIN_BLOCK names it")
     for name, reason in manager.broken.items():
-        package = origins.get(name)
+        package = manager.origins.get(name)
+        command = "pip uninstall" if name in registered else "pip install --upgrade"
         text = f"{name}, from {package or 'an unknown package'}: {reason}"
-        yield Finding("broken", text, f"pip install --upgrade {package}" if package else None)
+        yield Finding("broken", text, f"{command} {package}" if package else None)
+
+
+def _origin(name: str) -> str:
+    """The distribution that a registered plugin comes from; an entry point cannot take a built-in backend's name."""
+    return "mla-plugin" if name in BUILTIN_BACKENDS else get_manager().origins.get(name, "an unknown package")
 
 
 SECTIONS = {

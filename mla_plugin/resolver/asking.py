@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mla_plugin import device, environment
 from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.hooks.manager import BUILTIN_BACKENDS, BackendManager, describe_error, get_manager
 from mla_plugin.hooks.types import (
     Accepted,
     Platform,
@@ -21,26 +24,100 @@ from mla_plugin.hooks.types import (
 logger = logging.getLogger("mla_plugin")
 
 
-def ask(name: str, request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
-    """One backend's answer. A backend of another package that raises is reported and left out."""
+def check_backend_name(backend: object) -> None:
+    """A ``backend`` argument is None or a name.
+
+    Raises:
+        TypeError: it is neither a text nor None.
+        ValueError: it is empty.
+    """
+    if backend is None or (isinstance(backend, str) and backend.strip()):
+        return
+    error = ValueError if isinstance(backend, str) else TypeError
+    registered = ", ".join(get_manager().backends())
+    raise error(f"backend={backend!r}; the name of a backend, or None for the best one; registered: {registered}")
+
+
+def ask(
+    name: str,
+    select_backend: Callable[..., Any],
+    request: AttentionRequest | DecodeRequest,
+    platform: Platform,
+    names: frozenset[str],
+) -> Accepted | Refused:
+    """One backend's answer. A backend of another package that raises is reported and left out.
+
+    Args:
+        name: of the backend.
+        select_backend: its hook.
+        request, platform: what it is asked about.
+        names: of all backends, to one of which it may leave the backward.
+    """
     try:
-        answers = get_manager().caller("select_backend", name)(request=request, platform=platform)
-    except Exception as error:
+        return _plain_answer(select_backend(request=request, platform=platform), names)
+    except (Exception, SystemExit) as error:  # a broken package must not take the host down
         if name in BUILTIN_BACKENDS:
             raise
-        logger.warning("the backend %r is left out: its select_backend raised %r", name, error)
-        return Refused((f"its select_backend raised {type(error).__name__}: {error}",))
-    answer = answers[-1] if answers else None
-    if isinstance(answer, (Accepted, Refused)):
-        return answer
-    return Refused((f"its select_backend returned {answer!r}; it must return Accepted or Refused",))
+        logger.warning("the backend %r is left out: its select_backend raised %s", name, describe_error(error))
+        return Refused((f"its select_backend raised {describe_error(error)}",))
 
 
-def check_backend_name(backend: str | None) -> None:
-    """A backend that is asked for by name is registered; None is no wish."""
-    names = get_manager().backends()
-    if backend is not None and backend not in names:
-        raise ValueError(f"no backend named {backend!r} is registered; registered: {', '.join(names)}")
+def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
+    """The answer with nothing in it but values of the right types, or a refusal that says which is wrong.
+
+    Args:
+        answers: what the hook gave: a list of one answer, unless a wrapper made something else of it.
+        names: of all backends.
+    """
+    if not isinstance(answers, list) or len(answers) > 1:
+        return _wrong(f"{reprlib.repr(answers)} together with its hook wrappers", "a list of one answer")
+    answer = answers[0] if answers else None
+    if isinstance(answer, Refused):
+        refused = _without_subclass(answer, Refused)
+        if _are_texts(refused.reasons):
+            return refused
+        return _wrong(f"Refused(reasons={reprlib.repr(refused.reasons)})", "a tuple of texts")
+    if not isinstance(answer, Accepted):
+        return _wrong(reprlib.repr(answer), "Accepted or Refused, an object of the class")
+    accepted = _without_subclass(answer, Accepted)
+    priority, backward_by = accepted.priority, accepted.backward_by
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        return _wrong(f"Accepted(priority={reprlib.repr(priority)})", "an integer, 0 for the usual place")
+    if backward_by is not None and not (isinstance(backward_by, str) and backward_by in names):
+        known = ", ".join(sorted(names))
+        return _wrong(f"Accepted(backward_by={reprlib.repr(backward_by)})", f"None or a backend's name: {known}")
+    if not _are_texts(accepted.notes):
+        return _wrong(f"Accepted(notes={reprlib.repr(accepted.notes)})", "a tuple of texts")
+    return accepted
+
+
+Answer = TypeVar("Answer", Accepted, Refused)
+
+
+def _without_subclass(answer: Answer, plain: type[Answer]) -> Answer:
+    """A subclass may compute its attributes; they are read once, here, where an error is the plugin's own."""
+    return plain(**{attribute.name: getattr(answer, attribute.name) for attribute in dataclasses.fields(plain)})
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, tuple) and all(isinstance(value, str) for value in values)
+
+
+def _wrong(given: str, accepted: str) -> Refused:
+    return Refused((f"its select_backend returned {given}; it must return {accepted}",))
+
+
+def check_backend_is_registered(backend: str | None) -> None:
+    """For calls that no backend computes, since they have no queries or no keys: a name is one of a backend.
+
+    Raises:
+        TypeError, ValueError: as ``ask_all``.
+    """
+    check_backend_name(backend)
+    manager = get_manager()
+    manager.load(environment.names("MLA_PLUGIN_BLOCK", dict(environment.gates())))
+    if backend is not None and backend not in manager.backends():
+        raise ValueError(manager.why_not_registered(backend))
 
 
 @dataclass(frozen=True)
@@ -51,7 +128,7 @@ class Inquiry:
         platform: the device and the packages.
         environ: the variables that a selection reads.
         backend: the only one that may run; None for any.
-        names: of all backends.
+        names: of all backends, those that MLA_PLUGIN_BLOCK kept from being imported last.
         blocked: of those that were not asked.
         answers: of the others.
     """
@@ -78,6 +155,25 @@ class Inquiry:
         }
 
 
+_warned: set[str] = set()
+"""Values of MLA_PLUGIN_BLOCK that were warned about."""
+
+
+def _warn_of_unknown_names(blocked: frozenset[str], environ: Mapping[str, str], manager: BackendManager) -> None:
+    """A misspelt name in MLA_PLUGIN_BLOCK blocks nothing, which the user should hear of, once."""
+    value = environ.get("MLA_PLUGIN_BLOCK", "")
+    unknown = sorted(blocked - manager.known_names())
+    if not unknown or value in _warned:
+        return
+    _warned.add(value)
+    logger.warning(
+        "MLA_PLUGIN_BLOCK=%r names %s, which is not registered; registered: %s",
+        value,
+        ", ".join(map(repr, unknown)),
+        ", ".join((*manager.backends(), *manager.waiting())),
+    )
+
+
 def ask_all(
     request: AttentionRequest | DecodeRequest,
     backend: str | None,
@@ -85,12 +181,20 @@ def ask_all(
     environ: Mapping[str, str] | None,
 ) -> Inquiry:
     """Ask every backend; arguments and errors as ``survey``."""
+    check_backend_name(backend)
     environ = dict(environment.gates()) if environ is None else environ
     platform = platform or device.platform(request.device_type, request.device_index)
-    names = tuple(get_manager().backends())
-    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
-    check_backend_name(backend)
     blocked = environment.names("MLA_PLUGIN_BLOCK", environ)
-    answers = {name: ask(name, request, platform) for name in names if name not in blocked}
+    manager = get_manager()
+    manager.load(blocked)
+    waiting, callers = manager.waiting(), manager.callers("select_backend")
+    not_imported = [name for name in waiting if name not in callers]
+    names = (*callers, *not_imported)
+    backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
+    if backend is not None and backend not in names:
+        raise ValueError(manager.why_not_registered(backend))
+    _warn_of_unknown_names(blocked, environ, manager)
+    asked = {name: caller for name, caller in callers.items() if name not in blocked}
+    answers = {name: ask(name, caller, request, platform, frozenset(names)) for name, caller in asked.items()}
     environment.check_selection(environ)
-    return Inquiry(platform, environ, backend, names, blocked, answers)
+    return Inquiry(platform, environ, backend, names, blocked.union(not_imported), answers)

@@ -23,7 +23,7 @@ from mla_plugin.hooks.types import (
     TraceEntry,
 )
 from mla_plugin.resolver import preference
-from mla_plugin.resolver.asking import Inquiry, ask_all
+from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
 from mla_plugin.resolver.transformer_engine import cascade as te_cascade
 from mla_plugin.resolver.transformer_engine.request import te_params, te_platform
@@ -74,7 +74,8 @@ class _Survey:
             return self._left_out(name), None
         backward = _backward_backend(name, answer, self.asked.answers)
         if backward is None and self.request.is_training:
-            reason = f"its backward runs on {answer.backward_by!r}, which refuses the request"
+            why = "MLA_PLUGIN_BLOCK leaves out" if answer.backward_by in self.asked.blocked else "refuses the request"
+            reason = f"its backward runs on {answer.backward_by!r}, which {why}"
             return TraceEntry(name, False, "backend", (reason,)), None
         return TraceEntry(name, True, "backend", answer.notes), backward or name
 
@@ -115,6 +116,7 @@ def survey(
 
     Raises:
         EnvironmentVariableError: a variable has a value that is not accepted.
+        TypeError: ``backend`` is neither a name nor None.
         ValueError: ``backend`` is not registered.
     """
     environ = dict(environment.gates()) if environ is None else environ
@@ -163,8 +165,11 @@ def resolve(
     Raises:
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
         EnvironmentVariableError: a variable has a value that is not accepted.
+        TypeError: ``backend`` is neither a name nor None.
         ValueError: ``backend`` is not registered.
     """
+    if backend is not None:  # before the cache, whose key must be hashable
+        check_backend_name(backend)
     if platform is None and environ is None:
         return _plan(request, environment.gates(), backend, get_manager().generation)
     decision = survey(request, backend=backend, platform=platform, environ=environ)

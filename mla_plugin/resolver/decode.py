@@ -14,7 +14,7 @@ from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 from mla_plugin.resolver import decode_preference
-from mla_plugin.resolver.asking import ask_all
+from mla_plugin.resolver.asking import ask_all, check_backend_name
 from mla_plugin.resolver.explanation import ADVICE, describe_platform, lines, log_decision
 
 _CACHE_SIZE = 4096
@@ -145,6 +145,8 @@ def resolve_decode(
     environ: Mapping[str, str] | None = None,
 ) -> DecodePlan:
     """The plan for a decode request; arguments, caching and errors as ``resolve``."""
+    if backend is not None:  # before the cache, whose key must be hashable
+        check_backend_name(backend)
     if platform is None and environ is None:
         return _plan(request, environment.gates(), backend, get_manager().generation)
     return _plan_or_raise(survey_decode(request, backend=backend, platform=platform, environ=environ))

@@ -9,6 +9,7 @@ from mla_plugin import environment
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
+from mla_plugin.resolver.preference import by_priority
 
 FALLBACK = "sdpa"
 
@@ -53,7 +54,7 @@ def order(
         priorities: the priority that each backend of another package asked for.
         builtin: names of the built-in backends.
     """
-    others = sorted(priorities, key=lambda name: -priorities[name])
+    others = by_priority(priorities)
     fused = measured_order(request, platform) if platform.device_type == "cuda" else ()
     return [
         *(name for name in others if priorities[name] > 0),

@@ -39,7 +39,7 @@ def flash_switched_off(name: str, environ: Mapping[str, str]) -> str | None:
     return next((f"{switch}={environ[switch]}" for switch in switches if not environment.parse(switch, environ)), None)
 
 
-def _fills_in(name: str, platform: Platform, environ: Mapping[str, str]) -> bool:
+def _is_outside_te(name: str, platform: Platform, environ: Mapping[str, str]) -> bool:
     """The backend has a provider that TransformerEngine does not know, so its selection says nothing about it.
 
     That is FlashAttention 3 as vLLM and SGLang ship it, and PyTorch's own FlashAttention 2. The user's switches hold.
@@ -57,8 +57,11 @@ def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[s
     return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)
 
 
-FILL_ORDER = ("fa3", "triton", "fa2")
-"""By measured speed, B 1, H 128, S 4096, causal, forward on an H200: 631, 480 and, V padded, 234 TFLOP/s."""
+OUTSIDE_TE = ("fa3", "triton", "fa2")
+"""Backends of which TransformerEngine's selection may know nothing, by measured speed.
+
+B 1, H 128, S 4096, causal, forward on an H200: 631, 480 and, V padded, 234 TFLOP/s.
+"""
 
 
 def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> list[str]:
@@ -83,6 +86,11 @@ def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> li
     return [reason for holds, reason in conditions if holds]
 
 
+def by_priority(priorities: Mapping[str, int]) -> list[str]:
+    """Names of backends of other packages, the highest priority first; equal ones by name, however they came in."""
+    return sorted(priorities, key=lambda name: (-priorities[name], name))
+
+
 def order(
     request: AttentionRequest,
     platform: Platform,
@@ -96,27 +104,27 @@ def order(
     Args:
         survivors: our names of what TransformerEngine's cascade left, best first; None where the cascade does not
             apply (not a CUDA device), which leaves every built-in backend in table order. Behind them, unless the host
-            is as strict as TransformerEngine, come those of which its selection knows nothing (``FILL_ORDER``).
+            is as strict as TransformerEngine, come those of which its selection knows nothing (``OUTSIDE_TE``).
         priorities: the priority that each backend of another package asked for.
         builtin: names of the built-in backends.
     """
     strict = request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
     opt_in = environment.parse("NVTE_MLA_TRITON", environ)
     triton_first = opt_in == "1" and not triton_opt_in_obstacles(request, platform)
-    may_fill = not strict and platform.device_type == "cuda"  # Triton's interpreter is for tests
-    fills = {name: may_fill and _fills_in(name, platform, environ) for name in _FLASH}
-    fills["triton"] = may_fill and opt_in != "0" and not triton_first
+    beyond_te = not strict and platform.device_type == "cuda"  # Triton's interpreter is for tests
+    outside = {name: beyond_te and _is_outside_te(name, platform, environ) for name in _FLASH}
+    outside["triton"] = beyond_te and opt_in != "0" and not triton_first
     fallback = FALLBACK in survivors if survivors is not None and strict else True
     if not environment.parse("NVTE_UNFUSED_ATTN", environ):
         fallback = not strict and _is_without_transformer_engine(request, environ)
     fused = [name for name in (builtin if survivors is None else survivors) if name not in (FALLBACK, "triton")]
-    others = sorted(priorities, key=lambda name: -priorities[name])
+    others = by_priority(priorities)
     tried = [
         *(name for name in others if priorities[name] > 0),
         *(["triton"] if triton_first else []),
         *fused,
         *(name for name in others if priorities[name] == 0),
-        *(name for name in FILL_ORDER if fills[name]),
+        *(name for name in OUTSIDE_TE if outside[name]),
         *([FALLBACK] if fallback else []),
         *(name for name in others if priorities[name] < 0),
     ]

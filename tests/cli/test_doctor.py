@@ -172,8 +172,8 @@ def test_driver_version(text: str, version: str | None, monkeypatch: pytest.Monk
         ("NVTE_FLASH_ATN", "0", "broken", "did you mean NVTE_FLASH_ATTN?", "unset NVTE_FLASH_ATN"),
         ("MLA_PLUGIN_BLOK", "sdpa", "broken", "did you mean MLA_PLUGIN_BLOCK?", "unset MLA_PLUGIN_BLOK"),
         ("MLA_PLUGIN_UTTERLY_ELSE", "1", "broken", "is read by nothing", "unset MLA_PLUGIN_UTTERLY_ELSE"),
-        ("MLA_PLUGIN_BACKEND", "fa9", "broken", "names 'fa9', which is not registered", "unset MLA_PLUGIN_BACKEND"),
-        ("MLA_PLUGIN_BLOCK", "cudnn, fa9", "broken", "names 'fa9'", "unset MLA_PLUGIN_BLOCK"),
+        ("MLA_PLUGIN_BACKEND", "fa9", "broken", "no backend named 'fa9' is registered", "unset MLA_PLUGIN_BACKEND"),
+        ("MLA_PLUGIN_BLOCK", "cudnn, fa9", "broken", "no backend named 'fa9'", "unset MLA_PLUGIN_BLOCK"),
         ("MLA_PLUGIN_BLOCK", "cudnn", "ok", "('cudnn',)", None),
     ],
 )

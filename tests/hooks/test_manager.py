@@ -177,7 +177,7 @@ def test_a_backend_without_forward_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_unknown_backend_lists_the_registered_ones() -> None:
-    with pytest.raises(ValueError, match=r"no backend named 'nope'; registered: .*sdpa"):
+    with pytest.raises(ValueError, match=r"no backend named 'nope' is registered; registered: .*sdpa"):
         BackendManager(load_entry_points=False).caller("forward", "nope")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.hooks.attention import (
     Plan,
     Residuals,
@@ -18,7 +19,6 @@ from mla_plugin.hooks.types import (
 )
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, flash
-from mla_plugin.plugins.sdpa.band import Band
 from mla_plugin.plugins.sdpa.terms import Terms
 from mla_plugin.reference import visibility
 from tests.plugins.calls import both_passes, request, tensors
@@ -129,7 +129,7 @@ def test_the_number_of_blocks_changes_nothing(changes: dict[str, Any], monkeypat
 def test_a_window_computes_only_its_keys() -> None:
     call = request(max_seqlen_q=4096, max_seqlen_kv=4096, window_size=(31, 0))
     q = torch.empty(1, 2, 4096, 24)
-    terms = Terms(1.0, Band.of(call))
+    terms = Terms(1.0, call.band)
     widths = [block.keys.stop - block.keys.start for block in blocked.blocks(q, 4096, terms)]
     assert max(widths) < 4096
     assert sum(widths) < 3 * 4096

@@ -21,7 +21,7 @@ def test_the_cascades_order_is_kept_and_triton_stands_before_the_fallback() -> N
 
 
 @pytest.mark.parametrize(
-    ("platform", "packages", "environ", "filled"),
+    ("platform", "packages", "environ", "outside"),
     [
         (A100, {}, {}, ["triton", "fa2"]),
         (A100, {"flash-attn": "2.8.3"}, {}, ["triton"]),
@@ -38,14 +38,14 @@ def test_the_cascades_order_is_kept_and_triton_stands_before_the_fallback() -> N
         (CPU, {}, {}, []),
     ],
 )
-def test_what_transformer_engine_does_not_know_of_fills_in(
-    platform: Platform, packages: dict[str, str], environ: dict[str, str], filled: list[str]
+def test_what_transformer_engine_does_not_know_of_is_tried_before_the_fallback(
+    platform: Platform, packages: dict[str, str], environ: dict[str, str], outside: list[str]
 ) -> None:
     """The flash versions that its cascade removed for a reason stay removed."""
     names = order(
         mla_request(), replace(platform, packages=tuple(packages.items())), environ, ("cudnn", "sdpa"), {}, BUILTIN
     )
-    assert names == ["cudnn", *filled, "sdpa"]
+    assert names == ["cudnn", *outside, "sdpa"]
 
 
 def test_nvte_mla_triton_one_puts_triton_first() -> None:

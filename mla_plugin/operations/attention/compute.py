@@ -11,14 +11,14 @@ from mla_plugin.arguments.attention import AttentionTensors, check_length_values
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.operations.attention import dispatch
-from mla_plugin.resolver.asking import check_backend_name
+from mla_plugin.resolver.asking import check_backend_is_registered
 from mla_plugin.resolver.attention import resolve
 
 
 def plan_for(request: AttentionRequest, tensors: AttentionTensors, backend: str | None) -> Plan | None:
     """The decision, after a check of the lengths; None for a call without queries or keys, which no backend sees."""
     if _is_empty(tensors):
-        check_backend_name(backend)
+        check_backend_is_registered(backend)
         return None
     if reads_lengths(request):
         longest = (request.max_seqlen_q, request.max_seqlen_kv)

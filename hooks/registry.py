@@ -1,0 +1,154 @@
+"""What is registered at one moment: plugins that have been checked, and a caller for each backend's hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from mla_plugin.hooks import PROJECT_NAME, spec
+
+HOOKS = ("select_backend", "forward", "backward")
+
+Caller = Callable[..., Any]
+
+
+def _hooks_of(plugins: Mapping[str, object]) -> pluggy.PluginManager:
+    """A pluggy manager that holds these plugins and no other; errors as ``BackendManager.register``."""
+    pm = pluggy.PluginManager(PROJECT_NAME)
+    pm.add_hookspecs(spec)
+    for name, plugin in plugins.items():
+        pm.register(plugin, name=name)
+    pm.check_pending()
+    return pm
+
+
+def _is_wrapper(implementation: pluggy.HookImpl) -> bool:
+    return implementation.wrapper or implementation.hookwrapper
+
+
+def _is_backend(plugin: object, name: str) -> bool:
+    """True for a backend, False for a plugin made of hook wrappers; errors as ``BackendManager.register``."""
+    callers = _hooks_of({name: plugin}).hook
+    found = {hook: getattr(callers, hook).get_hookimpls() for hook in HOOKS}
+    forgotten = [hook for hook in HOOKS if not found[hook] and _has_function(plugin, hook)]
+    if forgotten:
+        raise pluggy.PluginValidationError(
+            plugin,
+            f"the plugin {name!r} has {' and '.join(forgotten)} without the marker; put @mla_plugin.hookimpl above, or "
+            "choose another name for what is no hook",
+        )
+    methods = (implementation.function for hook in HOOKS for implementation in found[hook])
+    if isinstance(plugin, type) and any("self" in inspect.signature(method).parameters for method in methods):
+        raise pluggy.PluginValidationError(
+            plugin, f"the plugin {name!r} is a class whose hooks need an object; register {plugin.__name__}()"
+        )
+    if not any(found.values()):
+        raise pluggy.PluginValidationError(
+            plugin,
+            f"the plugin {name!r}, {reprlib.repr(plugin)}, implements no hook; a backend is a module or an object with "
+            f"{', '.join(HOOKS)}, each marked with @mla_plugin.hookimpl",
+        )
+    computes = {hook for hook in HOOKS if not all(map(_is_wrapper, found[hook]))}
+    if computes and "select_backend" not in computes:
+        raise pluggy.PluginValidationError(
+            plugin,
+            f"the plugin {name!r} implements {' and '.join(sorted(computes))} without select_backend, so nothing would "
+            "ever choose it; add select_backend, or make it a wrapper",
+        )
+    return bool(computes)
+
+
+def _has_function(plugin: object, name: str) -> bool:
+    """Looked up without running a property of the plugin."""
+    found = inspect.getattr_static(plugin, name, None)
+    return callable(found) or isinstance(found, (staticmethod, classmethod))
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Attach a note that the traceback shows. Before Python 3.11 it is a cause, put before the error's own."""
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None:
+        if note not in getattr(error, "__notes__", ()):  # the same error object may be raised again
+            add_note(note)
+        return
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if not (isinstance(cause, RaisedInBackendError) and str(cause) == note):
+        failure = RaisedInBackendError(note)
+        failure.__cause__ = cause
+        error.__cause__ = failure
+
+
+class RaisedInBackendError(Exception):
+    """Says which backend an error comes from, as the error's cause, where errors have no notes (Python 3.10)."""
+
+
+def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:
+    """The hook's caller; an error out of it keeps its type and gets a note that names the backend."""
+    around = ", ".join(repr(found.plugin_name) for found in caller.get_hookimpls() if _is_wrapper(found))
+    note = (
+        f"mla-plugin: raised in {caller.name} of the backend {backend!r}"
+        + (f" or in the hook wrappers of {around} around it" if around else "")
+        + f"; MLA_PLUGIN_BLOCK={backend} leaves it out, MLA_PLUGIN_BACKEND or backend= chooses another"
+    )
+
+    def call(**arguments: object) -> Any:
+        try:
+            return caller(**arguments)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # an error that takes no note must not be hidden by another
+                _add_note(error, note)
+            raise
+
+    return call
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What is registered at one moment. It never changes, so a call that has begun keeps what it began with.
+
+    Attributes:
+        plugins: every plugin by its name, in order of registration.
+        backends: the names of those that are backends; the others are made of hook wrappers.
+        callers: (hook, backend) to a caller of that backend's implementation and of the wrappers. Each backend has a
+            pluggy manager that holds itself and the plugins of wrappers: an allow-list, which what was registered
+            halfway, or meanwhile, cannot enter.
+    """
+
+    plugins: Mapping[str, object] = field(default_factory=dict)
+    backends: frozenset[str] = frozenset()
+    callers: Mapping[tuple[str, str], Caller] = field(default_factory=dict)
+
+    @property
+    def wrappers(self) -> tuple[str, ...]:
+        """Names of the plugins made of hook wrappers."""
+        return tuple(name for name in self.plugins if name not in self.backends)
+
+    def _callers_of(self, backends: Iterable[str]) -> Iterator[tuple[tuple[str, str], Caller]]:
+        for backend in backends:
+            members = {name: self.plugins[name] for name in (*self.wrappers, backend)}
+            hooks = _hooks_of(members).hook
+            for hook in HOOKS:
+                yield (hook, backend), _caller_that_names(getattr(hooks, hook), backend)
+
+    def added(self, plugin: object, name: str) -> Registry:
+        """With one more plugin; errors as ``BackendManager.register``."""
+        is_backend = _is_backend(plugin, name)
+        after = Registry({**self.plugins, name: plugin}, self.backends | ({name} if is_backend else set()))
+        changed = {name} if is_backend else after.backends
+        return Registry(after.plugins, after.backends, {**self.callers, **dict(after._callers_of(changed))})
+
+    def removed(self, name: str) -> Registry:
+        """Without one of its plugins."""
+        plugins = {other: plugin for other, plugin in self.plugins.items() if other != name}
+        after = Registry(plugins, self.backends - {name})
+        if name in self.backends:
+            callers = {key: caller for key, caller in self.callers.items() if key[1] != name}
+        else:
+            callers = dict(after._callers_of(after.backends))
+        return Registry(after.plugins, after.backends, callers)
