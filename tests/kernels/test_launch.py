@@ -150,9 +150,7 @@ def test_kernels_are_compiled_and_loaded_side_by_side_and_not_launched(monkeypat
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(devices.append(device)))
     meeting, loads = threading.Barrier(2), []
     kernels = [Compilable(meeting, loads), Compilable(meeting, loads)]
-    calls = [
-        (compilable_launch(kernel), (n,)) for n, kernel in enumerate(kernels)
-    ]
+    calls = [(compilable_launch(kernel), (n,)) for n, kernel in enumerate(kernels)]
     compile_together(calls, torch.device("cuda", 1))
     assert [kernel.finished for kernel in kernels] == [[((n, "size"), GRID, {"num_warps": 4})] for n in range(2)]
     assert set(loads) == set(kernels)
@@ -166,7 +164,5 @@ def test_nothing_is_compiled_ahead_while_a_graph_is_captured(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kernel = Compilable(threading.Barrier(1), [])
-    compile_together(
-        [(compilable_launch(kernel), (0,))], torch.device("cuda", 0)
-    )
+    compile_together([(compilable_launch(kernel), (0,))], torch.device("cuda", 0))
     assert kernel.finished == kernel.loads == []
