@@ -59,10 +59,18 @@ class Packing:
         return self.qkv_format == "thd"
 
     def offsets(self) -> tuple[torch.Tensor | None, ...]:
-        """cu_seqlens_q, cu_seqlens_kv and where the sequences start, as the kernels take them."""
-        padded_q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        padded_kv = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
-        return self.cu_seqlens_q, self.cu_seqlens_kv, padded_q, padded_kv
+        """cu_seqlens_q, cu_seqlens_kv and where the sequences start: contiguous, as the kernels read them."""
+        lengths_q, lengths_kv = self.cu_seqlens_q, self.cu_seqlens_kv
+        if lengths_q is None or lengths_kv is None:
+            return None, None, None, None
+        lengths_q, lengths_kv = lengths_q.contiguous(), lengths_kv.contiguous()
+        starts_q, starts_kv = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
+        return (
+            lengths_q,
+            lengths_kv,
+            lengths_q if starts_q is None else starts_q.contiguous(),
+            lengths_kv if starts_kv is None else starts_kv.contiguous(),
+        )
 
 
 AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
@@ -84,8 +92,13 @@ def _are_aligned(strides: tuple[int, ...]) -> bool:
     return all(stride % _ALIGNMENT == 0 for stride in strides)
 
 
+def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or on Hopper in 2-byte elements a copy whose strides and address are multiples of 16.
+    """x with contiguous rows, on Hopper in 2-byte elements a copy if strides or address are no multiples of 16.
 
     Triton reads 16 bytes at a time where it knows such strides (elements) and such an address (bytes), and widths that
     are multiples of 8. Other rows are read element by element and not pipelined, several times slower than the copy.
@@ -93,7 +106,10 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     the matrix instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is
     compiled ahead of time.
     """
-    if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()[:-1]):
+    strides = x.stride()
+    if strides[-1] != 1:
+        return with_aligned_rows(x.contiguous())
+    if x.data_ptr() % 16 == 0 and _are_aligned(strides[:-1]):
         return x
     if x.element_size() != 2 or card_of(x.device) != "Hopper":
         return x
@@ -246,6 +262,16 @@ class Kind(NamedTuple):
     def columns(self) -> tuple[int, int, int, int]:
         """The blocks of columns, see ``columns_of``."""
         return columns_of(self.q_shape[-1], self.v_shape[-1])
+
+    @property
+    def every_query_sees_a_key(self) -> bool:
+        """Known from the shapes alone; False when lengths decide."""
+        if self.has_lengths:
+            return False
+        diagonal = self.seqlen_kv - self.seqlen_q if self.bottom_right else 0
+        first_sees = self.window_right < 0 or diagonal + self.window_right >= 0
+        last_sees = self.window_left < 0 or self.seqlen_q - 1 + diagonal - self.window_left < self.seqlen_kv
+        return first_sees and last_sees
 
     @property
     def lse_strides(self) -> tuple[int, int]:

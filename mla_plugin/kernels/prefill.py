@@ -62,7 +62,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (*q.shape[:-1], head_dim_v) and lse ([B, H, S_q] or [H, T]), one kernel.
 
-    The last dimension of q, k, v is contiguous; every other stride is free. ``softmax_scale`` > 0. ``tuned``: the
+    The strides of q, k, v are free. ``softmax_scale`` > 0. ``tuned``: the
     tile is measured at the first call of each kind, see tuning.py; otherwise it is the table's.
     """
     out, lse = output_like(q, v.shape[-1], packing), lse_like(q, packing)

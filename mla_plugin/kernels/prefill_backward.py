@@ -25,6 +25,7 @@ from mla_plugin.kernels.packing import (
     pick,
     static_tile,
     with_aligned_rows,
+    with_contiguous_rows,
 )
 from mla_plugin.kernels.tuning import measured_tile
 
@@ -85,7 +86,8 @@ def _described(x: torch.Tensor, layout: str, rows: int, columns: tuple[int, int]
 def _sources(kind: _Kind, tensors: _Inputs, tile: tiles.Tile) -> list[object]:
     """q, k, v, dout for a backward kernel, each twice: as descriptors where that is possible, else as pointers.
 
-    Descriptors are 2 to 8 % faster on an H200. Packed sequences and padded batches need masks that they lack.
+    Descriptors are 2 to 8 % faster on an H200. Packed sequences, padded batches and queries without a key need masks
+    that they lack.
     """
     if not (kind.by_descriptors and tile.suits_descriptors):
         return [x for tensor in tensors for x in (tensor, tensor)]
@@ -117,13 +119,15 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv from three kernels without atomics, so two runs agree bit for bit.
 
-    Arguments as ``forward``, with its out and lse and their gradients. The last dimension of dout is contiguous.
+    Arguments as ``forward``, with its out and lse and their gradients, of any strides. Nothing of a query that sees no
+    key enters, not even a gradient that is not finite.
     """
     dq, dk = output_like(q, q.shape[-1], packing), output_like(k, q.shape[-1], packing)
     dv = output_like(v, v.shape[-1], packing)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, dout = map(with_aligned_rows, (q, k, v, dout))
+    out = with_contiguous_rows(out)
     inputs, offsets = (q, k, v, dout), packing.offsets()
     kind = _kind_of(inputs, out, dlse, softmax_scale, packing)
     lse = lse.contiguous()
@@ -173,8 +177,9 @@ def _kind_of(
 ) -> _Kind:
     """``inputs``: q, k, v, dout."""
     q, k, v, dout = inputs
-    described = packing.cu_seqlens_q is None and _has_tensor_memory_access(q.device) and _can_be_described(*inputs)
-    return _Kind(Kind.of(q, k, v, softmax_scale, packing), out.stride(), dout.stride(), dlse is not None, described)
+    call = Kind.of(q, k, v, softmax_scale, packing)
+    described = _has_tensor_memory_access(q.device) and call.every_query_sees_a_key and _can_be_described(*inputs)
+    return _Kind(call, out.stride(), dout.stride(), dlse is not None, described)
 
 
 @functools.lru_cache(maxsize=_MAX_KINDS)
@@ -217,7 +222,7 @@ def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
     fixed |= named_strides("dk", "bhn", dk_strides) | named_strides("dv", "bhn", dv_strides)
     fixed |= {
         "num_kv_heads": call.num_kv_heads,
-        "EVEN_M": not call.has_lengths and call.seqlen_q % tile.block_m == 0,
+        "EVEN_M": call.every_query_sees_a_key and call.seqlen_q % tile.block_m == 0,
         "EVEN_N": not call.has_lengths and call.seqlen_kv % tile.block_n == 0,
     }
     grid = (triton.cdiv(call.seqlen_kv, tile.block_n) * call.num_kv_heads * call.num_sequences, 1, 1)
