@@ -51,7 +51,8 @@ class _Kind(NamedTuple):
         call = self.call
         mask = (call.window_left >= 0, call.window_right >= 0, call.bottom_right)
         widths = (call.q_shape[-1], call.v_shape[-1], call.num_heads // call.num_kv_heads)
-        return (call.dtype, call.device, call.qkv_format, call.has_lengths, *widths, *mask, *self[3:])
+        tensors = (call.dtype, call.device, call.qkv_format, call.has_lengths, self.has_dlse, self.by_descriptors)
+        return (*tensors, *widths, *mask)
 
 
 _compiled: set[tuple[object, ...]] = set()

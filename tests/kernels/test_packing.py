@@ -7,6 +7,7 @@ import torch
 
 from mla_plugin.kernels import packing, prefill, prefill_backward, tiles
 from mla_plugin.kernels.packing import WIDE_STRIDE, Kind, Packing
+from tests.kernels.prefill_oracle import Call
 
 B, S, H, D = 2, 5, 3, 8
 SHAPES = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D), "thd": (7, H, D)}
@@ -69,6 +70,21 @@ def test_what_a_launch_is_cached_on_holds_every_mask_argument() -> None:
     plain = Packing("thd", 4, 5, CU, CU)
     kinds = {kind(q, k, dataclasses.replace(plain, **change)) for change in (*changes, {"bottom_right": True})}
     assert len(kinds) == 6
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 4), (4, 3), (5, 2), (2, 5)])
+def test_whether_every_query_sees_a_key_is_known_from_the_shapes(
+    seqlen_q: int, seqlen_kv: int, bottom_right: bool
+) -> None:
+    q, k = torch.empty(1, seqlen_q, 1, 8), torch.empty(1, seqlen_kv, 1, 8)
+    for left in range(-1, 6):
+        for right in range(-1, 6):
+            how = Packing("bshd", seqlen_q, seqlen_kv, window_left=left, window_right=right, bottom_right=bottom_right)
+            call = Call("bshd", (0,), (0,), (seqlen_q,), (seqlen_kv,), left, right, bottom_right, 0.5)
+            assert kind(q, k, how).every_query_sees_a_key == bool(call.seen(0).any(1).all())
+    lengths = torch.tensor([0, 1], dtype=torch.int32)
+    assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).every_query_sees_a_key
 
 
 def test_a_window_beyond_every_token_is_none() -> None:

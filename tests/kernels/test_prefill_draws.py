@@ -48,7 +48,7 @@ def _fresh_memory_holds_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(given: Draw) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv; whatever has no part in them is NaN or infinite."""
+    """out, lse, dq, dk, dv; whatever has no part in them is NaN or infinite, and nothing saved is contiguous."""
     q = poisoned(given.q, given.without_keys(given.q.shape))
     k, v = (poisoned(x, given.outside(x.shape, "kv")) for x in (given.k, given.v))
     dout, dlse = poisoned(given.dout, given.without_keys(given.dout.shape), torch.inf), given.dlse
@@ -60,6 +60,7 @@ def results(given: Draw) -> list[torch.Tensor]:
         poisoned(out.clone(), given.outside(out.shape, "q").to(DEVICE)),
         poisoned(lse.clone(), given.outside_lse(lse.shape).to(DEVICE)),
     ]
+    saved = [x.mT.contiguous().mT for x in saved]
     gradients = prefill_backward.backward(q, k, v, *saved, dout, dlse, given.call.scale, given.packing)
     return [out, lse, *gradients]
 
