@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ def descriptor(
     return TensorDescriptor(_Address(address, dtype), list(shape), [*strides, 1], list(block))
 
 
+def named_strides(tensor: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
+    """Strides by the names that kernels give them: ``("q", "bhm", ...)`` are stride_qb, stride_qh and stride_qm."""
+    return {f"stride_{tensor}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
+
+
 @dataclass
 class Launch:
     """One kernel with everything fixed but its tensors and what else changes from call to call.
@@ -49,24 +54,41 @@ class Launch:
     boundary, which is the only property of the remaining arguments that a compiled kernel depends on. It gets addresses
     instead of tensors: the launcher would ask the driver about each tensor.
 
+    The kernel's signature is the one declaration of its arguments: a launch names them, and they are brought into the
+    signature's order here, once.
+
     Attributes:
         kernel: the jitted function.
         grid: number of programs.
-        arguments: the last arguments, the same in every call.
+        given: names of what each call gives, in the order of the calls: the signature's first arguments.
+        fixed: the others by name, the same in every call.
         options: num_warps, num_stages, maxnreg, launch_pdl.
         run: launches the compiled kernel for aligned tensors, once there is one.
+        arguments: the values of ``fixed`` in the signature's order.
+
+    Raises:
+        TypeError: ``given`` and ``fixed`` are not the kernel's arguments; the message names those that are off.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
-    arguments: tuple[object, ...]
+    given: tuple[str, ...]
+    fixed: InitVar[Mapping[str, object]]
     options: dict[str, int | None]
     run: Any = None
+    arguments: tuple[object, ...] = field(init=False)
+
+    def __post_init__(self, fixed: Mapping[str, object]) -> None:
+        first, last = self.kernel.arg_names[: len(self.given)], self.kernel.arg_names[len(self.given) :]
+        if tuple(first) != self.given or set(last) != set(fixed):
+            raise TypeError(_mismatch(self.kernel, self.given, fixed))
+        self.arguments = tuple(fixed[name] for name in last)
 
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream.
 
-        ``arguments`` are the first ones: tensors, descriptors, None, numbers; their types are always the same.
+        ``arguments`` are those that ``given`` names: tensors, descriptors, None, numbers; their types are always the
+        same.
         """
         addresses, bits = [], 0
         for x in arguments:
@@ -80,6 +102,19 @@ class Launch:
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
         if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
             self.run = compiled[self.grid]
+
+
+def _mismatch(kernel: Any, given: tuple[str, ...], fixed: Mapping[str, object]) -> str:
+    """How the names of a launch differ from its kernel's signature."""
+    names, launched = kernel.arg_names, [*given, *fixed]
+    faults = {
+        "missing": [name for name in names if name not in launched],
+        "unknown": [name for name in launched if name not in names],
+        "given in each call and fixed": [name for name in given if name in fixed],
+    }
+    found = [f"{fault}: {', '.join(those)}" for fault, those in faults.items() if those]
+    order = f"each call gives {', '.join(given)}, and the signature begins with {', '.join(names[: len(given)])}"
+    return f"{kernel.__name__}: {'; '.join(found) or order}"
 
 
 def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device: torch.device) -> None:

@@ -167,3 +167,20 @@ def tile_bounds(
         full_first = tl.minimum(full_first, tl.maximum(tl.cdiv(last, BLOCK_N) * BLOCK_N, first))
     full_last = tl.maximum(full_last, full_first)
     return first, full_first, full_last, last
+
+
+@triton.jit
+def rows_with_keys(
+    seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """Queries (first, last) from which and up to which each sees a key; a backward reads nothing of the others.
+
+    Their weights are 0, but 0 times an infinite gradient would be NaN in the sums over the queries.
+    """
+    first = 0
+    last = seqlen_q
+    if HAS_RIGHT:
+        first = tl.maximum(-diagonal - window_right, 0)
+    if HAS_LEFT:
+        last = tl.minimum(last, seqlen_kv - diagonal + window_left)
+    return first, last

@@ -15,7 +15,7 @@ def kind(tokens: int = 70, heads: int = 4, dlse: bool = False, **packing: object
     out = torch.empty(tokens, heads, 16)
     how = Packing("thd", tokens, tokens, cu_seqlens, cu_seqlens, **packing)  # type: ignore[arg-type]
     given = torch.empty(heads, tokens) if dlse else None
-    return prefill_backward._kind_of(q, torch.empty(tokens, 2, 24), v, out, out, given, 0.2, how)
+    return prefill_backward._kind_of((q, torch.empty(tokens, 2, 24), v, out), out, given, 0.2, how)
 
 
 def test_another_length_is_another_kind_of_the_same_code() -> None:

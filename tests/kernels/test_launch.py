@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import _async_compile
 
-from mla_plugin.kernels.launch import Launch, compile_together, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, named_strides, on_device_of
 
 GRID = (7, 1, 1)
 
@@ -28,7 +28,10 @@ class Compiled:
 class Kernel:
     """A jitted function."""
 
-    def __init__(self) -> None:
+    __name__ = "some_kernel"
+
+    def __init__(self, *arg_names: str) -> None:
+        self.arg_names = list(arg_names)
         self.calls: list[tuple[tuple[object, ...], dict[str, object]]] = []
         self.compiled = Compiled()
 
@@ -44,12 +47,12 @@ class Kernel:
 
 @pytest.fixture
 def kernel() -> Kernel:
-    return Kernel()
+    return Kernel("X", "Y", "scale", "size", "BLOCK")
 
 
 @pytest.fixture
 def launch(kernel: Kernel) -> Launch:
-    return Launch(kernel, GRID, ("size", 3), {"num_warps": 8})
+    return Launch(kernel, GRID, ("X", "Y", "scale"), {"BLOCK": 3, "size": "size"}, {"num_warps": 8})
 
 
 def aligned() -> torch.Tensor:
@@ -72,15 +75,41 @@ def test_a_misaligned_tensor_is_inspected_every_time_and_leaves_the_known_kernel
     kernel: Kernel, launch: Launch
 ) -> None:
     for _ in range(2):
-        launch(aligned(), misaligned())
+        launch(aligned(), misaligned(), 0.5)
     assert len(kernel.calls) == 2
     assert launch.run is None
-    launch(aligned(), aligned())
+    launch(aligned(), aligned(), 0.5)
     assert len(kernel.calls) == 3
     assert launch.run is not None
-    launch(misaligned(), aligned())
+    launch(misaligned(), aligned(), 0.5)
     assert len(kernel.calls) == 4
     assert kernel.compiled.calls == []
+
+
+@pytest.mark.parametrize(
+    ("given", "fixed", "message"),
+    [
+        (("X", "Y"), {"scale": 1, "size": 2}, "some_kernel: missing: BLOCK$"),
+        (("X",), {"scale": 1, "size": 2, "BLOCK": 3}, "some_kernel: missing: Y$"),
+        ((), {}, "missing: X, Y, scale, size, BLOCK$"),
+        (("X", "Y"), {"scale": 1, "size": 2, "BLOCK": 3, "stride": 4}, "unknown: stride$"),
+        (("X", "Y", "Z"), {"scale": 1, "size": 2}, "missing: BLOCK; unknown: Z$"),
+        (("X", "Y", "scale"), {"scale": 1, "size": 2, "BLOCK": 3}, "given in each call and fixed: scale$"),
+        (("Y", "X"), {"scale": 1, "size": 2, "BLOCK": 3}, "each call gives Y, X, and the signature begins with X, Y$"),
+        (("X", "scale"), {"Y": 1, "size": 2, "BLOCK": 3}, "gives X, scale, and the signature begins with X, Y$"),
+    ],
+)
+def test_names_that_are_not_the_kernels(
+    given: tuple[str, ...], fixed: dict[str, object], message: str, kernel: Kernel
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        Launch(kernel, GRID, given, fixed, {})
+
+
+def test_strides_have_the_names_of_kernels() -> None:
+    assert named_strides("q", "bhm", (6, 3, 1)) == {"stride_qb": 6, "stride_qh": 3, "stride_qm": 1}
+    with pytest.raises(ValueError, match="shorter"):
+        named_strides("l", "bh", (6,))
 
 
 def test_tensors_on_the_cpu_need_no_device() -> None:
@@ -91,7 +120,7 @@ class Compilable(Kernel):
     """A jitted function that can be compiled and loaded without a launch, here only while another is."""
 
     def __init__(self, meeting: threading.Barrier, loads: list[object]) -> None:
-        super().__init__()
+        super().__init__("n", "size")
         self.meeting = meeting
         self.loads = loads
         self.finished: list[object] = []
@@ -112,12 +141,16 @@ class Compilable(Kernel):
         return super().__getitem__(GRID)
 
 
+def compilable_launch(kernel: Compilable) -> Launch:
+    return Launch(kernel, GRID, ("n",), {"size": "size"}, {"num_warps": 4})
+
+
 def test_kernels_are_compiled_and_loaded_side_by_side_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[object] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(devices.append(device)))
     meeting, loads = threading.Barrier(2), []
     kernels = [Compilable(meeting, loads), Compilable(meeting, loads)]
-    calls = [(Launch(kernel, GRID, ("size",), {"num_warps": 4}), (n,)) for n, kernel in enumerate(kernels)]
+    calls = [(compilable_launch(kernel), (n,)) for n, kernel in enumerate(kernels)]
     compile_together(calls, torch.device("cuda", 1))
     assert [kernel.finished for kernel in kernels] == [[((n, "size"), GRID, {"num_warps": 4})] for n in range(2)]
     assert set(loads) == set(kernels)
@@ -131,5 +164,5 @@ def test_nothing_is_compiled_ahead_while_a_graph_is_captured(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kernel = Compilable(threading.Barrier(1), [])
-    compile_together([(Launch(kernel, GRID, ("size",), {"num_warps": 4}), (0,))], torch.device("cuda", 0))
+    compile_together([(compilable_launch(kernel), (0,))], torch.device("cuda", 0))
     assert kernel.finished == kernel.loads == []

@@ -1,5 +1,7 @@
 """Shapes, strides and sizes of every layout, as the kernels' launchers see them."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from mla_plugin.kernels import tiles
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
 from mla_plugin.kernels.prefill import packing
-from mla_plugin.kernels.prefill.packing import WIDE_STRIDE, Packing
+from mla_plugin.kernels.prefill.packing import WIDE_STRIDE, Kind, Packing
+from tests.kernels.prefill_oracle import Call
 
 B, S, H, D = 2, 5, 3, 8
 SHAPES = {"bshd": (B, S, H, D), "sbhd": (S, B, H, D), "bhsd": (B, H, S, D), "thd": (7, H, D)}
@@ -36,15 +39,24 @@ def test_strides_of_a_slice_are_its_own() -> None:
     assert packing.contiguous_strides(x.shape, "bshd") == (S * H * D, D, H * D)
 
 
+def kind(q: torch.Tensor, k: torch.Tensor, how: Packing) -> Kind:
+    return Kind.of(q, k, k, 0.5, how)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd"])
-def test_sizes_of_a_dense_batch(layout: str) -> None:
+def test_a_dense_batch_is_covered_whole_however_long_its_sequences_are(layout: str) -> None:
     q = torch.empty(SHAPES[layout])
-    assert packing.sizes_of(q, q, Packing(layout, S, S)) == (B, H, H)
+    for longest in (S, 2):
+        found = kind(q, q, Packing(layout, longest, longest, CU, CU))
+        assert (found.num_sequences, found.num_heads, found.num_kv_heads) == (B, H, H)
+        assert (found.seqlen_q, found.seqlen_kv) == (S, S)
 
 
 def test_sizes_of_packed_sequences_come_from_the_lengths() -> None:
     q, k = torch.empty(7, 6, D), torch.empty(9, 2, D)
-    assert packing.sizes_of(q, k, Packing("thd", 3, 3, cu_seqlens_q=CU, cu_seqlens_kv=CU)) == (3, 6, 2)
+    found = kind(q, k, Packing("thd", 3, 4, cu_seqlens_q=CU, cu_seqlens_kv=CU))
+    assert (found.num_sequences, found.num_heads, found.num_kv_heads) == (3, 6, 2)
+    assert (found.seqlen_q, found.seqlen_kv) == (3, 4)
 
 
 def test_sequences_start_at_the_true_lengths_unless_padded_offsets_say_otherwise() -> None:
@@ -56,33 +68,42 @@ def test_sequences_start_at_the_true_lengths_unless_padded_offsets_say_otherwise
 
 
 def test_what_a_launch_is_cached_on_holds_every_mask_argument() -> None:
-    sights = {
-        Packing("bshd", *changed).sight
-        for changed in (
-            (4, 5),
-            (5, 4),
-            (4, 5, None, None, None, None, 2),
-            (4, 5, None, None, None, None, -1, 2),
-            (4, 5, None, None, None, None, -1, -1, True),
-        )
-    }
-    assert len(sights) == 5
+    q, k = torch.empty(SHAPES["thd"]), torch.empty(SHAPES["thd"])
+    changes = ({}, {"max_seqlen_q": 5}, {"max_seqlen_kv": 4}, {"window_left": 2}, {"window_right": 2})
+    plain = Packing("thd", 4, 5, CU, CU)
+    kinds = {kind(q, k, dataclasses.replace(plain, **change)) for change in (*changes, {"bottom_right": True})}
+    assert len(kinds) == 6
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(1, 1), (3, 4), (4, 3), (5, 2), (2, 5)])
+def test_whether_every_query_sees_a_key_is_known_from_the_shapes(
+    seqlen_q: int, seqlen_kv: int, bottom_right: bool
+) -> None:
+    q, k = torch.empty(1, seqlen_q, 1, 8), torch.empty(1, seqlen_kv, 1, 8)
+    for left in range(-1, 6):
+        for right in range(-1, 6):
+            how = Packing("bshd", seqlen_q, seqlen_kv, window_left=left, window_right=right, bottom_right=bottom_right)
+            call = Call("bshd", (0,), (0,), (seqlen_q,), (seqlen_kv,), left, right, bottom_right, 0.5)
+            assert kind(q, k, how).every_query_sees_a_key == bool(call.seen(0).any(1).all())
+    lengths = torch.tensor([0, 1], dtype=torch.int32)
+    assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).every_query_sees_a_key
 
 
 def test_a_window_beyond_every_token_is_none() -> None:
     """The kernels add windows to positions in int32, where 2**31 - 1 would come out negative."""
     for furthest in (9, 2**31 - 1, 2**40):
-        assert Packing("bshd", 4, 5, window_left=furthest, window_right=furthest).sight == Packing("bshd", 4, 5).sight
-    assert Packing("bshd", 4, 5, window_left=8, window_right=8).sight[2:4] == (8, 8)
+        assert Packing("bshd", 4, 5, window_left=furthest, window_right=furthest).window == (-1, -1)
+    assert Packing("bshd", 4, 5, window_left=8, window_right=8).window == (8, 8)
 
 
 def test_room_for_the_results_of_a_dense_batch() -> None:
     dense = Packing("bshd", S, S)
     q = torch.empty(SHAPES["bshd"], dtype=torch.float16)
-    lse = packing.lse_like(q, B, H, dense)
+    lse = packing.lse_like(q, dense)
     assert lse.shape == (B, H, S)
     assert lse.dtype == torch.float32
-    assert packing.lse_strides(q.shape, H, S, "bshd") == lse.stride()[:2]
+    assert kind(q, q, dense).lse_strides == lse.stride()[:2]
     out = packing.output_like(q, 4, dense)
     assert out.shape == (B, S, H, 4)
     assert out.dtype == torch.float16
@@ -91,9 +112,9 @@ def test_room_for_the_results_of_a_dense_batch() -> None:
 def test_results_of_tokens_outside_of_all_packed_sequences_are_there_from_the_start() -> None:
     thd = Packing("thd", 3, 3, CU, CU)
     q = torch.full((7, H, D), torch.nan)
-    lse = packing.lse_like(q, 3, H, thd)
+    lse = packing.lse_like(q, thd)
     assert torch.equal(lse, torch.full((H, 7), -torch.inf))
-    assert packing.lse_strides(q.shape, H, 3, "thd") == (0, lse.stride(0))
+    assert kind(q, q, thd).lse_strides == (0, lse.stride(0))
     assert torch.equal(packing.output_like(q, 4, thd), torch.zeros(7, H, 4))
 
 
@@ -165,11 +186,12 @@ class TestAlignedRows:
             out, lse = prefill.forward(q, k, v, 0.2, how)
             return [out, lse, *prefill_backward.backward(q, k, v, out, lse, dout, None, 0.2, how)]
 
-        for module, name in ((prefill, "_forward_launch"), (prefill_backward, "_kind_of")):
+        for module, name in ((prefill, "_forward_launch"), (prefill_backward, "_delta_launch")):
             function = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *a, function=function: seen.append(a) or function(*a))
+            monkeypatch.setattr(module, name, lambda *a, function=function: seen.append(a[0]) or function(*a))
         found = run()
-        strides = [*seen[0][4], *(x.stride() for x in (*seen[1][:3], seen[1][4]))]
+        of_forward, of_backward = seen
+        strides = [three for kind in (of_forward, of_backward.call) for three in kind[6:9]] + [of_backward.dout_strides]
         assert len(strides) == 7
         assert all(original(three[:-1]) for three in strides)
         monkeypatch.setattr(packing, "card_of", lambda device: tiles.INTERPRETED)

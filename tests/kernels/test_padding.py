@@ -58,6 +58,13 @@ def test_strides_and_values(block: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(lse.isneginf(), ~inside.expand(3, 12))
 
 
+def test_offsets_and_lengths_that_are_columns_of_a_table() -> None:
+    table = torch.tensor([[0, 2], [5, 4], [9, 1], [12, 0]], dtype=torch.int32, device=DEVICE)
+    x = torch.ones(12, 2, 8, device=DEVICE)
+    padding.fill_gaps(x, table[:, 0], table[:3, 1])
+    assert x[:, 0, 0].tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0]
+
+
 def test_nothing_to_fill() -> None:
     padding.fill_gaps(torch.empty(0, 3, 8, device=DEVICE), offsets([0, 0]), None)
 
@@ -68,6 +75,16 @@ def test_more_elements_than_32_bits_count() -> None:
     rows = x.shape[0]
     padding.fill_gaps(x, offsets([0, rows - 50]), offsets([rows - 100]))
     assert (x[: rows - 100].amin(), x[rows - 100 :].amax()) == (1, 0)
+
+
+@pytest.mark.gpu
+def test_heads_further_apart_than_32_bits_count() -> None:
+    """Heads first in memory: the last one starts 2**31 elements behind the first."""
+    apart = 2**29
+    x = torch.ones(4 * apart + 16, dtype=torch.float16, device="cuda").as_strided((2, 5, 8), (8, apart, 1))
+    padding.fill_gaps(x, offsets([0, 1]), None)
+    assert x[0].eq(1).all()
+    assert not x[1].any()
 
 
 @pytest.mark.gpu

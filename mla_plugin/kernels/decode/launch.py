@@ -14,10 +14,15 @@ from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.checks import check_arguments
 from mla_plugin.kernels.decode.combine import combine_kernel
 from mla_plugin.kernels.decode.kernel import decode_kernel
-from mla_plugin.kernels.launch import Launch, compile_together, descriptor, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
+_GIVEN = (
+    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Out", "Lse"),
+    *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
+)
+_COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
 _MAX_PLANS = 4096
@@ -147,7 +152,9 @@ def _combine_launch(
     return Launch(
         combine_kernel,
         (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
-        (heads, seqlen_q, splits, rank, block_rank, block_splits, device.has_dependent_launch),
+        _COMBINE_GIVEN,
+        {"num_heads": heads, "seqlen_q": seqlen_q, "num_splits": splits}
+        | {"R": rank, "BLOCK_R": block_rank, "BLOCK_SPLITS": block_splits, "DEPENDENT": device.has_dependent_launch},
         _options(device, warps),
     )
 
@@ -184,17 +191,21 @@ def _make_plan(
     stages = tile.paged_stages if page_size else tile.num_stages
     is_hopper = device.kind == "Hopper"
     parts_dtype = torch.float32 if (is_hopper and by_descriptors) or splits <= _FLOAT32_SPLITS else c_kv.dtype
-    constants = (
-        *(rank, *rank_columns, rope, rope_columns, page_size, tile.block_m, tile.block_n, stages),
-        *(is_causal and seqlen_q > 1, splits == 1, by_descriptors, is_hopper),
-        "ieee" if c_kv.dtype == torch.float32 else "tf32",
-        device.has_dependent_launch,
-    )
-    split_arguments = (
-        *(heads, seqlen_q, capacity, splits),
-        *(*q_nope_abs.stride()[:3], *q_rope.stride()[:3], *_strides(c_kv), *_strides(k_rope), page_stride),
-        *constants,
-    )
+    constants: dict[str, object] = {
+        "R": rank,
+        "R0": rank_columns[0],
+        "R1": rank_columns[1],
+        "D_ROPE": rope,
+        "ROPE": rope_columns,
+    }
+    constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
+    constants |= {"CAUSAL": is_causal and seqlen_q > 1, "ONE_SPLIT": splits == 1}
+    constants |= {"TMA": by_descriptors, "HOPPER": is_hopper, "DEPENDENT": device.has_dependent_launch}
+    constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
+    fixed = {"num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity, "num_splits": splits}
+    fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
+    fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
+    fixed |= {"stride_pt": page_stride}
     return _Plan(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=(batch, heads, seqlen_q),
@@ -203,13 +214,17 @@ def _make_plan(
         split=Launch(
             decode_kernel,
             (row_tiles * splits * batch, 1, 1),
-            split_arguments,
+            _GIVEN,
+            fixed | constants,
             _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
         ),
         combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
-        code=(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None, *constants),
+        code=(
+            *(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None),
+            *constants.values(),
+        ),
     )
 
 

@@ -49,7 +49,6 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = _TOKENS[qkv_format]
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     return prefill_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.prefill.backward_rows import load_row_values
-from mla_plugin.kernels.tile_math import grouped_tile, load_tile, sequence, store_rows
+from mla_plugin.kernels.tile_math import grouped_tile, load_tile, rows_with_keys, sequence, store_rows
 
 
 @triton.jit
@@ -122,9 +122,11 @@ def attention_backward_kv_kernel(
     diagonal = 0
     if BOTTOM_RIGHT:
         diagonal = seqlen_kv - seqlen_q
-    first, last = 0, seqlen_q
+    first, num_rows = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+    last = num_rows
     if HAS_RIGHT:
-        first = tl.maximum(start_n - diagonal - window_right, 0) // BLOCK_M * BLOCK_M
+        tile_first = tl.maximum(start_n - diagonal - window_right, 0) // BLOCK_M * BLOCK_M
+        first = tile_first if EVEN_M else tl.maximum(first, tile_first)  # even: tiles are whole, every query sees a key
     if HAS_LEFT:
         last = tl.minimum(last, start_n + BLOCK_N - diagonal + window_left)
     if start_n >= seqlen_kv:
@@ -143,30 +145,30 @@ def attention_backward_kv_kernel(
             do_base = DOut + b64 * stride_db + hq64 * stride_dh + start_q * stride_dm
         for m in range(first, last, BLOCK_M):
             rows = m + tl.arange(0, BLOCK_M)
-            q0 = load_tile(Q, b, head, q_base, m, stride_qm, seqlen_q, BLOCK_M, 0, QK0, D_QK, not EVEN_M, WIDE, TMA)
+            q0 = load_tile(Q, b, head, q_base, m, stride_qm, num_rows, BLOCK_M, 0, QK0, D_QK, not EVEN_M, WIDE, TMA)
             sT = tl.dot(k0, q0.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
             q1 = q0
             if QK1 > 0:
                 q1 = load_tile(
-                    Q1, b, head, q_base, m, stride_qm, seqlen_q, BLOCK_M, QK0, QK1, D_QK, not EVEN_M, WIDE, TMA
+                    Q1, b, head, q_base, m, stride_qm, num_rows, BLOCK_M, QK0, QK1, D_QK, not EVEN_M, WIDE, TMA
                 )
                 sT = tl.dot(k1, q1.T, sT, input_precision=PRECISION)
-            lse = load_row_values(LseLog2, at, rows, seqlen_q, float("inf"), EVEN_M)
+            lse = load_row_values(LseLog2, at, rows, num_rows, float("inf"), EVEN_M)
             pT = tl.exp2(sT * scale_log2 - lse[None, :])
             if HAS_RIGHT:
                 pT = tl.where(rows[None, :] >= first_row[:, None], pT, 0.0)
             if HAS_LEFT:
                 pT = tl.where(rows[None, :] <= last_row[:, None], pT, 0.0)
-            do0 = load_tile(DOut, b, head, do_base, m, stride_dm, seqlen_q, BLOCK_M, 0, V0, D_V, not EVEN_M, WIDE, TMA)
+            do0 = load_tile(DOut, b, head, do_base, m, stride_dm, num_rows, BLOCK_M, 0, V0, D_V, not EVEN_M, WIDE, TMA)
             dv0 = tl.dot(pT.to(do0.dtype), do0, dv0, input_precision=PRECISION)
             dpT = tl.dot(v0, do0.T, input_precision=PRECISION)
             if V1 > 0:
                 do1 = load_tile(
-                    DOut1, b, head, do_base, m, stride_dm, seqlen_q, BLOCK_M, V0, V1, D_V, not EVEN_M, WIDE, TMA
+                    DOut1, b, head, do_base, m, stride_dm, num_rows, BLOCK_M, V0, V1, D_V, not EVEN_M, WIDE, TMA
                 )
                 dv1 = tl.dot(pT.to(do1.dtype), do1, dv1, input_precision=PRECISION)
                 dpT = tl.dot(v1, do1.T, dpT, input_precision=PRECISION)
-            delta = load_row_values(Delta, at, rows, seqlen_q, 0.0, EVEN_M)
+            delta = load_row_values(Delta, at, rows, num_rows, 0.0, EVEN_M)
             dsT = (pT * (dpT - delta[None, :])).to(q0.dtype)
             dk0 = tl.dot(dsT, q0, dk0, input_precision=PRECISION)
             if QK1 > 0:

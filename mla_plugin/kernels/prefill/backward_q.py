@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.prefill.backward_rows import load_row_values
-from mla_plugin.kernels.tile_math import grouped_tile, load_tile, sequence, store_rows, tile_bounds
+from mla_plugin.kernels.tile_math import grouped_tile, load_tile, rows_with_keys, sequence, store_rows, tile_bounds
 
 
 @triton.jit
@@ -210,6 +210,11 @@ def attention_backward_q_kernel(
         D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE, TMA,
     )
     # fmt: on
+    if HAS_LEFT or HAS_RIGHT:
+        lowest, highest = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+        sees_key = (rows >= lowest) & (rows < highest)
+        dq0 = tl.where(sees_key[:, None], dq0, 0.0)
+        dq1 = tl.where(sees_key[:, None], dq1, 0.0)
     num_rows = seqlen_q if PACKED else max_seqlen_q
     dq_base = DQ + b64 * stride_dqb + h64 * stride_dqh + start_q * stride_dqm
     store_rows(dq_base, start_m, stride_dqm, num_rows, dq0 * softmax_scale, BLOCK_M, 0, QK0, D_QK, WIDE)

@@ -38,7 +38,8 @@ def delta_kernel(
 ):
     """delta = rowsum(dout * out) - dlse and lse in log2, for BLOCK_M rows of one head.
 
-    A row that sees no key gets lse +inf here, so that its weights come out as 0. Packed sequences are one long row.
+    A row that sees no key gets lse +inf here, so that its weights come out as 0, and delta 0 whatever its gradients
+    are. Packed sequences are one long row.
     """
     tiles = tl.cdiv(num_rows, BLOCK_M)
     start = tl.program_id(0) % tiles * BLOCK_M
@@ -57,10 +58,10 @@ def delta_kernel(
     at = b64 * stride_lb + h64 * stride_lh + rows
     if HAS_DLSE:
         delta -= tl.load(DLse + at, mask=rows < num_rows, other=0.0)
-    tl.store(Delta + at, delta, mask=rows < num_rows)
     lse = tl.load(Lse + at, mask=rows < num_rows, other=0.0)
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(LseLog2 + at, lse, mask=rows < num_rows)
+    sees_none = lse == float("-inf")
+    tl.store(Delta + at, tl.where(sees_none, 0.0, delta), mask=rows < num_rows)
+    tl.store(LseLog2 + at, tl.where(sees_none, float("inf"), lse * 1.4426950408889634), mask=rows < num_rows)
 
 
 @triton.jit

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_plugin.kernels import tiles
+from mla_plugin.kernels.launch import named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 
 WIDE_STRIDE = 2**31 // 128
 """Token stride from which a tile of 128 rows, the largest, spans more than an int32 offset reaches."""
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+"""What the kernels call the tensors of ``Packing.offsets``."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Packing:
 
     Attributes:
         qkv_format: ``bshd``, ``sbhd``, ``bhsd`` or ``thd``.
-        max_seqlen_q, max_seqlen_kv: longest sequence; S in a dense layout.
+        max_seqlen_q, max_seqlen_kv: longest sequence; in a dense layout at most S.
         cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], true lengths; None: every sequence fills its row.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], first token of each sequence; ``thd`` only, None: as
             the true lengths.
@@ -42,15 +46,12 @@ class Packing:
     bottom_right: bool = False
 
     @property
-    def sight(self) -> tuple[int, int, int, int, bool]:
-        """Everything but the layout and the tensors: hashable.
-
-        A window that reaches beyond every token is none: the kernels add windows to positions, in int32.
-        """
+    def window(self) -> tuple[int, int]:
+        """(left, right). One that reaches beyond every token is none: kernels add it to positions, in int32."""
         tokens = self.max_seqlen_q + self.max_seqlen_kv
         left = self.window_left if self.window_left < tokens else -1
         right = self.window_right if self.window_right < tokens else -1
-        return self.max_seqlen_q, self.max_seqlen_kv, left, right, self.bottom_right
+        return left, right
 
     @property
     def packed(self) -> bool:
@@ -58,10 +59,18 @@ class Packing:
         return self.qkv_format == "thd"
 
     def offsets(self) -> tuple[torch.Tensor | None, ...]:
-        """cu_seqlens_q, cu_seqlens_kv and where the sequences start, as the kernels take them."""
-        padded_q = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        padded_kv = self.cu_seqlens_kv if self.cu_seqlens_kv_padded is None else self.cu_seqlens_kv_padded
-        return self.cu_seqlens_q, self.cu_seqlens_kv, padded_q, padded_kv
+        """cu_seqlens_q, cu_seqlens_kv and where the sequences start: contiguous, as the kernels read them."""
+        lengths_q, lengths_kv = self.cu_seqlens_q, self.cu_seqlens_kv
+        if lengths_q is None or lengths_kv is None:
+            return None, None, None, None
+        lengths_q, lengths_kv = lengths_q.contiguous(), lengths_kv.contiguous()
+        starts_q, starts_kv = self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
+        return (
+            lengths_q,
+            lengths_kv,
+            lengths_q if starts_q is None else starts_q.contiguous(),
+            lengths_kv if starts_kv is None else starts_kv.contiguous(),
+        )
 
 
 AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
@@ -83,8 +92,13 @@ def _are_aligned(strides: tuple[int, ...]) -> bool:
     return all(stride % _ALIGNMENT == 0 for stride in strides)
 
 
+def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or on Hopper in 2-byte elements a copy whose strides and address are multiples of 16.
+    """x with contiguous rows, on Hopper in 2-byte elements a copy if strides or address are no multiples of 16.
 
     Triton reads 16 bytes at a time where it knows such strides (elements) and such an address (bytes), and widths that
     are multiples of 8. Other rows are read element by element and not pipelined, several times slower than the copy.
@@ -92,7 +106,10 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     the matrix instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is
     compiled ahead of time.
     """
-    if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()[:-1]):
+    strides = x.stride()
+    if strides[-1] != 1:
+        return with_aligned_rows(x.contiguous())
+    if x.data_ptr() % 16 == 0 and _are_aligned(strides[:-1]):
         return x
     if x.element_size() != 2 or card_of(x.device) != "Hopper":
         return x
@@ -108,24 +125,12 @@ def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int,
     return pick(strides[::-1], qkv_format)
 
 
-def sizes_of(q: torch.Tensor, k: torch.Tensor, packing: Packing) -> tuple[int, int, int]:
-    """(sequences, query heads, key-value heads)."""
-    batch, heads, _ = pick(q.shape, packing.qkv_format)
-    if packing.cu_seqlens_q is not None:
-        batch = packing.cu_seqlens_q.shape[0] - 1
-    return batch, heads, pick(k.shape, packing.qkv_format)[1]
-
-
-def lse_like(q: torch.Tensor, batch: int, heads: int, packing: Packing) -> torch.Tensor:
+def lse_like(q: torch.Tensor, packing: Packing) -> torch.Tensor:
     """Room for the log-sum-exp: [B, H, S_q], or [H, T] of -inf for packed sequences."""
+    batch, heads, tokens = pick(q.shape, packing.qkv_format)
     if packing.packed:
-        return q.new_full((heads, q.shape[0]), -torch.inf, dtype=torch.float32)
-    return q.new_empty((batch, heads, packing.max_seqlen_q), dtype=torch.float32)
-
-
-def lse_strides(q_shape: Sequence[int], heads: int, max_seqlen_q: int, qkv_format: str) -> tuple[int, int]:
-    """Strides of ``lse_like`` between sequences and between heads."""
-    return (0, q_shape[0]) if qkv_format == "thd" else (heads * max_seqlen_q, max_seqlen_q)
+        return q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)
+    return q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
 def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tensor:
@@ -177,3 +182,134 @@ def is_wide(*strides: tuple[int, int, int]) -> bool:
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 products are computed in float32; TF32 would lose half of the digits."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+class Kind(NamedTuple):
+    """What the launches of a prefill call are worked out from, once: everything but the memory of its tensors.
+
+    Attributes:
+        dtype, device: of q, k and v.
+        qkv_format, has_lengths, bottom_right: see ``Packing``.
+        q_shape, k_shape, v_shape, q_strides, k_strides, v_strides: as the tensors say.
+        num_sequences: B.
+        seqlen_q, seqlen_kv: tokens that the grids cover for each sequence: the longest one, S in a dense layout, where
+            rows behind the longest sequence are results too.
+        window_left, window_right: ``Packing.window``.
+        softmax_scale: > 0.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    qkv_format: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    num_sequences: int
+    seqlen_q: int
+    seqlen_kv: int
+    window_left: int
+    window_right: int
+    bottom_right: bool
+    has_lengths: bool
+    softmax_scale: float
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing) -> Kind:
+        """The kind of one call."""
+        cu_seqlens = packing.cu_seqlens_q
+        batch, _, seqlen_q = pick(q.shape, packing.qkv_format)
+        seqlen_kv = pick(k.shape, packing.qkv_format)[2]
+        if packing.packed and cu_seqlens is not None:
+            batch, seqlen_q, seqlen_kv = cu_seqlens.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_kv
+        return cls(
+            q.dtype,
+            q.device,
+            packing.qkv_format,
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            *packing.window,
+            packing.bottom_right,
+            cu_seqlens is not None,
+            softmax_scale,
+        )
+
+    @property
+    def packed(self) -> bool:
+        """As ``Packing.packed``."""
+        return self.qkv_format == "thd"
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return pick(self.q_shape, self.qkv_format)[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return pick(self.k_shape, self.qkv_format)[1]
+
+    @property
+    def columns(self) -> tuple[int, int, int, int]:
+        """The blocks of columns, see ``columns_of``."""
+        return columns_of(self.q_shape[-1], self.v_shape[-1])
+
+    @property
+    def every_query_sees_a_key(self) -> bool:
+        """Known from the shapes alone; False when lengths decide."""
+        if self.has_lengths:
+            return False
+        diagonal = self.seqlen_kv - self.seqlen_q if self.bottom_right else 0
+        first_sees = self.window_right < 0 or diagonal + self.window_right >= 0
+        last_sees = self.window_left < 0 or self.seqlen_q - 1 + diagonal - self.window_left < self.seqlen_kv
+        return first_sees and last_sees
+
+    @property
+    def lse_strides(self) -> tuple[int, int]:
+        """Of ``lse_like``, between sequences and between heads."""
+        _, heads, tokens = pick(self.q_shape, self.qkv_format)
+        return (0, tokens) if self.packed else (heads * tokens, tokens)
+
+    def pick(self, values: Sequence[int]) -> tuple[int, int, int]:
+        """(sequence, head, token) of strides in this layout."""
+        return pick(values, self.qkv_format)
+
+    def is_wide(self, *others: tuple[int, int, int]) -> bool:
+        """One tile of q, k, v or the others, given by their picked strides, spans more than int32 offsets reach."""
+        own = (self.pick(strides) for strides in (self.q_strides, self.k_strides, self.v_strides))
+        return is_wide(*own, *others)
+
+    def arguments(self, tile: tiles.Tile) -> dict[str, object]:
+        """What the forward kernel and both backward kernels are told under the same names."""
+        return {
+            **named_strides("q", "bhm", self.pick(self.q_strides)),
+            **named_strides("k", "bhn", self.pick(self.k_strides)),
+            **named_strides("v", "bhn", self.pick(self.v_strides)),
+            **named_strides("l", "bh", self.lse_strides),
+            **dict(zip(("QK0", "QK1", "V0", "V1"), self.columns, strict=True)),
+            "max_seqlen_q": self.seqlen_q,
+            "max_seqlen_kv": self.seqlen_kv,
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+            "softmax_scale": self.softmax_scale,
+            "D_QK": self.q_shape[-1],
+            "D_V": self.v_shape[-1],
+            "GROUP": self.num_heads // self.num_kv_heads,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "PACKED": self.packed,
+            "HAS_LENGTHS": self.has_lengths,
+            "BOTTOM_RIGHT": self.bottom_right,
+            "HAS_LEFT": self.window_left >= 0,
+            "HAS_RIGHT": self.window_right >= 0,
+            "PRECISION": dot_precision(self.dtype),
+        }

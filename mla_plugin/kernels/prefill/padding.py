@@ -43,7 +43,7 @@ def fill_gaps_kernel(
         base = X + row * stride_row
         for start in range(0, row_size, BLOCK):
             element = start + tl.arange(0, BLOCK)
-            at = element // columns * stride_column + element % columns
+            at = (element // columns).to(tl.int64) * stride_column + element % columns
             tl.store(base + at, tl.full([BLOCK], value, X.dtype.element_ty), mask=element < row_size)
 
 
@@ -55,8 +55,8 @@ def fill_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | Non
 
     Args:
         x: [T, H, D], float; rows and heads have any stride, D is contiguous.
-        starts: int32 [B + 1], where each sequence starts, ascending; behind starts[B] there is only padding.
-        lengths: int32 [B], true lengths; None when each sequence ends where the next one starts.
+        starts: int32 [B + 1], any stride, where each sequence starts, ascending; behind starts[B] is only padding.
+        lengths: int32 [B], any stride, true lengths; None when each sequence ends where the next one starts.
         value: what to write.
     """
     num_rows, heads, columns = x.shape
@@ -68,8 +68,8 @@ def fill_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | Non
     with on_device_of(x):
         fill_gaps_kernel[(num_gaps, shares)](
             x,
-            starts,
-            lengths,
+            starts.contiguous(),
+            None if lengths is None else lengths.contiguous(),
             num_gaps,
             num_rows,
             heads * columns,

@@ -41,7 +41,7 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, v: torch.Tensor, packing: Packing) -> Key:
         """The key of one call of one kernel."""
-        _, _, window_left, window_right, _ = packing.sight
+        window_left, window_right = packing.window
         return cls(
             kernel,
             str(q.dtype).removeprefix("torch."),

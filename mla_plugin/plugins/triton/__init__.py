@@ -107,10 +107,6 @@ def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
     )
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
@@ -118,11 +114,10 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return decode.forward(tensors)
     from mla_plugin.kernels.prefill import launch_forward as prefill
 
-    q, k, v = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v))
     out, lse = prefill.forward(
-        q,
-        k,
-        v,
+        tensors.q,
+        tensors.k,
+        tensors.v,
         tensors.softmax_scale,
         _packing(plan.request, tensors),
         tuned=environment.is_autotuning_requested(),
@@ -136,19 +131,17 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 
     tensors = residuals.tensors
-    q, k, v, out, dout = (_rows_contiguous(x) for x in (tensors.q, tensors.k, tensors.v, residuals.out, dout))
-    packing = _packing(plan.request, tensors)
     return Gradients(
         *prefill_backward.backward(
-            q,
-            k,
-            v,
-            out,
+            tensors.q,
+            tensors.k,
+            tensors.v,
+            residuals.out,
             residuals.lse,
             dout,
             dlse,
             tensors.softmax_scale,
-            packing,
+            _packing(plan.request, tensors),
             tuned=environment.is_autotuning_requested(),
         )
     )
