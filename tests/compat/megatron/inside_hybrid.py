@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 import mla_plugin
 from mla_plugin.compat import megatron as adapter
 from tests.compat.megatron import local_specs
+from tests.compat.megatron.parts import D_QK, D_V, config, packing
+from tests.compat.megatron.test_layers import PlainCore, hidden_states
 from tests.compat.megatron.test_specs import built, core_of, is_ours
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -51,6 +55,29 @@ def test_registered_its_sparse_layers_stay_sparse(stack, caplog):
     assert [record.getMessage()[:49] for record in caplog.records if record.name == "mla_plugin"] == [
         "MLA layers with the core attention DSAttention ke"
     ]
+
+
+def widths_of_v(spec) -> list[int]:
+    """What reaches the core attention of a packed batch, with the layer's output beside the formula's."""
+    module, plain = built(spec), built(spec)
+    plain.load_state_dict(module.state_dict())
+    plain.core_attention = PlainCore(
+        config(), 1, AttnMaskType.causal, "self", softmax_scale=module.softmax_scale, v_channels=D_V
+    )
+    widths = []
+    module.core_attention.register_forward_pre_hook(lambda core, args: widths.append(args[2].shape[-1]))
+    x, params = hidden_states(batch=1), packing((5, 7))[0]
+    alone = torch.cat([plain(part, None)[0] for part in x.split([5, 7])])
+    torch.testing.assert_close(module(x, None, packed_seq_params=params)[0], alone, rtol=1e-10, atol=1e-11)
+    return widths
+
+
+@pytest.mark.usefixtures("pristine")
+def test_v_of_a_packed_batch_comes_with_zeros_and_registered_without():
+    """Megatron's own layer, outside of hybrid models too."""
+    assert widths_of_v(adapter.mla_gpt_layer_spec().submodules.self_attention) == [D_QK]
+    mla_plugin.register("megatron")
+    assert widths_of_v(local_specs.mla_layer().submodules.self_attention) == [D_V]
 
 
 def test_a_mamba_layer_alone_is_refused(stack):
