@@ -31,8 +31,8 @@ def register(host: str) -> Registration | None:
     """Plug into a host framework's attention registry; a second call changes nothing.
 
     Args:
-        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every MLA
-            layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
+        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every
+            dense MLA layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
             DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:
@@ -40,7 +40,7 @@ def register(host: str) -> Registration | None:
 
     Raises:
         ValueError: there is no adapter for the host.
-        ImportError: the host is not installed.
+        ImportError: the host is not installed, or too old.
     """
     if host not in HOSTS:
         raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(HOSTS)}")
