@@ -32,8 +32,8 @@ def register(host: str) -> Registration | None:
 
     Args:
         host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every
-            dense MLA layer of Megatron-Core that is built afterwards attends through the plugin. ``"transformer_engine"``: its
-            DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
+            dense MLA layer of Megatron-Core that is built afterwards attends through the plugin.
+            ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:
         for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for the other hosts.
