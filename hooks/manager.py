@@ -166,9 +166,11 @@ class BackendManager:
 
     def backends(self) -> tuple[str, ...]:
         """Names of the backends: built-ins in table order, then the others in order of registration."""
-        registry = self._registry
-        builtin = [name for name in self._builtins if name in registry.backends]
-        return (*builtin, *(name for name in registry.plugins if name in registry.backends and name not in builtin))
+        return self._in_order(self._registry)
+
+    def _in_order(self, registry: Registry) -> tuple[str, ...]:
+        others = [name for name in registry.plugins if name not in self._builtins]
+        return tuple(name for name in (*self._builtins, *others) if name in registry.backends)
 
     def wrappers(self) -> tuple[str, ...]:
         """Names of the plugins made of hook wrappers, in order of registration."""
@@ -208,9 +210,8 @@ class BackendManager:
 
     def callers(self, hook: str) -> dict[str, Caller]:
         """Every backend's caller of the hook, all of one moment, in the order of ``backends``."""
-        callers = self._callers
-        found = {backend: caller for (name, backend), caller in callers.items() if name == hook}
-        return {name: found[name] for name in (*(n for n in self._builtins if n in found), *found)}
+        registry = self._registry
+        return {name: registry.callers[(hook, name)] for name in self._in_order(registry)}
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> str | None:

@@ -1,7 +1,11 @@
 """The three hooks of an attention backend. These docstrings are the contract; the conformance suite checks it.
 
 A backend is a module or an object with three functions marked ``mla_plugin.hookimpl``. Its name is the name that it is
-registered under: the entry point's name in the group ``mla_plugin``.
+registered under: the entry point's name in the group ``mla_plugin``. A function with a hook's name and without the
+marker is an error at registration.
+
+A plugin whose hooks are all wrappers (``hookimpl(wrapper=True)``) is no backend; it runs around every backend's calls.
+An error out of a hook reaches the user as it is, with a note that names the backend.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ def select_backend(  # type: ignore[empty-body]
 
     Called once for each new request; the answer is cached, so it must depend on the two arguments alone. Every backend
     answers (not firstresult). It must not touch a device, import a heavy package or compile: ``platform`` says what is
-    installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``.
+    installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``. A backend of
+    another package that raises here, or whose answer holds wrong types, is left out, and the trace says why.
 
     There are two kinds of requests, attention over expanded keys and values and decode over the compressed cache. A
     backend that computes one kind refuses the other: ``"DecodeRequest, accepted is AttentionRequest"``.

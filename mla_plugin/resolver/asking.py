@@ -188,8 +188,7 @@ def ask_all(
     manager = get_manager()
     manager.load(blocked)
     waiting, callers = manager.waiting(), manager.callers("select_backend")
-    not_imported = [name for name in waiting if name not in callers]
-    names = (*callers, *not_imported)
+    names = (*callers, *(name for name in waiting if name in blocked and name not in callers))
     backend = backend or environment.text("MLA_PLUGIN_BACKEND", environ)
     if backend is not None and backend not in names:
         raise ValueError(manager.why_not_registered(backend))
@@ -197,4 +196,4 @@ def ask_all(
     asked = {name: caller for name, caller in callers.items() if name not in blocked}
     answers = {name: ask(name, caller, request, platform, frozenset(names)) for name, caller in asked.items()}
     environment.check_selection(environ)
-    return Inquiry(platform, environ, backend, names, blocked.union(not_imported), answers)
+    return Inquiry(platform, environ, backend, names, blocked, answers)

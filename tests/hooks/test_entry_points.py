@@ -84,6 +84,18 @@ def test_a_blocked_module_is_not_imported_until_it_is_unblocked(
     assert (entry_point.imports, get_manager().waiting()) == (1, ())
 
 
+def test_a_name_that_is_registered_and_blocked_stands_once_in_the_trace(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(EntryPoint("shy", distribution="shy-attention"))
+    monkeypatch.setenv("MLA_PLUGIN_BLOCK", "shy")
+    get_manager().register(First(), "shy")
+    assert [entry.backend for entry in survey(REQUEST).trace].count("shy") == 1
+    monkeypatch.delenv("MLA_PLUGIN_BLOCK")
+    assert resolve(REQUEST).forward_backend == "shy"
+    assert "a backend named 'shy' is registered already" in get_manager().broken["shy"]
+
+
 def test_what_is_not_blocked_is_there_before_the_first_selection(install: Callable[..., None]) -> None:
     entry_point = EntryPoint("eager")
     install(entry_point)

@@ -1,3 +1,4 @@
+import importlib
 import logging
 import types
 from collections.abc import Iterator
@@ -56,7 +57,10 @@ def use_entry_points(monkeypatch: pytest.MonkeyPatch, *entry_points: object) -> 
 def test_builtin_backends_come_first_in_table_order() -> None:
     manager = BackendManager(load_entry_points=False)
     manager.register(Constant(1.0), "other")
-    assert manager.backends() == (*BUILTIN_BACKENDS, "other")
+    plugin = importlib.import_module(BUILTIN_BACKENDS["triton"])
+    manager.unregister("triton")
+    manager.register(plugin, "triton")
+    assert manager.backends() == tuple(manager.callers("forward")) == (*BUILTIN_BACKENDS, "other")
 
 
 def test_entry_points_are_registered_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

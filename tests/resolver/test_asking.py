@@ -138,6 +138,22 @@ def test_a_blocked_backward_is_named_as_blocked(add: object, monkeypatch: pytest
     assert survey(REQUEST).plan.forward_backend == "odd"
 
 
+def test_an_answer_is_read_once(add: object) -> None:
+    class Once(Accepted):
+        """Its priority can be read once."""
+
+        @property
+        def priority(self) -> int:
+            vars(self)["reads"] = vars(self).get("reads", 0) + 1
+            return 5 if vars(self)["reads"] == 1 else 1 / 0
+
+        def __init__(self) -> None:
+            pass
+
+    add(Plugin(Made(Once)))
+    assert survey(REQUEST).plan.forward_backend == "odd"
+
+
 def test_right_answers_of_unusual_classes(add: object) -> None:
     class Mine(Accepted):
         """Nothing but another name."""
