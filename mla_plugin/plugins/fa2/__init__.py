@@ -3,7 +3,7 @@
 Zero columns of Q and K add nothing to a score; zero columns of V only make columns of out that are cut off. The scale
 stays that of the original head_dim_qk. Each pass copies what it widens once (192/128: V, and in the backward out and
 dout); benchmarks/flash_padding.py measures that. Nothing but this plugin pads, and nothing reaches FlashAttention 2
-unpadded.
+unpadded. Rows outside the sequences may hold anything: both passes clear their tiles there.
 
 The backward has no input for the gradient of the log-sum-exp. One of the added columns carries it: with V = 1, out = 0
 and dout = dlse there, dout @ V.T gains dlse, delta = rowsum(dout * out) stays, so dS gains P * dlse.
@@ -14,10 +14,12 @@ Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``fl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from mla_plugin.decode_types import DecodeRequest
+from mla_plugin.flash_family import Options
 from mla_plugin.hooks import hookimpl
 from mla_plugin.layout import aligned
 from mla_plugin.packed import Rows, kernel_window
@@ -139,20 +141,10 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     return wide
 
 
-def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
-    is_causal, window = kernel_window(request)
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
+    options = Options.of(request, softmax_scale, rows)
     # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
-    longest_q = request.max_seqlen_q if rows.q is None else max(2, request.max_seqlen_q)
-    return providers.Options(
-        softmax_scale=softmax_scale,
-        causal=is_causal,
-        window_size=window,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=request.max_seqlen_kv,
-        cu_seqlens_q=None if rows.q is None else rows.q.starts,
-        cu_seqlens_k=None if rows.kv is None else rows.kv.starts,
-        deterministic=request.deterministic,
-    )
+    return options if rows.q is None else replace(options, max_seqlen_q=max(2, options.max_seqlen_q))
 
 
 @hookimpl

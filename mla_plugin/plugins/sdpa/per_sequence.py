@@ -46,9 +46,9 @@ def backward(
     route = flash.backward if use_kernel else blocked.backward
     for sequence in sequences(request, tensors):
         part = (sequence.query_part(q), sequence.key_part(k), sequence.key_part(v))
-        of_rows = (sequence.query_part(x) for x in (out, lse, dout))
+        out_part, lse_part, dout_part = (sequence.query_part(x) for x in (out, lse, dout))
         dlse_part = None if dlse is None else sequence.query_part(dlse)
-        results = route(*part, *of_rows, dlse_part, terms.of_sequence(sequence))
+        results = route(*part, out_part, lse_part, dout_part, dlse_part, terms.of_sequence(sequence))
         sequence.query_part(dq).copy_(results[0])
         sequence.key_part(dk).copy_(results[1])
         sequence.key_part(dv).copy_(results[2])
