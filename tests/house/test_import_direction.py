@@ -23,9 +23,12 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.spec": {"hooks", "types", "decode_types"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
-    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals"},
+    "mla_plugin.plugins": {
+        *("hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals", "flash_family")
+    },
     "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "types", "decode_types", "refusals"},
     "mla_plugin.packed": {"kernels", "types", "layout"},
+    "mla_plugin.flash_family": {"packed", "types"},
     "mla_plugin.reference": {"types", "decode_types", "layout"},
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types", "decode_types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},

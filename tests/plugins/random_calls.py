@@ -13,6 +13,7 @@ from tests.plugins import plain
 
 Call = tuple[AttentionRequest, AttentionTensors]
 PADDED = ("padding", "padding_causal", "padding_causal_bottom_right")
+ALL_DIMS = ((24, 16), (16, 24), (8, 8), (13, 7), (1, 1), (40, 8), (16, 17))
 DENSE = ("no_mask", "causal", "causal_bottom_right", "arbitrary")
 
 
@@ -50,7 +51,9 @@ def _of_padding(
     return start + sum(room) + draw.choice((0, 4)), _offsets(lengths), _offsets(room, start)
 
 
-def random_call(seed: int, dtypes: tuple[torch.dtype, ...], largest: int = 23) -> Call:
+def random_call(
+    seed: int, dtypes: tuple[torch.dtype, ...], largest: int = 23, dims: tuple[tuple[int, int], ...] = ALL_DIMS
+) -> Call:
     """One call on the CPU, reproducible."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -59,7 +62,7 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...], largest: int = 23) -
     batch = draw.randint(1, 4)
     heads_kv = draw.choice((1, 2))
     heads = heads_kv * draw.choice((1, 2, 3))
-    dims = draw.choice(((24, 16), (16, 24), (8, 8), (13, 7), (1, 1), (40, 8), (16, 17)))
+    dim_qk, dim_v = draw.choice(dims)
     dtype = draw.choice(dtypes)
     lengths = {side: [draw.randint(0, largest) for _ in range(batch)] for side in ("q", "kv")}
     if draw.random() < 0.4:
@@ -89,8 +92,8 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...], largest: int = 23) -
         num_kv_heads=heads_kv,
         max_seqlen_q=max(lengths["q"]) if layout == "thd" else sides["q"],
         max_seqlen_kv=max(lengths["kv"]) if layout == "thd" else sides["kv"],
-        head_dim_qk=dims[0],
-        head_dim_v=dims[1],
+        head_dim_qk=dim_qk,
+        head_dim_v=dim_v,
         attn_mask_type=mask,
         window_size=window,
         bottom_right_diagonal=mask.endswith("bottom_right") if "causal" in mask else draw.random() < 0.5,
@@ -117,10 +120,10 @@ def random_call(seed: int, dtypes: tuple[torch.dtype, ...], largest: int = 23) -
         return make(shape[draw.choice((0, 1, 2)) if shape[0] == shape[1] == 1 else 0 :])
 
     given = AttentionTensors(
-        tensor("q", heads, dims[0]),
-        tensor("kv", heads_kv, dims[0]),
-        tensor("kv", heads_kv, dims[1]),
-        draw.choice((dims[0] ** -0.5, 0.3, 1.0)),
+        tensor("q", heads, dim_qk),
+        tensor("kv", heads_kv, dim_qk),
+        tensor("kv", heads_kv, dim_v),
+        draw.choice((dim_qk**-0.5, 0.3, 1.0)),
         offsets["q"],
         offsets["kv"],
         starts["q"],
