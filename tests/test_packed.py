@@ -90,6 +90,39 @@ def test_padded_offsets_without_padding_between_sequences_end_with_the_tail() ->
         assert (side.starts.tolist(), side.lengths) == ([0, 2, 5], None)
 
 
+@pytest.mark.parametrize(
+    ("case", "side", "is_copy"),
+    [
+        (Case("", "thd", torch.bfloat16, (2, 3), (2, 3), (4, 4), (4, 4), attn_mask_type="padding"), "kv", True),
+        (Case("", "thd", torch.bfloat16, (2, 3), (2, 3), tail=2, attn_mask_type="padding"), "q", True),
+        (Case("", "bshd", torch.bfloat16, (2, 3), (5, 3), (6, 6), (6, 6), attn_mask_type="padding"), "kv", True),
+        (Case("", "sbhd", torch.bfloat16, (2, 3), (5, 3), (6, 6), (6, 6), attn_mask_type="padding"), "q", True),
+        (Case("", "bshd", torch.bfloat16, (5, 5), (7, 7), attn_mask_type="causal"), "kv", False),
+    ],
+)
+def test_clean_rows_are_copies_only_where_there_may_be_gaps(case: Case, side: str, is_copy: bool) -> None:
+    """NaN outside the sequences becomes 0 in the copy and stays where it is in the caller's tensor."""
+    request, tensors = case.request(), case.tensors(padding_poison=torch.nan)
+    given = tensors.q if side == "q" else tensors.k
+    before = given.clone()
+    rows = Rows.of(request, tensors)
+    clean = rows.clean_queries(given) if side == "q" else rows.clean_keys(given)
+    assert torch.equal(given.nan_to_num(9.0), before.nan_to_num(9.0))
+    assert (clean.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()) == is_copy
+    assert torch.equal(clean, rows.of_tensor(given).nan_to_num(0.0))
+    if is_copy:
+        assert given.isnan().any()
+    assert addressable(clean) is clean
+
+
+def test_rows_that_are_a_copy_already_are_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("", "thd", torch.bfloat16, (2, 3), (2, 3), tail=2, attn_mask_type="padding", storage="expanded_heads")
+    request, tensors = case.request(), case.tensors(padding_poison=torch.nan)
+    rows = Rows.of(request, tensors)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("contiguous() has copied it"))
+    assert not rows.clean_keys(tensors.v).isnan().any()
+
+
 def test_addressable_copies_only_what_hardware_cannot_read() -> None:
     x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
     assert addressable(x) is x

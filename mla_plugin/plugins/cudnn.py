@@ -32,7 +32,14 @@ from mla_plugin.hooks.types import (
     Platform,
     Refused,
 )
-from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_plain_attention, off_cuda
+from mla_plugin.plugins.shared.packed import addressable
+from mla_plugin.plugins.shared.refusals import (
+    NO_DECODE,
+    accepted_without_dlse,
+    beyond_plain_attention,
+    off_cuda,
+    refuse_dlse,
+)
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -130,16 +137,12 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    if request.is_training and request.return_lse:
-        return Accepted(backward_by="sdpa", notes=("the kernel takes no gradient of lse, so sdpa runs the backward",))
-    return Accepted()
+    return accepted_without_dlse(request)
 
 
 def _kernel_input(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
     """x as [B, H, S, D], copied where it is not aligned or a dimension is broadcast: cuDNN wants real strides."""
-    x = to_bhsd(x, qkv_format)
-    is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if is_broadcast else aligned(x)
+    return addressable(to_bhsd(x, qkv_format))
 
 
 def _kernel_output(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
@@ -166,8 +169,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     Raises:
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
-    if dlse is not None:
-        raise ValueError("cudnn's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
+    refuse_dlse("cudnn", dlse)
     request, tensors = plan.request, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
     dout, q, k, v, out = (to_bhsd(aligned(x.contiguous()), request.qkv_format) for x in inputs)

@@ -8,11 +8,13 @@ Sources: ``_validate_head_dims`` and the assertions in ``flash_attn/cute/interfa
 TransformerEngine's rules 17 to 21 and 31.
 
 A request that trains on lse gets its backward from ``sdpa``, because only newer releases take the gradient of lse.
+
+The kernels copy whole tiles by hardware (TMA), also behind a sequence's end, and multiply what is there by weights of
+0, as FlashAttention 3's do (``fa3``); what is not a token is cleared in copies of the same tensors.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from math import gcd
 from typing import Any
@@ -38,8 +40,16 @@ from mla_plugin.hooks.types import (
     Platform,
     Refused,
 )
+from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
 from mla_plugin.plugins.shared.packed import Rows, addressable
-from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
+from mla_plugin.plugins.shared.refusals import (
+    NO_DECODE,
+    accepted_without_dlse,
+    beyond_flash_attention,
+    beyond_packed_sequences,
+    off_cuda,
+    refuse_dlse,
+)
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
 MARK = "_validate_head_dims"
@@ -48,15 +58,38 @@ FIRST_VERSION = "4.0.0b5"
 NEEDS_NEW_CUTLASS, CUTLASS_MINIMUM = "4.0.0b24", "4.6.2"
 BLACKWELL_DIMS = {(192, 128): FIRST_VERSION, (64, 512): "4.0.0b9", (256, 256): "4.0.0b11"}
 """Pairs that compute capability 10 and 11 take beside 8..128 each, and the first release that does."""
+ONE_WIDTH = "4.0.0b30"
+"""From here on the backward's kernel rounds a head dim as its accumulators do, but for Hopper's up to 128.
+
+Above 128 on Hopper that is to 64 (pull request 2482), on compute capability 10 and 11 to 32 (pull request 2698).
+"""
+GROUPED_ABOVE_128 = "4.0.0b31"
+"""From here on Hopper's backward takes grouped heads above 128, and head dims above 192 (pull request 2888)."""
+TRAINED_ON_HOPPER = {
+    (64, 64): FIRST_VERSION,
+    (96, 64): FIRST_VERSION,
+    (96, 96): FIRST_VERSION,
+    (128, 64): FIRST_VERSION,
+    (128, 128): FIRST_VERSION,
+    (192, 128): FIRST_VERSION,
+    (192, 192): ONE_WIDTH,
+    (256, 256): GROUPED_ABOVE_128,
+}
+"""Pairs of rounded head dims whose gradients on Hopper are known to be right, and the first such release.
+
+Known by measurement on 4.0.0b36, or by FlashAttention's own tests. Many others fail to compile, such as 64/48, 128/96
+and 256/192: dout's tile is laid out in steps that divide head_dim_qk's but not head_dim_v's (``major_mode_size`` in
+``flash_bwd_sm90.py``).
+"""
+Window = tuple[int | None, int | None]
 
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     version, cutlass = platform.version(DISTRIBUTION), platform.version("nvidia-cutlass-dsl")
-    if version is None:
-        yield f"{DISTRIBUTION} is not installed"
-    elif Version(version) < Version(FIRST_VERSION):
+    yield from not_installed(platform, "FlashAttention 4", DISTRIBUTION)
+    if version is not None and Version(version) < Version(FIRST_VERSION):
         yield f"{DISTRIBUTION} {version} < {FIRST_VERSION}"
-    elif version == NEEDS_NEW_CUTLASS and cutlass is not None and Version(cutlass) < Version(CUTLASS_MINIMUM):
+    if version == NEEDS_NEW_CUTLASS and cutlass is not None and Version(cutlass) < Version(CUTLASS_MINIMUM):
         yield f"{DISTRIBUTION} {version} with nvidia-cutlass-dsl {cutlass} < {CUTLASS_MINIMUM}"
     off_device = tuple(off_cuda(request.device_type, platform.device_type))
     yield from off_device
@@ -73,22 +106,71 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
         return
     major = platform.compute_capability[0]
     largest = 256 if major == 9 else 128
-    if dims[0] % 8 or dims[1] % 8:
+    is_aligned = not (dims[0] % 8 or dims[1] % 8)
+    if not is_aligned:
         yield f"{found}, accepted are multiples of 8"
     if max(dims) <= largest:
+        if major == 9 and is_aligned:
+            yield from _hopper_refusals(request, platform)
         return
     since = BLACKWELL_DIMS.get(dims) if major in (10, 11) else None
-    version = platform.version(DISTRIBUTION)
     if since is None:
         pairs = "".join(f", or exactly {qk} and {v}" for qk, v in BLACKWELL_DIMS) if major in (10, 11) else ""
         yield f"{found}, accepted are at most {largest} each{pairs}"
-    elif version is not None and Version(version) < Version(since):
+    else:
+        yield from _older(found, platform, since)
+
+
+def _rounded(dim: int, step: int) -> int:
+    return -(-dim // step) * step
+
+
+def _hopper_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Head dims that the kernels for compute capability 9.0 get wrong, or cannot be compiled for.
+
+    The forward keeps out in Q's shared memory (``sO`` in ``flash_fwd_sm90.py``), and its tiles are sized by
+    head_dim_qk. The backward's kernel rounds head dims up to 128 to 16 (``tile_hdim`` in ``flash_bwd_sm90.py``), but dQ
+    is allocated and read back in steps of 32 (``_flash_attn_bwd``): where the two differ dQ is wrong in silence. That
+    holds up to 4.0.0b36 at least; pull request 2896 mends it.
+    """
+    dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
+    found = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}"
+    if _rounded(dim_v, 16) > _rounded(dim_qk, 16):
+        yield f"{found}, accepted on Hopper is head_dim_v up to head_dim_qk: out takes the shared memory of Q"
+        return
+    if not request.is_training:
+        return
+    step = 16 if dim_qk <= 128 else 64
+    tile = (_rounded(dim_qk, step), _rounded(dim_v, step))
+    if step == 16 and tile[0] % 32:
+        yield (
+            f"training with {found} on Hopper: the kernel's dQ has {tile[0]} columns, its buffer "
+            f"{_rounded(dim_qk, 32)}; accepted up to 128 is a multiple of 32, or 8 less"
+        )
+        return
+    since = TRAINED_ON_HOPPER.get(tile)
+    if since is None:
+        pairs = ", ".join(f"{qk}/{v}" for qk, v in TRAINED_ON_HOPPER)
+        yield f"training with {found} on Hopper, rounded to {tile[0]}/{tile[1]}, accepted are {pairs}"
+        return
+    if tile != (dim_qk, dim_v) and step == 64:
+        since = max(since, ONE_WIDTH, key=Version)
+    if dim_qk > 128 and request.num_heads != request.num_kv_heads:
+        since = max(since, GROUPED_ABOVE_128, key=Version)
+    yield from _older(f"training with {found} on Hopper", platform, since)
+
+
+def _older(found: str, platform: Platform, since: str) -> Iterator[str]:
+    version = platform.version(DISTRIBUTION)
+    if version is not None and Version(version) < Version(since):
         yield f"{found} with {DISTRIBUTION} {version} < {since}"
 
 
 def _training_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
     found, capability = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}", platform.compute_capability or (0, 0)
+    if capability[0] in (10, 11) and (dim_qk % 32 or dim_v % 32):
+        yield from _older(f"training with {found} on compute_capability={capability}", platform, ONE_WIDTH)
     if capability[0] == 9 and dim_qk != dim_v and request.num_heads != request.num_kv_heads:
         yield (
             f"training with {found}, num_heads={request.num_heads}, num_kv_heads={request.num_kv_heads} on "
@@ -141,38 +223,20 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    version = f"{DISTRIBUTION} {platform.version(DISTRIBUTION)}"
-    if request.is_training and request.return_lse:
-        notes = (version, "not every release takes a gradient of lse, so sdpa runs the backward")
-        return Accepted(backward_by="sdpa", notes=notes)
-    return Accepted(notes=(version,))
+    return accepted_without_dlse(request, f"{DISTRIBUTION} {platform.version(DISTRIBUTION)}")
 
 
 def _library() -> Any:
     """The module, if it is FlashAttention 4's and not that of flash-attn, which can overwrite it."""
-    try:
-        library = importlib.import_module(MODULE)
-        getattr(library, MARK)
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            f"{DISTRIBUTION} is installed, but {MODULE} is not its module ({error}): "
-            f"pip install --force-reinstall --no-deps {DISTRIBUTION}, or leave it out with MLA_PLUGIN_BLOCK=fa4"
-        ) from error
-    return library
+    remedy = f"pip install --force-reinstall --no-deps {DISTRIBUTION}, or leave it out with MLA_PLUGIN_BLOCK=fa4"
+    return imported(DISTRIBUTION, MODULE, remedy, MARK)
 
 
-def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> dict[str, Any]:
-    """Keyword arguments that both passes take."""
-    options = {"softmax_scale": softmax_scale, "causal": request.band.is_causal}
-    if rows.q is None or rows.kv is None:
-        return options
-    offsets = {"cu_seqlens_q": rows.q.starts, "cu_seqlens_k": rows.kv.starts}
-    return {**options, **offsets, "max_seqlen_q": request.max_seqlen_q, "max_seqlen_k": request.max_seqlen_kv}
-
-
-def _window(request: AttentionRequest) -> tuple[int | None, int | None]:
-    left, right = (None if size < 0 else size for size in (request.band.left, request.band.right))
-    return left, right
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> tuple[dict[str, Any], Window]:
+    """Keyword arguments that both passes take, and the window, whose open sides are None here."""
+    options = Options.of(request, softmax_scale, rows)
+    left, right = (None if size < 0 else size for size in options.window_size)
+    return options.offsets | options.named("softmax_scale", "causal"), (left, right)
 
 
 @hookimpl
@@ -180,10 +244,11 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention by keyword: ``qv`` is the fourth positional argument of the library's functions."""
     request, library = plan.request, _library()
     rows = Rows.of(request, tensors)
-    q, k, v = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k, tensors.v))
+    q, k = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k))
+    v = rows.clean_keys(tensors.v)
     function = library.flash_attn_func if rows.q is None else library.flash_attn_varlen_func
-    options = _options(request, tensors.softmax_scale, rows)
-    out, lse = function(q, k, v, **options, window_size=_window(request), return_lse=True)
+    options, window = _options(request, tensors.softmax_scale, rows)
+    out, lse = function(q, k, v, **options, window_size=window, return_lse=True)
     return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 
@@ -194,16 +259,20 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     Raises:
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
-    if dlse is not None:
-        raise ValueError("fa4's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
+    refuse_dlse("fa4", dlse)
     request, tensors = plan.request, residuals.tensors
     rows = Rows.of(request, tensors)
-    inputs = (tensors.q, tensors.k, tensors.v, residuals.out, dout)
-    left, right = _window(request)
+    dout, q = (rows.clean_queries(x) for x in (dout, tensors.q))
+    k, v = (rows.clean_keys(x) for x in (tensors.k, tensors.v))
+    options, (left, right) = _options(request, tensors.softmax_scale, rows)
     dq, dk, dv, *_ = _library()._flash_attn_bwd(
-        *(addressable(rows.of_tensor(x)) for x in inputs),
+        q,
+        k,
+        v,
+        addressable(rows.of_tensor(residuals.out)),
+        dout,
         rows.of_lse(residuals.lse),
-        **_options(request, tensors.softmax_scale, rows),
+        **options,
         window_size_left=left,
         window_size_right=right,
         deterministic=request.deterministic,

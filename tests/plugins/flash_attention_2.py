@@ -34,7 +34,7 @@ def _call(
         is_swapped = longest[0] == 1 and q.shape[1] > k.shape[1] and (left, right) == (-1, -1)
         assert not is_swapped, "the kernel would take every row for a sequence"
         assert longest[1] > 0
-    return Emulated(q, k, v, softmax_scale, causal, (left, right), starts, longest=longest)
+    return Emulated(q, k, v, softmax_scale, causal, (left, right), starts, longest=longest, clears_tiles=True)
 
 
 def _backward(call: Emulated, dout: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor) -> Tensors:

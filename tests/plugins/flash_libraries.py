@@ -25,6 +25,8 @@ from mla_plugin.hooks.attention import (
 from mla_plugin.reference import attention, visibility
 
 HALF = (torch.bfloat16, torch.float16)
+TILE = 128
+"""Rows that a kernel loads at once, also behind a sequence's end."""
 Window = tuple[int, int]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -67,7 +69,10 @@ class Emulated:
         starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         used: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         longest: tuple[int | None, int | None] = (None, None),
+        *,
+        clears_tiles: bool = False,
     ) -> None:
+        self.clears_tiles = clears_tiles
         is_packed = starts[0] is not None
         left, right = window
         right = 0 if causal else right
@@ -113,7 +118,27 @@ class Emulated:
                 outside[rows] = False
             out[outside] = torch.nan
             lse[:, outside] = torch.nan
+            for _, rows, columns in self.sequences():
+                out[rows] += self._of_heads(self._behind(self.tensors.v, columns))
         return out, lse
+
+    def _behind(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        """What a product over whole tiles adds for the rows behind a sequence, whose weights are 0: 0 or NaN, [H, D].
+
+        FlashAttention 3 and 4 load tiles by hardware, FlashAttention 2 clears the rows behind the end.
+        """
+        if self.clears_tiles or not self.is_packed:
+            return torch.zeros(x.shape[-2:])
+        tiles = -(-(rows.stop - rows.start) // TILE)
+        return (x[rows.stop : rows.start + tiles * TILE].float() * 0).sum(0)
+
+    def _of_heads(self, behind: torch.Tensor) -> torch.Tensor:
+        """Of the key and value heads, as many as query heads."""
+        return behind.repeat_interleave(self.request.num_heads // self.request.num_kv_heads, 0)
+
+    def _of_kv_heads(self, behind: torch.Tensor) -> torch.Tensor:
+        """Of the query heads, added up for each key and value head."""
+        return behind.unflatten(0, (self.request.num_kv_heads, -1)).sum(1)
 
     def backward(self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
         """Gradients as the kernels compute them, from the given out and lse; NaN outside the sequences."""
@@ -123,7 +148,13 @@ class Emulated:
             at_q, at_k = (rows, columns) if self.is_packed else ((batch, rows), (batch, columns))
             of_lse = lse[:, rows] if self.is_packed else lse[batch, :, rows]
             parts = (self.tensors.q[at_q], self.tensors.k[at_k], self.tensors.v[at_k], dout[at_q], out[at_q])
-            results = self._sequence_backward(*(x.float() for x in parts), of_lse)
+            results = list(self._sequence_backward(*(x.float() for x in parts), of_lse))
+            # A row behind the queries: P = exp(q @ k - inf), dS = P * (dout @ v); a column behind the keys: P = 0.
+            of_q, of_dout = (self._behind(x, rows).sum(-1, keepdim=True) for x in (self.tensors.q, dout))
+            of_k, of_v = (self._behind(x, columns).sum(-1, keepdim=True) for x in (self.tensors.k, self.tensors.v))
+            results[0] += self._of_heads(of_k + of_v)
+            results[1] += self._of_kv_heads(of_q + of_dout)
+            results[2] += self._of_kv_heads(of_q + of_dout)
             for gradient, at, result in zip(gradients, (at_q, at_k, at_k), results, strict=True):
                 gradient[at] = result.to(gradient.dtype)
         return gradients

@@ -31,6 +31,7 @@ from tests.plugins import flash_attention_2 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, fill_gaps, road
+from tests.plugins.test_sdpa import NanPadding, with_padding
 from tests.requests import mla_request
 
 
@@ -65,6 +66,12 @@ class TestFlashAttn(FlashConformance):
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, "flash_attn.flash_attn_interface", **library.MEMBERS)
+
+
+class TestFlashAttnWithNanPadding(NanPadding, TestFlashAttn):
+    """Its kernels clear what they load behind a sequence: nothing is copied for that."""
+
+    refuses = few(REFUSES | PADDED, with_padding(CASES))
 
 
 class TestPyTorchs(TestFlashAttn):

@@ -31,6 +31,7 @@ from tests.plugins import flash_attention_3 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
+from tests.plugins.test_sdpa import NanPadding, with_padding
 from tests.requests import mla_request
 
 
@@ -50,6 +51,7 @@ CASES = (
 )
 PACKED = tuple(case for case in CASES if case.is_packed or case.has_padding)
 NO_BACKWARD = {"training": "is_training=True"}
+NO_WINDOWS = {"window": "with vllm, whose kernel leaves tiles of a window unmasked"}
 
 
 @pytest.fixture
@@ -88,6 +90,10 @@ class TestFlashAttn3(FlashConformance):
         return CASES
 
 
+class TestFlashAttn3WithNanPadding(NanPadding, TestFlashAttn3):
+    refuses = few(REFUSES | DIMS, with_padding(CASES))
+
+
 class _Packed(FlashConformance):
     backend = "fa3"
     refuses = few(REFUSES | DIMS, PACKED)
@@ -109,7 +115,7 @@ class TestSglKernel(_Packed):
 
 @pytest.mark.usefixtures("vllm")
 class TestVllm(_Packed):
-    refuses = few(REFUSES | DIMS | NO_BACKWARD, CASES)
+    refuses = few(REFUSES | DIMS | NO_BACKWARD | NO_WINDOWS, CASES)
     manager = road("fa3", fa3, VLLM)
 
     def cases(self) -> tuple[Case, ...]:
@@ -175,6 +181,11 @@ def test_providers_are_looked_for_in_this_order(packages: tuple[tuple[str, str],
             {"head_dim_qk": 208, "head_dim_v": 208, "is_training": True, "deterministic": True},
             ["head_dim_qk=208, head_dim_v=208, accepted is at most 192"],
         ),
+        (VLLM, {"window_size": (512, 0)}, ["window_size=(512, 0) with vllm, whose kernel leaves tiles"]),
+        (VLLM, {"attn_mask_type": "no_mask", "window_size": (-1, 7)}, ["window_size=(-1, 7) with vllm"]),
+        (VLLM, {"attn_mask_type": "no_mask", "window_size": (-1, -1)}, []),
+        (SGL, {"window_size": (512, 0)}, []),
+        (OWN, {"window_size": (512, 0)}, []),
         (OWN, {"dropout_p": 0.1}, ["dropout_p=0.1"]),
         (OWN, {"bias_type": "alibi"}, ["bias_type='alibi'"]),
         (OWN, {"bias_type": "post_scale_bias", "bias_shape": "1hss"}, ["bias_type='post_scale_bias'"]),
@@ -304,7 +315,7 @@ def test_the_host_reads_no_offset(attn_mask_type: str, monkeypatch: pytest.Monke
     assert seen["cu_seqlens_k"] is offsets[3]
     assert seen["seqused_q"].shape == seen["seqused_k"].shape == (2,)
     assert seen["seqused_q"].dtype == torch.int32
-    assert len(seen["filled"]) == 5  # out, lse, dq, dk, dv
+    assert len(seen["filled"]) == 10  # v, out, lse of the forward; dout, q, k, v, dq, dk, dv of the backward
 
 
 def backward(*arguments: Any) -> None:

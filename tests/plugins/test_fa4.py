@@ -29,6 +29,7 @@ from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
 from tests.plugins.test_fa2 import PADDED
+from tests.plugins.test_sdpa import NanPadding, with_padding
 from tests.requests import mla_request
 
 
@@ -40,6 +41,11 @@ def card(capability: tuple[int, int], version: str | None = "4.0.0b36", **others
 
 H100, B200, RTX = card((9, 0)), card((10, 0)), card((12, 0))
 GROUPED = {"gqa training head_dim_qk!=head_dim_v": "grouped heads with equal head dims only"}
+DIMS = {
+    "head_dims=192/256": "accepted on Hopper is head_dim_v up to head_dim_qk",
+    "head_dims=64/32 training": "rounded to 64/32",
+    "head_dims=24/16 training": "rounded to 32/16",
+}
 CASES = (
     *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
     *packed_cases((4, 2), (torch.bfloat16,)),
@@ -48,7 +54,7 @@ CASES = (
 
 class TestFlashAttn4(FlashConformance):
     backend = "fa4"
-    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED, CASES))
+    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED | DIMS, CASES))
     manager = road("fa4", fa4, H100)
 
     def cases(self) -> tuple[Case, ...]:
@@ -57,6 +63,10 @@ class TestFlashAttn4(FlashConformance):
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, "flash_attn.cute.interface", **library.MEMBERS)
+
+
+class TestFlashAttn4WithNanPadding(NanPadding, TestFlashAttn4):
+    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED | DIMS, with_padding(CASES)))
 
 
 SIGNATURE = (
@@ -131,6 +141,96 @@ def test_refusals(platform: Platform, changes: dict[str, Any], reasons: list[str
     found = decision.reasons if isinstance(decision, Refused) else ()
     assert len(found) == len(reasons), found
     assert all(expected in reason for reason, expected in zip(found, reasons, strict=True)), found
+
+
+def dims(head_dim_qk: int, head_dim_v: int, **changes: Any) -> Any:
+    return mla_request(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, **changes)
+
+
+RIGHT = [(56, 56), (64, 64), (88, 64), (96, 96), (96, 64), (120, 120), (128, 64), (128, 128), (136, 136), (192, 128)]
+RIGHT += [(192, 192), (200, 200), (256, 256), (56, 64), (160, 128)]
+
+
+@pytest.mark.parametrize("pair", RIGHT)
+def test_training_on_hopper_where_the_gradients_are_known_to_be_right(pair: tuple[int, int]) -> None:
+    assert isinstance(fa4.select_backend(dims(*pair, is_training=True), H100), Accepted)
+
+
+@pytest.mark.parametrize(
+    ("pair", "columns"),
+    [
+        ((8, 8), (16, 32)),
+        ((40, 40), (48, 64)),
+        ((48, 48), (48, 64)),
+        ((72, 72), (80, 96)),
+        ((72, 40), (80, 96)),
+        ((72, 64), (80, 96)),
+        ((80, 80), (80, 96)),
+        ((104, 104), (112, 128)),
+        ((112, 64), (112, 128)),
+    ],
+)
+def test_no_training_on_hopper_where_dq_is_wrong(pair: tuple[int, int], columns: tuple[int, int]) -> None:
+    """The forward is right; the backward writes dQ as wide as its tile and reads it back as wide as its buffer."""
+    assert isinstance(fa4.select_backend(dims(*pair), H100), Accepted)
+    decision = fa4.select_backend(dims(*pair, is_training=True), H100)
+    assert isinstance(decision, Refused)
+    (reason,) = decision.reasons
+    assert f"dQ has {columns[0]} columns, its buffer {columns[1]}" in reason
+    assert isinstance(fa4.select_backend(dims(*pair, is_training=True), B200), Accepted)
+
+
+@pytest.mark.parametrize(
+    "pair", [(64, 48), (24, 16), (128, 96), (128, 32), (256, 192), (256, 128), (192, 64), (64, 32)]
+)
+def test_no_training_on_hopper_where_the_backward_is_not_known_to_compile(pair: tuple[int, int]) -> None:
+    assert isinstance(fa4.select_backend(dims(*pair), H100), Accepted)
+    decision = fa4.select_backend(dims(*pair, is_training=True), H100)
+    assert isinstance(decision, Refused)
+    (reason,) = decision.reasons
+    assert "accepted are 64/64, 96/64" in reason
+
+
+@pytest.mark.parametrize("pair", [(64, 72), (40, 72), (64, 256), (192, 256), (128, 192)])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_values_wider_than_queries_are_refused_on_hopper(pair: tuple[int, int], is_training: bool) -> None:
+    decision = fa4.select_backend(dims(*pair, is_training=is_training), H100)
+    assert isinstance(decision, Refused)
+    (reason,) = decision.reasons
+    assert "accepted on Hopper is head_dim_v up to head_dim_qk" in reason
+
+
+def test_values_as_wide_as_the_rounded_queries_are_taken_on_hopper() -> None:
+    assert isinstance(fa4.select_backend(dims(56, 64), H100), Accepted)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "pair", "changes", "reason"),
+    [
+        ((9, 0), "4.0.0b5", (192, 128), {}, None),
+        ((9, 0), "4.0.0b29", (160, 128), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
+        ((9, 0), "4.0.0b29", (192, 192), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
+        ((9, 0), "4.0.0b30", (136, 136), {}, None),
+        ((9, 0), "4.0.0b30", (192, 192), {"num_kv_heads": 4}, "with flash-attn-4 4.0.0b30 < 4.0.0b31"),
+        ((9, 0), "4.0.0b31", (192, 192), {"num_kv_heads": 4}, None),
+        ((9, 0), "4.0.0b5", (128, 128), {"num_kv_heads": 4}, None),
+        ((9, 0), "4.0.0b30", (256, 256), {}, "with flash-attn-4 4.0.0b30 < 4.0.0b31"),
+        ((10, 0), "4.0.0b29", (72, 72), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
+        ((10, 0), "4.0.0b30", (72, 72), {}, None),
+        ((10, 0), "4.0.0b5", (96, 96), {}, None),
+    ],
+)
+def test_releases_that_came_later(
+    capability: tuple[int, int], version: str, pair: tuple[int, int], changes: dict[str, Any], reason: str | None
+) -> None:
+    """What older releases get wrong in training; the forward is not concerned."""
+    decision = fa4.select_backend(dims(*pair, is_training=True, **changes), card(capability, version))
+    assert isinstance(fa4.select_backend(dims(*pair, **changes), card(capability, version)), Accepted)
+    if reason is None:
+        assert isinstance(decision, Accepted), decision
+    else:
+        assert isinstance(decision, Refused)
+        assert any(reason in found for found in decision.reasons)
 
 
 def test_what_runs_is_shown() -> None:

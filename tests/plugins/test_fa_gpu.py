@@ -29,7 +29,7 @@ from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_road import REFUSES, Road, few
 from tests.plugins.test_fa2 import PADDED, WINDOWS
-from tests.plugins.test_fa3 import DIMS, VLLM
+from tests.plugins.test_fa3 import DIMS, NO_WINDOWS, VLLM
 from tests.plugins.test_fa4 import GROUPED
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ class _OnDevice(BackendConformance):
 
 class TestFlashAttention3(_OnDevice):
     backend = "fa3"
-    refuses = few(REFUSES | DIMS | INFERENCE, ALL)
+    refuses = few(REFUSES | DIMS | INFERENCE | NO_WINDOWS, ALL)
     manager = on_device("fa3", fa3, VLLM)
 
     @pytest.fixture(autouse=True)

@@ -32,13 +32,18 @@ class TestCpu(BackendConformance):
     backend = "sdpa"
 
 
+def with_padding(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Those with rows outside the sequences, or with masks for them."""
+    return tuple(case for case in cases if case.tags & {"padding_masks", "pad_between_seqs", "tail"})
+
+
 class NanPadding(BackendConformance):
     """Only the cases with padding, which holds NaN."""
 
     padding_poison = torch.nan
 
     def cases(self) -> tuple[Case, ...]:
-        return tuple(case for case in super().cases() if case.tags & {"padding_masks", "pad_between_seqs", "tail"})
+        return with_padding(super().cases())
 
 
 class TestCpuWithNanPadding(NanPadding, TestCpu):

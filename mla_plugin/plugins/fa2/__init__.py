@@ -3,7 +3,7 @@
 Zero columns of Q and K add nothing to a score; zero columns of V only make columns of out that are cut off. The scale
 stays that of the original head_dim_qk. Each pass copies what it widens once (192/128: V, and in the backward out and
 dout); benchmarks/flash_padding.py measures that. Nothing but this plugin pads, and nothing reaches FlashAttention 2
-unpadded.
+unpadded. Rows outside the sequences may hold anything: both passes clear their tiles there.
 
 The backward has no input for the gradient of the log-sum-exp. One of the added columns carries it: with V = 1, out = 0
 and dout = dlse there, dout @ V.T gains dlse, delta = rowsum(dout * out) stays, so dS gains P * dlse.
@@ -14,6 +14,7 @@ Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``fl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -36,6 +37,7 @@ from mla_plugin.hooks.types import (
     Refused,
 )
 from mla_plugin.plugins.fa2 import providers
+from mla_plugin.plugins.shared.flash_family import Options
 from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
 
@@ -95,7 +97,7 @@ def _window_refusals(request: AttentionRequest) -> Iterator[str]:
 
     It drops a side of max_seqlen_kv or more; then it takes max_seqlen_kv for the right side if a left one is left.
     """
-    (left, right), longest_kv = (request.band.left, request.band.right), request.max_seqlen_kv
+    left, right, longest_kv = request.band.left, request.band.right, request.max_seqlen_kv
     unlimited = request.max_seqlen_q - 1  # the first query sees the last key
     wanted = unlimited if right < 0 else min(right, unlimited)
     dropped = longest_kv if 0 <= left < longest_kv else unlimited
@@ -143,20 +145,10 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     return wide
 
 
-def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
-    band = request.band
+def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
+    options = Options.of(request, softmax_scale, rows)
     # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
-    longest_q = request.max_seqlen_q if rows.q is None else max(2, request.max_seqlen_q)
-    return providers.Options(
-        softmax_scale=softmax_scale,
-        causal=band.is_causal,
-        window_size=(band.left, band.right),
-        max_seqlen_q=longest_q,
-        max_seqlen_k=request.max_seqlen_kv,
-        cu_seqlens_q=None if rows.q is None else rows.q.starts,
-        cu_seqlens_k=None if rows.kv is None else rows.kv.starts,
-        deterministic=request.deterministic,
-    )
+    return options if rows.q is None else replace(options, max_seqlen_q=max(2, options.max_seqlen_q))
 
 
 @hookimpl

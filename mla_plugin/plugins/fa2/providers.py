@@ -5,8 +5,6 @@ Both take query, key and value of one head dimension, dense [B, S, H, D] or pack
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from packaging.version import Version
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
+from mla_plugin.plugins.shared.flash_family import Options, imported
 
 # Looked up by attribute, so that a test can stand in for them.
 aten_forward = torch.ops.aten._flash_attention_forward.default
@@ -27,35 +26,6 @@ The upper limit is TransformerEngine's; older versions and newer ones leave the 
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every function is told besides tensors of rows.
-
-    Attributes:
-        softmax_scale: multiplies the scores.
-        causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
-        window_size: (left, right); -1 is unlimited.
-        max_seqlen_q, max_seqlen_k: longest sequence.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts; None for dense tensors.
-        deterministic: the backward must repeat bit for bit.
-    """
-
-    softmax_scale: float
-    causal: bool
-    window_size: tuple[int, int]
-    max_seqlen_q: int
-    max_seqlen_k: int
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    deterministic: bool = False
-
-    @property
-    def lengths(self) -> dict[str, Any]:
-        """Keyword arguments for packed sequences; none for dense tensors."""
-        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        return {} if self.cu_seqlens_q is None else {name: getattr(self, name) for name in names}
-
-
 class FlashAttn:
     """The package."""
 
@@ -65,13 +35,11 @@ class FlashAttn:
         self.name = f"{DISTRIBUTION} {version}"
 
     def _function(self, dense: str, packed: str, options: Options) -> Any:
-        try:
-            library = importlib.import_module(MODULE)
-        except ImportError as error:
-            raise RuntimeError(
-                f"{self.name} is installed, but {MODULE} cannot be imported ({error}); reinstall it for PyTorch "
-                f"{torch.__version__}, or uninstall it: PyTorch's own FlashAttention 2 then takes its place"
-            ) from error
+        remedy = (
+            f"reinstall it for PyTorch {torch.__version__}, or uninstall it: PyTorch's own FlashAttention 2 then takes "
+            "its place"
+        )
+        library = imported(self.name, MODULE, remedy)
         return getattr(library, dense if options.cu_seqlens_q is None else packed)
 
     def forward(
@@ -82,10 +50,8 @@ class FlashAttn:
             q,
             k,
             v,
-            **options.lengths,
-            softmax_scale=options.softmax_scale,
-            causal=options.causal,
-            window_size=options.window_size,
+            **options.offsets,
+            **options.named("softmax_scale", "causal", "window_size"),
             return_attn_probs=True,
         )
         return out, lse
@@ -110,7 +76,7 @@ class FlashAttn:
             out,
             lse,
             *gradients,
-            **options.lengths,
+            **options.offsets,
             dropout_p=0.0,
             softmax_scale=options.softmax_scale,
             causal=options.causal,

@@ -4,6 +4,11 @@ Packed sequences are described twice: ``cu_seqlens`` is where each one starts in
 (TransformerEngine pull request 2596). The kernels leave what lies between uninitialised, so it is set to 0 afterwards.
 A dense batch with a padding mask is the same thing, its rows laid end to end.
 
+The kernels read whole tiles, also behind a sequence's end, and multiply what is there by weights of 0, which NaN
+survives. So they get copies whose rows outside the sequences are 0: of V in the forward, where a score is overwritten
+but a value multiplied; of Q, K, V and dout in the backward, each of which is multiplied by P or dS of such a row.
+``out`` is not: the backward reads it only within the sequences.
+
 The backward has no input for the gradient of the log-sum-exp, and at 192/128 no spare column to carry it, so a request
 that trains on lse gets its backward from ``sdpa``.
 
@@ -13,7 +18,6 @@ Sources of the refusals: ``mha_fwd`` and ``mha_bwd`` in FlashAttention's ``hoppe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -35,20 +39,24 @@ from mla_plugin.hooks.types import (
     Refused,
 )
 from mla_plugin.plugins.fa3 import decode, providers
+from mla_plugin.plugins.shared.flash_family import Options, not_installed
 from mla_plugin.plugins.shared.packed import Rows, addressable
-from mla_plugin.plugins.shared.refusals import beyond_flash_attention, off_cuda
+from mla_plugin.plugins.shared.refusals import accepted_without_dlse, beyond_flash_attention, off_cuda, refuse_dlse
 
 MAX_HEAD_DIM = 256
 MAX_DETERMINISTIC_HEAD_DIM = 192
 
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    yield from not_installed(platform, "FlashAttention 3", *(provider.distribution for provider in providers.PROVIDERS))
     provider = providers.find(platform)
-    if provider is None:
-        names = ", ".join(provider.distribution for provider in providers.PROVIDERS)
-        yield f"FlashAttention 3 is not installed: none of {names}"
-    elif request.is_training and not provider.has_backward:
+    if provider is not None and request.is_training and not provider.has_backward:
         yield f"is_training=True: {provider.distribution} has no backward, flash-attn-3 has"
+    if provider is not None and request.has_sliding_window and not provider.has_windows:
+        yield (
+            f"window_size={request.window_size} with {provider.distribution}, whose kernel leaves tiles of a window "
+            "unmasked; accepted is (-1, -1) or (-1, 0), or flash-attn-3"
+        )
     off_device = tuple(off_cuda(request.device_type, platform.device_type))
     yield from off_device
     if not off_device and platform.compute_capability != (9, 0):
@@ -89,11 +97,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     if reasons:
         return Refused(reasons)
     provider = _provider(platform)
-    notes = [f"{provider.distribution} {platform.version(provider.distribution)}"]
-    if request.is_training and request.return_lse:
-        notes.append("the kernel takes no gradient of lse, so sdpa runs the backward")
-        return Accepted(backward_by="sdpa", notes=tuple(notes))
-    return Accepted(notes=tuple(notes))
+    return accepted_without_dlse(request, f"{provider.distribution} {platform.version(provider.distribution)}")
 
 
 def _provider(platform: Platform) -> providers.Provider:
@@ -103,27 +107,6 @@ def _provider(platform: Platform) -> providers.Provider:
     return provider
 
 
-def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> providers.Options:
-    band = request.band
-    options = providers.Options(
-        softmax_scale=softmax_scale,
-        causal=band.is_causal,
-        window_size=(band.left, band.right),
-        max_seqlen_q=request.max_seqlen_q,
-        max_seqlen_k=request.max_seqlen_kv,
-        deterministic=request.deterministic,
-    )
-    if rows.q is None or rows.kv is None:
-        return options
-    return replace(
-        options,
-        cu_seqlens_q=rows.q.starts,
-        cu_seqlens_k=rows.kv.starts,
-        seqused_q=rows.q.lengths,
-        seqused_k=rows.kv.lengths,
-    )
-
-
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
     """Attention; V is never padded. Or decode."""
@@ -131,8 +114,9 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return decode.forward(plan.platform, tensors)
     request, provider = plan.request, _provider(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
-    q, k, v = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k, tensors.v))
-    out, lse = provider.forward(q, k, v, _options(request, tensors.softmax_scale, rows))
+    q, k = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k))
+    v = rows.clean_keys(tensors.v)
+    out, lse = provider.forward(q, k, v, Options.of(request, tensors.softmax_scale, rows))
     return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 
@@ -143,13 +127,13 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     Raises:
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
-    if dlse is not None:
-        raise ValueError("fa3's backward takes no dlse; plan the request with return_lse=True, sdpa then runs it")
+    refuse_dlse("fa3", dlse)
     request, tensors, provider = plan.request, residuals.tensors, _provider(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
-    inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (addressable(rows.of_tensor(x)) for x in inputs)
+    dout, q = (rows.clean_queries(x) for x in (dout, tensors.q))
+    k, v = (rows.clean_keys(x) for x in (tensors.k, tensors.v))
+    out = addressable(rows.of_tensor(residuals.out))
     dq, dk, dv = gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    options = _options(request, tensors.softmax_scale, rows)
+    options = Options.of(request, tensors.softmax_scale, rows)
     provider.backward(dout, q, k, v, out, rows.of_lse(residuals.lse), gradients, options)
     return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

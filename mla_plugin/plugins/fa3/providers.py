@@ -7,7 +7,6 @@ packed sequences only. vLLM's Python wrapper hides ``seqused_q``, so its operato
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,45 +16,19 @@ import torch
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
+from mla_plugin.plugins.shared.flash_family import Options, imported
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every function is told besides q, k and v.
+def _common(options: Options) -> dict[str, Any]:
+    """Keyword arguments that the Python functions of every provider take, dense or packed."""
+    return options.named("softmax_scale", "causal", "window_size")
 
-    Attributes:
-        softmax_scale: multiplies the scores.
-        causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
-        window_size: (left, right); -1 is unlimited.
-        max_seqlen_q, max_seqlen_k: longest sequence.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts in memory; None for dense tensors.
-        seqused_q, seqused_k: int32 [B], true lengths; None when every sequence fills its place.
-        deterministic: the backward must repeat bit for bit.
-    """
 
-    softmax_scale: float
-    causal: bool
-    window_size: tuple[int, int]
-    max_seqlen_q: int
-    max_seqlen_k: int
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    seqused_q: torch.Tensor | None = None
-    seqused_k: torch.Tensor | None = None
-    deterministic: bool = False
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """Keyword arguments that the Python functions of every provider take, dense or packed."""
-        return {"softmax_scale": self.softmax_scale, "causal": self.causal, "window_size": self.window_size}
-
-    @property
-    def lengths(self) -> dict[str, Any]:
-        """Keyword arguments for packed sequences."""
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-        return {name: getattr(self, name) for name in names}
+def _lengths(options: Options) -> dict[str, Any]:
+    """Keyword arguments for packed sequences."""
+    return options.offsets | options.named("seqused_q", "seqused_k")
 
 
 @dataclass(frozen=True)
@@ -67,12 +40,14 @@ class Provider:
         module: what to import.
         takes_dense: it has a function for dense tensors; otherwise every call has cu_seqlens.
         has_backward: it can train.
+        has_windows: its sliding windows are right.
     """
 
     distribution: str
     module: str
     takes_dense: bool = False
     has_backward: bool = False
+    has_windows: bool = True
 
     def library(self) -> Any:
         """The imported module.
@@ -80,13 +55,8 @@ class Provider:
         Raises:
             RuntimeError: the distribution is installed, but its module cannot be imported.
         """
-        try:
-            return importlib.import_module(self.module)
-        except ImportError as error:
-            raise RuntimeError(
-                f"{self.distribution} is installed, but {self.module} cannot be imported ({error}); reinstall it for "
-                f"PyTorch {torch.__version__}, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
-            ) from error
+        remedy = f"reinstall it for PyTorch {torch.__version__}, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
+        return imported(self.distribution, self.module, remedy)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """Out and the natural-log lse, [H, T], or [B, H, S_q] for dense tensors.
@@ -120,9 +90,9 @@ class FlashAttn3(Provider):
         if options.cu_seqlens_q is None:
             function, lengths = self.library().flash_attn_func, {}
         else:
-            function, lengths = self.library().flash_attn_varlen_func, options.lengths
+            function, lengths = self.library().flash_attn_varlen_func, _lengths(options)
         wants_lse = {"return_attn_probs": True} if "return_attn_probs" in _parameters(function) else {}
-        result = function(q, k, v, **lengths, **options.common, **wants_lse)
+        result = function(q, k, v, **lengths, **_common(options), **wants_lse)
         if not isinstance(result, tuple):
             raise RuntimeError(
                 f"{self.module}.{function.__name__} returned out without the log-sum-exp and has no argument "
@@ -169,7 +139,15 @@ class FlashAttn3(Provider):
 
 
 class Vllm(Provider):
-    """The operator ``_vllm_fa3_C::fwd`` that ``vllm.vllm_flash_attn`` loads."""
+    """The operator ``_vllm_fa3_C::fwd`` that ``vllm.vllm_flash_attn`` loads.
+
+    Its sliding windows are wrong from a few tiles beyond the window's left side on: vLLM's copy of the kernel moves the
+    keys' start to the window's, and since vllm-project/flash-attention pull request 93 (October 2025) the tiles that
+    need a mask are counted without that shift (``n_block_min_causal_local_mask`` and
+    ``n_block_min_before_local_mask`` in ``hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp`` use ``tot_seqlen_k`` where
+    ``n_offset`` is off ``seqlen_k``), so tiles on the diagonal go unmasked. FlashAttention's own kernel, which SGLang
+    ships, has no such shift. Releases before that change are not known to be right.
+    """
 
     def library(self) -> Any:
         """See ``Provider``; the module also imports where vLLM was built without the operator."""
@@ -189,7 +167,7 @@ class Vllm(Provider):
             q=q,
             k=k,
             v=v,
-            **options.lengths,
+            **_lengths(options),
             softmax_scale=options.softmax_scale,
             is_causal=options.causal,
             window_size_left=options.window_size[0],
@@ -204,13 +182,13 @@ class SglKernel(Provider):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
         function = self.library().flash_attn_varlen_func
-        result = function(q, k, v, **options.lengths, **options.common, return_softmax_lse=True)
+        result = function(q, k, v, **_lengths(options), **_common(options), return_softmax_lse=True)
         return result[0], result[1]
 
 
 _KINDS: dict[str, Callable[[str, str], Provider]] = {
     "flash-attn-3": functools.partial(FlashAttn3, takes_dense=True, has_backward=True),
-    "vllm": Vllm,
+    "vllm": functools.partial(Vllm, has_windows=False),
     "sgl-kernel": SglKernel,
 }
 PROVIDERS: tuple[Provider, ...] = tuple(

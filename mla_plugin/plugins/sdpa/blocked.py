@@ -65,12 +65,12 @@ def _hidden(block: Block, terms: Terms, lens: tuple[int, int], device: torch.dev
     return hidden
 
 
-def _weights(
+def _scores(
     q: torch.Tensor, k: torch.Tensor, block: Block, terms: Terms, len_q: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax weights of a block, [b, H, rows, keys], and its log-sum-exp, [b, H, rows, 1]; 0 and -inf without keys.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scores of a block, [b, H, rows, keys], -inf where a key is hidden, and which of them are hidden.
 
-    q [b, H, rows, D] belongs to the block; k [B, H_kv, S_kv, D] is whole.
+    q [b, H, rows, D] belongs to the block; k [B, H_kv, S_kv, D] is whole. A bias of -inf hides a key as a mask does.
     """
     hidden = _hidden(block, terms, (len_q, k.shape[2]), q.device)
     scores = _per_kv_head(q, k.shape[1]) @ k[block.batch, :, block.keys].transpose(-1, -2)
@@ -79,12 +79,28 @@ def _weights(
     if bias is not None and terms.bias_before_scale:
         scores += bias
     scores *= terms.softmax_scale
-    if bias is not None and not terms.bias_before_scale:
-        scores += bias
+    if bias is not None:
+        if not terms.bias_before_scale:
+            scores += bias
+        hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill_(lse == -torch.inf, 0), lse
+    return scores, hidden
+
+
+def _softmax(scores: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and lse [b, H, rows, 1]: 0 and -inf for a row that sees no key.
+
+    The weights of a row that sees keys, but has a score of +inf or nothing but -inf, are NaN; so is its lse, from which
+    the backward takes the weights.
+    """
+    lse, weights = scores.logsumexp(-1, keepdim=True), scores.softmax(-1)
+    has_no_softmax = lse.isinf()
+    if hidden is not None:
+        sees_no_key = hidden.all(-1, keepdim=True)
+        weights.masked_fill_(sees_no_key, 0)
+        has_no_softmax &= ~sees_no_key
+    return weights, lse.masked_fill_(has_no_softmax, torch.nan)
 
 
 def _per_kv_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -117,23 +133,32 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
     for block in blocks(q, k.shape[2], terms):
-        weights, part_lse = _weights(q[block.batch, :, block.rows].to(dtype), k, block, terms, q.shape[2])
+        scores, hidden = _scores(q[block.batch, :, block.rows].to(dtype), k, block, terms, q.shape[2])
+        weights, part_lse = _softmax(scores, hidden)
         kept = _kept(weights, terms)
         if kept is not None:
             weights *= kept
-        part = _per_kv_head(weights, v.shape[1]) @ v[block.batch, :, block.keys]
-        out[block.batch, :, block.rows] = part.view(*weights.shape[:3], -1)
+        part = (_per_kv_head(weights, v.shape[1]) @ v[block.batch, :, block.keys]).view(*weights.shape[:3], -1)
+        # 0 * NaN is NaN: a row that sees no key gets nothing of another row's keys either
+        out[block.batch, :, block.rows] = part.masked_fill_(part_lse == -torch.inf, 0)
         lse[block.batch, :, block.rows] = part_lse.squeeze(-1)
     return out, lse
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, terms: Terms
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    terms: Terms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a batch; shapes as ``forward``, dlse [B, H, S_q], results in float32 or float64.
+    """Gradients of a batch; shapes as ``forward``, lse and dlse [B, H, S_q], results in float32 or float64.
 
-    A block holds whole rows, so the softmax and ``delta = rowsum(P * dP)`` are taken anew and neither out nor lse is
-    needed: another backend's roundings in them do not enter.
+    The weights are ``exp(score - lse)`` of the given lse and not a softmax taken anew: lse and out may be those of
+    more keys than these, of which each part of a context-parallel backward has some.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(dtype), v.to(dtype)
@@ -141,10 +166,13 @@ def backward(
     dq = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     for block in blocks(q, k.shape[2], terms):
-        q_block, dout_block = (x[block.batch, :, block.rows].to(dtype) for x in (q, dout))
-        weights, lse = _weights(q_block, k, block, terms, q.shape[2])
-        sees_no_key = lse == -torch.inf
-        dout_rows = _per_kv_head(dout_block.masked_fill(sees_no_key, 0), num_kv_heads)
+        q_block, out_block, dout_block = (x[block.batch, :, block.rows].to(dtype) for x in (q, out, dout))
+        lse_block = lse[block.batch, :, block.rows].unsqueeze(-1)
+        sees_no_key = lse_block == -torch.inf
+        q_block, dout_block = (x.masked_fill(sees_no_key, 0) for x in (q_block, dout_block))
+        scores, _ = _scores(q_block, k, block, terms, q.shape[2])
+        weights = scores.sub_(lse_block).exp_().masked_fill_(sees_no_key, 0)
+        dout_rows = _per_kv_head(dout_block, num_kv_heads)
         dweights = (dout_rows @ v[block.batch, :, block.keys].transpose(-1, -2)).view_as(weights)
         kept = _kept(weights, terms)
         dropped = weights
@@ -152,13 +180,14 @@ def backward(
             dweights *= kept
             dropped = weights * kept
         dv[block.batch, :, block.keys] += _per_kv_head(dropped, num_kv_heads).transpose(-1, -2) @ dout_rows
-        delta = (weights * dweights).sum(-1, keepdim=True)
+        delta = (dout_block * out_block).sum(-1, keepdim=True)
         if dlse is not None:
             delta -= dlse[block.batch, :, block.rows].unsqueeze(-1).masked_fill(sees_no_key, 0)
         dscores = weights.mul_(dweights.sub_(delta))
         _add_dbias(dscores, block, terms)
         rows = _per_kv_head(dscores.mul_(terms.softmax_scale), num_kv_heads)
-        dq[block.batch, :, block.rows] = (rows @ k[block.batch, :, block.keys]).view_as(q_block)
+        dq_block = (rows @ k[block.batch, :, block.keys]).view_as(q_block)
+        dq[block.batch, :, block.rows] = dq_block.masked_fill_(sees_no_key, 0)
         dk[block.batch, :, block.keys] += rows.transpose(-1, -2) @ _per_kv_head(q_block, num_kv_heads)
     return dq, dk, dv
 

@@ -12,6 +12,10 @@ other causal shape is cut into a square and a rectangle that needs no mask, see 
 is merged by its log-sum-exp in the forward; in the backward each piece uses the row's final log-sum-exp, so that its
 probabilities are the final ones and the gradients just add up.
 
+The kernel takes a row whose scores are all NaN or -inf for one that sees no key: it keeps a running maximum that NaN
+does not always replace, and where that is still -inf at the end, out and lse are 0. No row of a piece is without keys,
+so a row of zeros says that the scores must be looked at; see ``forward``.
+
 The gradient of the log-sum-exp needs no kernel support. The backward computes ``delta = rowsum(dout * out)`` and ``dS =
 P * (dout @ V.T - delta)``. One more column with V = 1, out = 0, dout = dlse leaves delta as it is and adds dlse to
 ``dout @ V.T``, so dS gains ``P * dlse``, which is the chain rule through lse since ``d lse / dS = P``.
@@ -26,6 +30,7 @@ import torch
 import torch.nn.functional as F
 
 from mla_plugin.arguments.mask import Band
+from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.terms import Terms
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -84,8 +89,11 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
         terms: scale and band (open or causal) are read, the rest must be absent.
 
     Returns:
-        out [1, H, S_q, head_dim_v] and lse [1, H, S_q], float32 or float64; a row without keys has 0 and -inf.
+        out [1, H, S_q, head_dim_v] and lse [1, H, S_q], float32 or float64; a row without keys has 0 and -inf. Where
+        the kernel may have lost NaN, the blocks' mathematics gives all of the result; a query and a value of zeros
+        in a row that sees one key look the same, and are right both ways.
     """
+    given = (q, k, v)
     dtype = torch.promote_types(q.dtype, torch.float32)
     num_heads, len_q = q.shape[1:3]
     num_kv_heads, len_kv, head_dim_v = v.shape[1:]
@@ -103,13 +111,22 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             piece.is_causal,
             scale=1.0,
         )
-        _merge(out[:, piece.queries], lse[:, piece.queries], part_out.flatten(0, 1)[..., :head_dim_v], part_lse)
+        part_out, part_lse = part_out.flatten(0, 1)[..., :head_dim_v], part_lse.flatten(0, 1)
+        if _may_have_lost_nan(part_out, part_lse):
+            return blocked.forward(*given, terms)
+        _merge(out[:, piece.queries], lse[:, piece.queries], part_out, part_lse)
+    lse.masked_fill_(lse == torch.inf, torch.nan)  # a score of +inf: out is NaN, and the backward's weights must be too
     return out.unsqueeze(0), lse.unsqueeze(0)
+
+
+def _may_have_lost_nan(out: torch.Tensor, lse: torch.Tensor) -> bool:
+    """Some row has the zeros that the kernel gives to scores of nothing but NaN and -inf; out is rarely looked at."""
+    suspects = lse == 0
+    return bool(suspects.any()) and bool((out[suspects] == 0).all(-1).any())
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Add the attention over further keys to out [H, S, D] and lse [H, S], in place."""
-    part_lse = part_lse.flatten(0, 1)
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part_out, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)

@@ -80,6 +80,8 @@ def backward(
         padding.pad(tensors.q, padding.q),
         padding.pad(tensors.k, padding.k),
         padding.pad(tensors.v, padding.k),
+        padding.pad(residuals.out, padding.q),
+        padding.pad_lse(residuals.lse),
         padding.pad(dout, padding.q),
         None if dlse is None else padding.pad_lse(dlse),
         terms,

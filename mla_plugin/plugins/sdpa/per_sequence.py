@@ -30,12 +30,10 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     out_rows = to_bhsd(out, request.qkv_format)
     terms = Terms.of(request, tensors, wants_dbias=False)
+    route = flash.forward if use_kernel else blocked.forward
     for sequence in sequences(request, tensors):
         part = (sequence.query_part(q), sequence.key_part(k), sequence.key_part(v))
-        if use_kernel:
-            part_out, part_lse = flash.forward(*part, terms)
-        else:
-            part_out, part_lse = blocked.forward(*part, terms.of_sequence(sequence))
+        part_out, part_lse = route(*part, terms.of_sequence(sequence))
         sequence.query_part(out_rows).copy_(part_out)
         sequence.query_part(lse).copy_(part_lse)
     return AttentionOutput(out, lse.squeeze(0) if request.qkv_format == "thd" else lse)
@@ -53,15 +51,12 @@ def backward(
     lse = residuals.lse.unsqueeze(0) if is_thd else residuals.lse
     dlse = dlse.unsqueeze(0) if is_thd and dlse is not None else dlse
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
+    route = flash.backward if use_kernel else blocked.backward
     for sequence in sequences(request, tensors):
         part = (sequence.query_part(q), sequence.key_part(k), sequence.key_part(v))
-        dout_part = sequence.query_part(dout)
+        out_part, lse_part, dout_part = (sequence.query_part(x) for x in (out, lse, dout))
         dlse_part = None if dlse is None else sequence.query_part(dlse)
-        if use_kernel:
-            out_part, lse_part = sequence.query_part(out), sequence.query_part(lse)
-            results = flash.backward(*part, out_part, lse_part, dout_part, dlse_part, terms)
-        else:
-            results = blocked.backward(*part, dout_part, dlse_part, terms.of_sequence(sequence))
+        results = route(*part, out_part, lse_part, dout_part, dlse_part, terms.of_sequence(sequence))
         sequence.query_part(dq).copy_(results[0])
         sequence.key_part(dk).copy_(results[1])
         sequence.key_part(dv).copy_(results[2])

@@ -88,6 +88,26 @@ class Rows:
         x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
         return x if self.q is None else x.flatten(0, 1)
 
+    def clean_queries(self, x: torch.Tensor) -> torch.Tensor:
+        """As many rows as queries, from the caller's layout, addressable, 0 outside the sequences.
+
+        For kernels that multiply whole tiles: NaN outside the sequences survives a weight of 0. It is a copy where
+        there may be such rows.
+        """
+        return self._clean(x, self.q)
+
+    def clean_keys(self, x: torch.Tensor) -> torch.Tensor:
+        """``clean_queries`` for as many rows as keys."""
+        return self._clean(x, self.kv)
+
+    def _clean(self, x: torch.Tensor, side: Side | None) -> torch.Tensor:
+        rows = addressable(self.of_tensor(x))
+        if side is None or not side.may_leave_gaps:
+            return rows
+        if rows.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        return side.clear(rows)
+
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of the kernel's own, as many as queries, in the caller's layout; 0 outside the sequences."""
         return self._back(x, self.q)

@@ -10,11 +10,32 @@ from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
 from mla_plugin.hooks.types import (
+    Accepted,
     Refused,
 )
 
 NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
+
+
+def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:
+    """The acceptance of a backend whose kernel takes no gradient of lse: ``sdpa`` runs the backward that has one."""
+    if request.is_training and request.return_lse:
+        notes += ("the kernel takes no gradient of lse, so sdpa runs the backward",)
+        return Accepted(backward_by="sdpa", notes=notes)
+    return Accepted(notes=notes)
+
+
+def refuse_dlse(backend: str, dlse: torch.Tensor | None) -> None:
+    """For the backward of such a backend.
+
+    Raises:
+        ValueError: dlse is given: the plan was made for a request without ``return_lse``.
+    """
+    if dlse is not None:
+        raise ValueError(
+            f"{backend}'s backward takes no dlse; plan the request with return_lse=True, sdpa then runs it"
+        )
 
 
 def off_cuda(*device_types: str) -> Iterator[str]:

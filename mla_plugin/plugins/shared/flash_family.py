@@ -1,0 +1,103 @@
+"""What the FlashAttention backends share: how a call is described, and how a missing or broken package is reported."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_plugin.hooks.attention import (
+    AttentionRequest,
+)
+from mla_plugin.hooks.types import (
+    Platform,
+)
+from mla_plugin.plugins.shared.packed import Rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every function of the family is told besides tensors of rows.
+
+    Attributes:
+        softmax_scale: multiplies the scores.
+        causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
+        window_size: (left, right); -1 is unlimited.
+        max_seqlen_q, max_seqlen_k: longest sequence.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts in memory; None for dense tensors.
+        seqused_q, seqused_k: int32 [B], true lengths; None when every sequence fills its place.
+        deterministic: the backward must repeat bit for bit.
+    """
+
+    softmax_scale: float
+    causal: bool
+    window_size: tuple[int, int]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
+        """The options of a call whose rows are those of ``rows``."""
+        band = request.band
+        return cls(
+            softmax_scale,
+            band.is_causal,
+            (band.left, band.right),
+            request.max_seqlen_q,
+            request.max_seqlen_kv,
+            None if rows.q is None else rows.q.starts,
+            None if rows.kv is None else rows.kv.starts,
+            None if rows.q is None else rows.q.lengths,
+            None if rows.kv is None else rows.kv.lengths,
+            request.deterministic,
+        )
+
+    def named(self, *names: str) -> dict[str, Any]:
+        """Some of them as keyword arguments."""
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def offsets(self) -> dict[str, Any]:
+        """Keyword arguments for packed sequences; none for dense tensors."""
+        if self.cu_seqlens_q is None:
+            return {}
+        return self.named("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def not_installed(platform: Platform, name: str, *distributions: str) -> Iterator[str]:
+    """The reason of a backend none of whose packages is installed."""
+    if any(platform.version(distribution) is not None for distribution in distributions):
+        return
+    if len(distributions) == 1:
+        yield f"{distributions[0]} is not installed"
+    else:
+        yield f"{name} is not installed: none of {', '.join(distributions)}"
+
+
+def imported(found: str, module: str, remedy: str, mark: str | None = None) -> Any:
+    """The module of an installed package.
+
+    Args:
+        found: the package, as the error names it.
+        module: what to import.
+        remedy: what to do if that fails.
+        mark: a name that the module must have; another package may put a module of the same name in its place.
+
+    Raises:
+        RuntimeError: the module cannot be imported, or is another one.
+    """
+    try:
+        library = importlib.import_module(module)
+    except ImportError as error:
+        raise RuntimeError(f"{found} is installed, but {module} cannot be imported ({error}): {remedy}") from error
+    if mark is not None and not hasattr(library, mark):
+        raise RuntimeError(f"{found} is installed, but {module} is another package's, without {mark}: {remedy}")
+    return library

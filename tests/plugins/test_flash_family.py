@@ -1,0 +1,75 @@
+"""What the FlashAttention backends share: options of a call, missing packages, a gradient of lse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.conformance import Case
+from mla_plugin.hooks.types import Accepted
+from mla_plugin.plugins import cudnn, fa3, fa4
+from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
+from mla_plugin.plugins.shared.packed import Rows
+from mla_plugin.plugins.shared.refusals import accepted_without_dlse, refuse_dlse
+from tests.plugins.flash_libraries import install
+from tests.requests import mla_request
+
+
+def test_options_of_a_dense_call() -> None:
+    request = mla_request(window_size=(7, 0), deterministic=True)
+    options = Options.of(request, 0.5, Rows(request, None, None))
+    assert options == Options(0.5, True, (7, 0), 2048, 2048, deterministic=True)
+    assert options.offsets == {}
+    assert options.named("causal", "softmax_scale") == {"causal": True, "softmax_scale": 0.5}
+
+
+def test_options_of_a_packed_call() -> None:
+    case = Case("", "thd", torch.bfloat16, (2, 3), (4, 1), (4, 4), (5, 5), attn_mask_type="padding")
+    request, tensors = case.request(), case.tensors()
+    options = Options.of(request, 0.5, Rows.of(request, tensors))
+    assert options.causal is False
+    assert (options.max_seqlen_q, options.max_seqlen_k) == (3, 4)
+    assert [x.tolist() for x in options.named("cu_seqlens_q", "cu_seqlens_k").values()] == [[0, 4, 8], [0, 5, 10]]
+    assert [x.tolist() for x in options.named("seqused_q", "seqused_k").values()] == [[2, 3], [4, 1]]
+    assert set(options.offsets) == {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+
+
+def test_a_missing_package_is_named() -> None:
+    bare, one = Platform("cuda", (9, 0)), Platform("cuda", (9, 0), (("b", "1"),))
+    assert list(not_installed(bare, "X", "a")) == ["a is not installed"]
+    assert list(not_installed(bare, "X", "a", "b")) == ["X is not installed: none of a, b"]
+    assert list(not_installed(one, "X", "a", "b")) == []
+
+
+def test_an_import_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"p 1 is installed, but no\.such cannot be imported \(.*\): do this"):
+        imported("p 1", "no.such", "do this")
+    module = install(monkeypatch, "tests_family.module", here=1)
+    assert imported("p 1", "tests_family.module", "do this", "here") is module
+    with pytest.raises(RuntimeError, match="another package's, without there: do this"):
+        imported("p 1", "tests_family.module", "do this", "there")
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_who_takes_no_gradient_of_lse_hands_its_backward_on(is_training: bool, return_lse: bool) -> None:
+    """One answer for all of them."""
+    request = mla_request(is_training=is_training, return_lse=return_lse)
+    expected = "sdpa" if is_training and return_lse else None
+    packages = (("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36"))
+    platform = Platform("cuda", (9, 0), packages, (9, 13, 0), "13.0")
+    notes = set()
+    for plugin in (cudnn, fa3, fa4):
+        decision = plugin.select_backend(request, platform)
+        assert isinstance(decision, Accepted)
+        assert decision.backward_by == expected
+        notes.add(decision.notes[-1:] if expected else ())
+    assert len(notes) == 1
+    assert accepted_without_dlse(request, "a").notes[0] == "a"
+
+
+def test_a_gradient_of_lse_that_nobody_planned_is_an_error() -> None:
+    refuse_dlse("x", None)
+    with pytest.raises(ValueError, match="x's backward takes no dlse; plan the request with return_lse=True"):
+        refuse_dlse("x", torch.zeros(1))
