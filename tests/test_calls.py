@@ -207,3 +207,6 @@ def test_lengths_as_views_of_one_tensor_agree() -> None:
     assert not AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ
     tensors = mla_plugin.AttentionTensors(q, q, q, 1.0, both[:, 0], both[:, 1])
     assert AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ
+    ends = torch.tensor([0, 4, 9, 9, 9], dtype=torch.int32)
+    tensors = mla_plugin.AttentionTensors(q, q, q, 1.0, ends[:3], ends[::2])
+    assert AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ

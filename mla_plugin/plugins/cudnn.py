@@ -105,8 +105,6 @@ def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
         yield f"max_seqlen_kv={len_kv} < 2 [PyTorch]"
     if max(request.batch_size, request.num_heads) > MAX_GRID:
         yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, accepted is up to {MAX_GRID} [PyTorch]"
-    if request.num_heads % request.num_kv_heads:
-        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
 
 
 def _feature_refusals(request: AttentionRequest) -> Iterator[str]:

@@ -22,12 +22,8 @@ from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
 from mla_plugin.arguments.layout import (
-    LAYOUTS,
     empty_output,
     to_bhsd,
-)
-from mla_plugin.arguments.mask import (
-    ATTN_MASK_TYPES,
 )
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import (
@@ -59,16 +55,8 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
         yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
-    if request.qkv_format not in LAYOUTS:
-        yield f"qkv_format={request.qkv_format!r}, accepted is {', '.join(LAYOUTS)}"
-    if request.attn_mask_type not in ATTN_MASK_TYPES:
-        yield f"attn_mask_type={request.attn_mask_type!r}, accepted is {', '.join(ATTN_MASK_TYPES)}"
-    if request.num_heads % request.num_kv_heads:
-        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
     if request.bias_type not in ("no_bias", "pre_scale_bias", "post_scale_bias"):
         yield f"bias_type={request.bias_type!r}, accepted is 'no_bias', 'pre_scale_bias' or 'post_scale_bias'"
-    if not 0 <= request.dropout_p < 1:
-        yield f"dropout_p={request.dropout_p}, accepted is 0 <= dropout_p < 1"
     if request.dropout_p and request.cuda_graph:
         yield f"dropout_p={request.dropout_p} with cuda_graph=True: every replay would drop the same weights"
     yield from beyond_plain_attention(request)

@@ -73,8 +73,6 @@ def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
         yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
     if request.attn_mask_type == "arbitrary":
         yield "attn_mask_type='arbitrary', accepted are the masks that lengths, causality and windows describe"
-    if request.num_heads % request.num_kv_heads:
-        yield f"num_heads={request.num_heads} is no multiple of num_kv_heads={request.num_kv_heads}"
     sizes = (request.batch_size, request.max_seqlen_q, request.max_seqlen_kv)
     if not all(sizes):
         yield f"batch_size={sizes[0]}, max_seqlen_q={sizes[1]}, max_seqlen_kv={sizes[2]}, accepted is at least 1 each"
