@@ -1,21 +1,86 @@
-"""What a decode call must satisfy; every error says what was given, what is accepted, what to do."""
+"""What a decode call must satisfy; every error says what was given, what is accepted, what to do.
+
+``mla_plugin.decode`` and ``mla_plugin.kernels.mla_decode_attention`` both check here. Plain values are checked at every
+call, tensors when their layout is met for the first time, and what they hold where looking at it costs no wait.
+"""
 
 from __future__ import annotations
 
+import numbers
+import sys
+from collections.abc import Sequence
+
 import torch
 
+from mla_plugin import environment
 from mla_plugin.checks import DTYPES
 from mla_plugin.decode_types import DecodeTensors
 from mla_plugin.types import HOSTS
 
+_LAYOUTS = {
+    "q_nope_abs": (4, "[B, S_q, H, R]"),
+    "q_rope": (4, "[B, S_q, H, Dr]"),
+    "c_kv": (3, "[B, S_kv, R], or [pages, page_size, R] with page_table"),
+    "k_rope": (3, "[B, S_kv, Dr], or [pages, page_size, Dr] with page_table"),
+    "page_table": (2, "[B, n]"),
+    "seqlens_kv": (1, "[B]"),
+    "leftpad_kv": (1, "[B]"),
+}
+"""Dimensions of each tensor of a call, and their meaning."""
+_OPTIONAL = ("page_table", "seqlens_kv", "leftpad_kv")
 
-def check_queries(q_nope_abs: torch.Tensor, q_rope: torch.Tensor) -> None:
-    """They are tensors of four dimensions."""
-    for name, x, layout in (("q_nope_abs", q_nope_abs, "[B, S_q, H, R]"), ("q_rope", q_rope, "[B, S_q, H, Dr]")):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor {layout} is needed")
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}, {x.dim()} dimensions; it must be {layout}")
+
+def check_options(softmax_scale: float, causal: bool, return_lse: bool, causal_name: str = "causal") -> None:
+    """A positive, finite number, and flags that are True or False and not what Python takes for one of them."""
+    are_flags = type(causal) is bool and type(return_lse) is bool
+    if are_flags and type(softmax_scale) is float and 0.0 < softmax_scale < float("inf"):
+        return
+    check_softmax_scale(softmax_scale)
+    for name, value in ((causal_name, causal), ("return_lse", return_lse)):
+        if type(value) is not bool:
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; True or False is needed: pass bool({name})")
+
+
+def check_softmax_scale(softmax_scale: object) -> None:
+    """A positive, finite number."""
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
+        given = f"softmax_scale is {type(softmax_scale).__name__}; a positive number is needed"
+        if isinstance(softmax_scale, torch.Tensor):
+            given += ": pass float(softmax_scale); a tensor's gradient would be lost, and reading it waits for a device"
+        raise TypeError(given)
+    if not 0.0 < float(softmax_scale) < float("inf"):
+        raise ValueError(
+            f"softmax_scale={softmax_scale}; a positive number is needed: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
+        )
+
+
+def check_names(host: str, backend: object) -> None:
+    """A host that there is, and a name; whether such a backend is registered is for the resolver to say."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    if host not in HOSTS:
+        raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
+
+
+def check_queries(q_nope_abs: torch.Tensor) -> None:
+    """A tensor of four dimensions; the last is needed to split the cache."""
+    if not isinstance(q_nope_abs, torch.Tensor) or q_nope_abs.dim() != 4 or q_nope_abs.is_nested:
+        check_type("q_nope_abs", q_nope_abs)
+        _check_rank("q_nope_abs", q_nope_abs)
+
+
+def check_no_gradient(tensors: DecodeTensors) -> None:
+    """Nobody waits for a gradient."""
+    if torch.is_grad_enabled() and (
+        tensors.q_nope_abs.requires_grad
+        or tensors.q_rope.requires_grad
+        or tensors.c_kv.requires_grad
+        or tensors.k_rope.requires_grad
+    ):
+        raise NotImplementedError(
+            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
+            "attention on expanded keys and values"
+        )
 
 
 def split_cache(
@@ -23,6 +88,8 @@ def split_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(c_kv, k_rope) of a pair, or as views of one tensor [..., R + Dr]."""
     if isinstance(kv_cache, torch.Tensor):
+        if kv_cache.is_nested or kv_cache.layout != torch.strided:
+            check_type("kv_cache", kv_cache)
         if kv_cache.dim() != 3 or kv_cache.shape[-1] < rank:
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}; one tensor is [pages, page_size, R + Dr] or [B, S_kv, "
@@ -41,20 +108,58 @@ def split_cache(
     return c_kv, k_rope
 
 
-def check_scalars(softmax_scale: float, host: str) -> None:
-    """Plain values are in range."""
-    if not 0.0 < softmax_scale < float("inf"):
-        raise ValueError(
-            f"softmax_scale={softmax_scale}; a positive number is needed: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
+def check_tensors(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Types, ranks, shapes, dtypes, strides and devices fit each other; the queries' strides are free.
+
+    Args:
+        tensors: the call.
+        dtypes: those that are accepted.
+    """
+    named = {name: x for name in _LAYOUTS if (x := getattr(tensors, name)) is not None or name not in _OPTIONAL}
+    for name, x in named.items():
+        check_type(name, x)
+        _check_rank(name, x)
+    _check_shapes(tensors)
+    _check_dtypes(tensors, dtypes)
+    for name in ("c_kv", "k_rope"):
+        _check_last_stride(name, named[name])
+    _check_blocks(tensors)
+    for name in _OPTIONAL:
+        if name in named:
+            _check_indices(name, named[name], tensors.q_nope_abs.shape[0])
+    device = tensors.q_nope_abs.device
+    if any(x.device != device for x in named.values()):
+        given = ", ".join(f"{name} on {x.device}" for name, x in named.items())
+        raise ValueError(f"{given}; all must be on one device: move them with .to({str(device)!r})")
+
+
+def check_type(name: str, x: object) -> None:
+    """A tensor of one device's memory, with strides."""
+    if not isinstance(x, torch.Tensor):
+        layout = f" {_LAYOUTS[name][1]}" if name in _LAYOUTS else ""
+        raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor{layout} is needed")
+    distributed = sys.modules.get("torch.distributed.tensor")  # if there is a DTensor, somebody imported it
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        raise TypeError(
+            f"{name} is a DTensor, of which each device holds a part; decode computes on one device: call it inside "
+            f"torch.distributed.tensor.experimental.local_map, or pass {name}.to_local()"
         )
-    if host not in HOSTS:
-        raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested tensor" if x.is_nested else f"of memory layout {x.layout}"
+        raise TypeError(
+            f"{name} is {kind}; a plain torch.Tensor is needed, and for sequences of different lengths a "
+            "padded or paged cache with seqlens_kv"
+        )
 
 
-def check_tensors(tensors: DecodeTensors) -> None:
-    """Ranks, shapes, dtypes, strides and devices fit each other."""
+def _check_rank(name: str, x: torch.Tensor) -> None:
+    rank, layout = _LAYOUTS[name]
+    if x.dim() != rank:
+        raise ValueError(f"{name} has shape {list(x.shape)}, {x.dim()} dimensions; it must be {layout}")
+
+
+def _check_shapes(tensors: DecodeTensors) -> None:
     q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
-    _check_ranks(tensors)
     if q_rope.shape[:-1] != q_nope_abs.shape[:-1]:
         raise ValueError(
             f"q_nope_abs {list(q_nope_abs.shape)} and q_rope {list(q_rope.shape)} differ in [B, S_q, H]; both come "
@@ -65,71 +170,43 @@ def check_tensors(tensors: DecodeTensors) -> None:
             f"c_kv {list(c_kv.shape)} and k_rope {list(k_rope.shape)} differ before the last dimension; both hold one "
             "row a token"
         )
-    batch, _, heads, rank = q_nope_abs.shape
-    if rank != c_kv.shape[-1] or not rank or not heads:
+    if c_kv.shape[-1] != q_nope_abs.shape[-1] or c_kv.shape[-1] == 0:
         raise ValueError(
-            f"q_nope_abs has H={heads}, R={rank} and c_kv has R={c_kv.shape[-1]}; one head at least, and both R must "
-            "be kv_lora_rank: multiply q_nope by W_UK first"
+            f"q_nope_abs has R={q_nope_abs.shape[-1]}, c_kv has R={c_kv.shape[-1]}; both must be kv_lora_rank, at "
+            "least 1: multiply q_nope by W_UK first"
         )
     if q_rope.shape[-1] != k_rope.shape[-1]:
         raise ValueError(
             f"q_rope has Dr={q_rope.shape[-1]}, k_rope has Dr={k_rope.shape[-1]}; both must be qk_rope_head_dim (0 for "
             "a model without rope)"
         )
-    named = {"q_nope_abs": q_nope_abs, "q_rope": q_rope, "c_kv": c_kv, "k_rope": k_rope}
-    if q_nope_abs.dtype not in DTYPES or any(x.dtype != q_nope_abs.dtype for x in named.values()):
-        given = ", ".join(f"{name} {x.dtype}" for name, x in named.items())
-        raise TypeError(f"{given}; one dtype of {', '.join(map(str, DTYPES))} is needed for all four: cast them")
-    for name in ("c_kv", "k_rope"):
-        _check_last_stride(name, named[name])
+
+
+def _check_dtypes(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None:
+    dtype = tensors.q_nope_abs.dtype
+    if dtype not in dtypes or any(x.dtype != dtype for x in tensors[1:4]):
+        given = ", ".join(f"{name} {x.dtype}" for name, x in zip(tensors._fields, tensors[:4], strict=False))
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{given}; one of {accepted} is needed, the same for all four: cast them")
+
+
+def _check_blocks(tensors: DecodeTensors) -> None:
+    """The cache's first dimension: sequences, or pages with a table and lengths."""
+    q_nope_abs, c_kv, batch = tensors.q_nope_abs, tensors.c_kv, tensors.q_nope_abs.shape[0]
     if tensors.page_table is None:
         if c_kv.shape[0] != batch:
             raise ValueError(
                 f"c_kv {list(c_kv.shape)} has {c_kv.shape[0]} sequences, q_nope_abs {list(q_nope_abs.shape)} has "
                 f"{batch}; a cache without page_table is [B, S_kv, R]; a paged one needs page_table and seqlens_kv"
             )
-    else:
-        _check_pages(tensors)
-    _check_indices("seqlens_kv", tensors.seqlens_kv, batch)
-    _check_indices("leftpad_kv", tensors.leftpad_kv, batch)
-    named |= {
-        name: x for name in ("page_table", "seqlens_kv", "leftpad_kv") if (x := getattr(tensors, name)) is not None
-    }
-    if any(x.device != q_nope_abs.device for x in named.values()):
-        given = ", ".join(f"{name} on {x.device}" for name, x in named.items())
-        raise ValueError(f"{given}; all must be on one device: move them with .to({str(q_nope_abs.device)!r})")
-
-
-def _check_ranks(tensors: DecodeTensors) -> None:
-    for name, rank, layout in (
-        ("c_kv", 3, "[B, S_kv, R], or [pages, page_size, R] with page_table"),
-        ("k_rope", 3, "[B, S_kv, Dr], or [pages, page_size, Dr] with page_table"),
-        ("page_table", 2, "[B, n]"),
-        ("seqlens_kv", 1, "[B]"),
-        ("leftpad_kv", 1, "[B]"),
-    ):
-        x = getattr(tensors, name)
-        if x is None:
-            continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor {layout} is needed")
-        if x.dim() != rank:
-            raise ValueError(f"{name} has shape {list(x.shape)}, {x.dim()} dimensions; it must be {layout}")
-
-
-def _check_pages(tensors: DecodeTensors) -> None:
+        return
     if tensors.seqlens_kv is None:
         raise ValueError("page_table without seqlens_kv; a paged cache needs the lengths: int32 [B]")
-    if tensors.c_kv.shape[1] == 0:
-        raise ValueError(
-            f"c_kv has shape {list(tensors.c_kv.shape)}, page_size 0; a paged cache is [pages, page_size, R]"
-        )
-    _check_indices("page_table", tensors.page_table, tensors.q_nope_abs.shape[0])
+    if c_kv.shape[1] == 0:
+        raise ValueError(f"c_kv has shape {list(c_kv.shape)}, page_size 0; a paged cache is [pages, page_size, R]")
 
 
-def _check_indices(name: str, x: torch.Tensor | None, batch: int) -> None:
-    if x is None:
-        return
+def _check_indices(name: str, x: torch.Tensor, batch: int) -> None:
     if x.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be int32: pass {name}.to(torch.int32)")
     if x.shape[0] != batch:
@@ -145,10 +222,23 @@ def _check_last_stride(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_query_strides(tensors: DecodeTensors) -> None:
+    """For a backend that gets the queries as they were given: their last dimension is contiguous too."""
+    _check_last_stride("q_nope_abs", tensors.q_nope_abs)
+    _check_last_stride("q_rope", tensors.q_rope)
+
+
+def may_read(x: torch.Tensor) -> bool:
+    """Whether the host may look at what x holds: on the CPU, and on a device under MLA_PLUGIN_CHECK=1, which waits."""
+    if x.is_cpu:
+        return True
+    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_values(tensors: DecodeTensors) -> None:
-    """Lengths fit the cache and pages exist. It reads values: on the CPU, and on a device that may be waited for."""
+    """Lengths fit the cache and pages exist, where the host may look at them."""
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
-    if seqlens_kv is None:
+    if seqlens_kv is None or not may_read(seqlens_kv):
         return
     capacity = c_kv.shape[1] * (1 if page_table is None else page_table.shape[1])
     lengths = seqlens_kv.tolist()

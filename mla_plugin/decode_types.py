@@ -10,6 +10,7 @@ import torch
 
 from mla_plugin.types import Platform, TraceEntry
 
+MAX_LENGTH = 2**31 - 1
 _LEAST = {"batch_size": 0, "seqlen_q": 0, "max_seqlen_kv": 0, "num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 0}
 
 
@@ -78,25 +79,25 @@ class DecodePlan:
     trace: tuple[TraceEntry, ...] = ()
 
 
-class Replannable(Protocol):
-    """What a backend keeps in ``DecodeLengths``: a plan that depends on the lengths."""
+class Schedule(Protocol):
+    """What a backend keeps in ``DecodeLengths``: how its kernel shares out the work, which depends on the lengths."""
 
-    def replan(self, lengths: DecodeLengths) -> bool:
-        """Plan again for lengths that have changed, in the same device memory, so that captured graphs stay valid.
+    def renew(self, lengths: DecodeLengths) -> bool:
+        """Follow lengths that have changed, in the same device memory, so that captured graphs stay valid.
 
-        False, and no new plan, where no call has used it since it was made and no graph can: it is then forgotten.
+        False, and nothing done, where no call has used it since it was made and no graph can: it is then forgotten.
         """
 
 
-Planned = TypeVar("Planned", bound=Replannable)
+Scheduled = TypeVar("Scheduled", bound=Schedule)
 
 
 class DecodeLengths:
     """The keys of each sequence at one decode step, on the device and on the host, for every layer of the step.
 
-    Pass it as ``seqlens_kv``. Backends that plan on the host (FlashInfer) plan once for each such object instead of
-    once a layer, and never wait for the device to read the lengths. Make a new one for each step, or ``update`` one:
-    captured CUDA graphs that used it then replay with the new lengths.
+    Pass it as ``seqlens_kv``. Backends that schedule on the host (FlashInfer) do so once for each such object
+    instead of once a layer, and never wait for the device to read the lengths. Make a new one for each step, or
+    ``update`` one: captured CUDA graphs that used it then replay with the new lengths.
 
     Args:
         host: the lengths, as ints or a tensor [B] on the CPU; a tensor on a device would have to be waited for.
@@ -122,44 +123,64 @@ class DecodeLengths:
         if seqlens_kv is None:
             device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
             seqlens_kv = self.host.to(device, copy=True)
+        elif not isinstance(seqlens_kv, torch.Tensor):
+            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; a tensor, int32 [{len(self.host)}], is needed")
         elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
             raise ValueError(
                 f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
                 f"int32 [{len(self.host)}] is needed"
             )
         self.seqlens_kv = seqlens_kv
-        self._plans: dict[Hashable, Replannable] = {}
+        self._schedules: dict[Hashable, Schedule] = {}
 
     def __len__(self) -> int:
         return len(self.host)
 
     def update(self, host: Sequence[int] | torch.Tensor) -> None:
-        """Take new lengths into the same memory and plan again what was planned; as many as before."""
+        """Take new lengths into the same memory and schedule again what was scheduled; as many as before.
+
+        Where a backend cannot follow, its error is raised and all is as before.
+        """
         new = _host_lengths(host)
         if new.shape != self.host.shape:
             raise ValueError(f"{len(new)} lengths given, {len(self.host)} are held; make a new DecodeLengths")
-        self.host.copy_(new)
-        self.seqlens_kv.copy_(new, non_blocking=True)
-        self._plans = {key: plan for key, plan in self._plans.items() if plan.replan(self)}
+        before = self.host.clone()
+        try:
+            self._take(new)
+        except Exception:
+            self._take(before)
+            raise
 
-    def planned(self, key: Hashable, make: Callable[[DecodeLengths], Planned]) -> Planned:
-        """A backend's plan for these lengths: the one kept under ``key``, or a new one."""
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make(self)
-        return plan  # type: ignore[return-value]
+    def _take(self, lengths: torch.Tensor) -> None:
+        self.host.copy_(lengths)
+        self.seqlens_kv.copy_(lengths, non_blocking=True)
+        self._schedules = {key: schedule for key, schedule in self._schedules.items() if schedule.renew(self)}
+
+    def schedule(self, key: Hashable, make: Callable[[DecodeLengths], Scheduled]) -> Scheduled:
+        """A backend's schedule for these lengths: the one kept under ``key``, or a new one."""
+        found = self._schedules.get(key)
+        if found is None:
+            found = self._schedules[key] = make(self)
+        return found  # type: ignore[return-value]
 
 
 def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
     if isinstance(host, torch.Tensor) and host.device.type != "cpu":
         raise ValueError(f"host lengths are on {host.device}; give those that the host knows: ints or a CPU tensor")
-    given = torch.as_tensor(host)
+    try:
+        given = torch.as_tensor(host)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: beyond int64
+        raise TypeError(
+            f"host lengths are {type(host).__name__}, of which PyTorch makes no tensor ({error}); a list of ints or a "
+            "CPU tensor [B] is needed"
+        ) from error
     if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
         raise TypeError(f"host lengths have dtype {given.dtype}; int32 or int64 is needed")
-    lengths = given.to(torch.int32, copy=True)
-    if lengths.dim() != 1 or (lengths < 0).any():
-        raise ValueError(f"host lengths are {lengths.tolist()}; one non-negative length a sequence is needed")
-    return lengths
+    if given.dim() != 1 or (given < 0).any():
+        raise ValueError(f"host lengths are {given.tolist()}; one non-negative length a sequence is needed")
+    if (given > MAX_LENGTH).any():
+        raise ValueError(f"host lengths are {given.tolist()}; at most {MAX_LENGTH} is accepted, they are kept in int32")
+    return given.to(torch.int32, copy=True)
 
 
 class DecodeTensors(NamedTuple):

@@ -17,26 +17,31 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.decode_types": {"types"},
     "mla_plugin.environment": set(),
     "mla_plugin.layout": set(),
-    "mla_plugin.kernels": set(),
+    "mla_plugin.kernels": {"decode_checks", "decode_layout", "decode_types"},
     "mla_plugin.refusals": {"types"},
     "mla_plugin.device": {"environment", "types"},
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.spec": {"hooks", "types", "decode_types"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.spec", "types"},
-    "mla_plugin.plugins": {"hooks", "kernels", "device", "types", "decode_types", "layout", "packed", "refusals"},
-    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "types", "decode_types", "refusals"},
+    "mla_plugin.plugins": {
+        *("hooks", "kernels", "device", "types", "decode_layout", "decode_types", "layout", "packed", "refusals")
+    },
+    "mla_plugin.plugins.triton": {
+        *("hooks", "kernels", "environment", "types", "decode_layout", "decode_types", "refusals")
+    },
     "mla_plugin.packed": {"kernels", "types", "layout"},
     "mla_plugin.reference": {"types", "decode_types", "layout"},
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", "types", "decode_types"},
     "mla_plugin.dispatch": {"hooks.manager", "environment", "device", "types"},
     "mla_plugin.ops": {"dispatch", "resolver", "checks", "environment", "types", "layout"},
     "mla_plugin.checks": {"types", "layout"},
-    "mla_plugin.decode_checks": {"checks", "types", "decode_types"},
+    "mla_plugin.decode_checks": {"checks", "environment", "types", "decode_types"},
+    "mla_plugin.decode_layout": {"checks", "decode_checks", "decode_types"},
     "mla_plugin.decode_ops": {
-        *("resolver", "hooks.manager", "ops", "decode_checks", "environment", "types", "decode_types")
+        *("resolver", "hooks.manager", "ops", "decode_checks", "decode_layout", "environment", "types", "decode_types")
     },
-    "mla_plugin.cache": {"decode_checks", "environment", "kernels"},
-    "mla_plugin.decode_api": {"decode_ops", "decode_checks", "decode_types"},
+    "mla_plugin.cache": {"decode_checks", "kernels"},
+    "mla_plugin.decode_api": {"decode_ops", "decode_checks", "decode_layout", "decode_types"},
     "mla_plugin.api": {"resolver", "ops", "checks", "environment", "device", "types", "layout"},
     "mla_plugin": {"api", "cache", "decode_api", "environment", "hooks", "resolver", "types", "decode_types"},
     "mla_plugin.context_parallel": {"dispatch", "types", "layout"},
