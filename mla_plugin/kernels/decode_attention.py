@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mla_plugin import decode_checks
-from mla_plugin.decode_layout import DecodeCall, known_of
+from mla_plugin.decode_layout import known_of
 from mla_plugin.decode_types import DecodeTensors
 from mla_plugin.kernels import decode_launch
 
@@ -28,22 +28,22 @@ _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
 _library.define(f"decode_attention({', '.join(_ARGUMENTS.values())}) -> (Tensor out, Tensor lse)")
 
 
-def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
-    return DecodeCall(**dict(zip(_ARGUMENTS, arguments, strict=True)), return_lse=True)
+def _tensors_of(arguments: tuple[Any, ...]) -> DecodeTensors:
+    return DecodeTensors(**dict(zip(_ARGUMENTS, arguments, strict=True)), return_lse=True)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    call = _call_of(arguments)
-    known = known_of(call, decode_launch.DTYPES)
-    decode_checks.check_values(call)
-    return decode_launch.decode(call, known)
+    tensors = _tensors_of(arguments)
+    known = known_of(tensors, decode_launch.DTYPES)
+    decode_checks.check_values(tensors)
+    return decode_launch.decode(tensors, known)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call_of(arguments)
-    decode_checks.check_tensors(call, decode_launch.DTYPES)
-    decode_checks.check_query_strides(call)
-    q = call.q_nope_abs
+    tensors = _tensors_of(arguments)
+    decode_checks.check_tensors(tensors, decode_launch.DTYPES)
+    decode_checks.check_query_strides(tensors)
+    q = tensors.q_nope_abs
     batch, seqlen_q, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
@@ -99,22 +99,12 @@ def mla_decode_attention(
         NotImplementedError: an argument requires grad.
     """
     decode_checks.check_options(softmax_scale, is_causal, return_lse, "is_causal")
-    # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
-    is_compiling = torch.compiler.is_compiling()
-    is_traced = is_compiling or type(q_nope_abs) is not torch.Tensor
-    tensors = (DecodeTensors if is_traced else DecodeCall)(
-        q_nope_abs=q_nope_abs,
-        q_rope=q_rope,
-        c_kv=c_kv,
-        k_rope=k_rope,
-        softmax_scale=softmax_scale,
-        causal=is_causal,
-        return_lse=return_lse,
-        page_table=page_table,
-        seqlens_kv=seqlens_kv,
-        leftpad_kv=leftpad_kv,
+    tensors = DecodeTensors(
+        q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, return_lse, page_table, seqlens_kv, leftpad_kv
     )
-    if is_traced:
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or type(q_nope_abs) is not torch.Tensor:
+        # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
         if not is_compiling:
             decode_checks.check_tensors(tensors, decode_launch.DTYPES)
         decode_checks.check_no_gradient(tensors)
