@@ -223,8 +223,6 @@ def _checked_launches(tensors: DecodeTensors) -> Launches:
 def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
     if width == 0:
         return None
-    if _INTERPRETED:
-        return TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, block_n, width])
     return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, block_n, width))
 
 
@@ -236,10 +234,9 @@ def _descriptors(launches: Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -
     if found is None:
         caches = zip((c_kv, c_kv, k_rope), launches.descriptor_widths, strict=True)
         found = tuple(_described(cache, launches.block_n, width) for cache, width in caches)
-        if not _INTERPRETED:  # where a descriptor holds its tensor, and an address may be another's later
-            if len(launches.descriptors) >= _MAX_CACHES:
-                launches.descriptors.clear()
-            launches.descriptors[key] = found
+        if len(launches.descriptors) >= _MAX_CACHES:
+            launches.descriptors.clear()
+        launches.descriptors[key] = found
     return found
 
 

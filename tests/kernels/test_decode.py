@@ -1,9 +1,11 @@
 """The decode kernels against float64: in Triton's interpreter without a GPU, compiled with one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mla_plugin import DecodeTensors, decode_layout
 from mla_plugin.kernels import decode_launch, mla_decode_attention
@@ -63,9 +65,30 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return request.param
 
 
+def describe_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptors need a tensor where those of a GPU need an address; all else is as on a GPU."""
+    caches: dict[int, torch.Tensor] = {}
+    make = decode_launch._descriptors
+
+    def remember(launches: decode_launch.Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -> object:
+        caches.update((x.data_ptr(), x) for x in (c_kv, k_rope))
+        return make(launches, c_kv, k_rope)
+
+    def describe(
+        address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+    ) -> TensorDescriptor:
+        base = caches[address].as_strided(shape, (*strides, 1)).view(dtype)
+        return TensorDescriptor(base, list(shape), [*strides, 1], list(block))
+
+    monkeypatch.setattr(decode_launch, "_descriptors", remember)
+    monkeypatch.setattr(decode_launch, "descriptor", describe)
+
+
 @pytest.fixture
 def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read full tiles through tensor descriptors wherever the strides allow it."""
+    if DEVICE == "cpu":
+        describe_for_the_interpreter(monkeypatch)
     device = decode_launch._device(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     if device.kind == "Hopper":
         monkeypatch.setattr(decode_launch, "_device", lambda _: device._replace(has_descriptors=True))
@@ -146,6 +169,28 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
     check(inputs, is_causal)
     if decode_launch._device(inputs.c_kv.device).kind == "Hopper":
         assert (only_launches().descriptor_widths is not None) == (page_size != 16)
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_layers_with_caches_of_one_layout() -> None:
+    """Descriptors are kept by the addresses of both caches."""
+    layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(2)]
+    c_kv, k_rope = ([getattr(layer, name).contiguous() for layer in layers] for name in ("c_kv", "k_rope"))
+    for n, m in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)):
+        tokens = torch.cat([c_kv[n], k_rope[m]], -1)
+        check(replace(layers[0], c_kv=c_kv[n], k_rope=k_rope[m], tokens=tokens))
+    if decode_launch._device(c_kv[0].device).kind == "Hopper":
+        assert len(only_launches().descriptors) == 4
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may allocate its cache anew, again and again."""
+    monkeypatch.setattr(decode_launch, "_MAX_CACHES", 2)
+    layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(5)]
+    for layer in layers:
+        check(layer)
+        assert len(only_launches().descriptors) <= 2
 
 
 @pytest.mark.usefixtures("descriptors")
