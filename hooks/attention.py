@@ -15,10 +15,11 @@ import torch
 
 from mla_plugin.arguments import attention as arguments
 from mla_plugin.arguments.attention import BIAS_TYPES, AttentionTensors
+from mla_plugin.arguments.checks import check_softmax_scale
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.arguments.mask import Band, canonical_mask
-from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.types import HOSTS, Platform, TraceEntry
+from mla_plugin.arguments.options import HOSTS, CallOptions
+from mla_plugin.hooks.types import Platform, TraceEntry
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -247,7 +248,7 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
 def _checked_request(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
     given = options
     arguments.check_types(tensors)
-    arguments.check_scale(tensors.softmax_scale)
+    check_softmax_scale(tensors.softmax_scale)
     _check_flags(options)
     if given.qkv_format not in LAYOUTS:
         raise ValueError(f"qkv_format={given.qkv_format!r}; accepted: {', '.join(LAYOUTS)}")

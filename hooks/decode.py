@@ -1,10 +1,9 @@
-"""The values of a decode call over the compressed cache; ``types`` holds those of attention over expanded K and V."""
+"""Decode over the compressed cache, as a backend is asked for it: the request, the plan, the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -76,122 +75,6 @@ class DecodePlan:
     platform: Platform
     forward_backend: str
     trace: tuple[TraceEntry, ...] = ()
-
-
-class Replannable(Protocol):
-    """What a backend keeps in ``DecodeLengths``: a plan that depends on the lengths."""
-
-    def replan(self, lengths: DecodeLengths) -> bool:
-        """Plan again for lengths that have changed, in the same device memory, so that captured graphs stay valid.
-
-        False, and no new plan, where no call has used it since it was made and no graph can: it is then forgotten.
-        """
-
-
-Planned = TypeVar("Planned", bound=Replannable)
-
-
-class DecodeLengths:
-    """The keys of each sequence at one decode step, on the device and on the host, for every layer of the step.
-
-    Pass it as ``seqlens_kv``. Backends that plan on the host (FlashInfer) plan once for each such object instead of
-    once a layer, and never wait for the device to read the lengths. Make a new one for each step, or ``update`` one:
-    captured CUDA graphs that used it then replay with the new lengths.
-
-    Args:
-        host: the lengths, as ints or a tensor [B] on the CPU; a tensor on a device would have to be waited for.
-        seqlens_kv: int32 [B], the same lengths where the cache is. None: they are copied to ``device``.
-        device: where to copy them; the current CUDA device by default, the CPU where there is none.
-
-    Attributes:
-        host: int32 [B] on the CPU.
-        seqlens_kv: int32 [B] on the cache's device. Change it by ``update`` alone.
-
-    Raises:
-        ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not fit.
-    """
-
-    def __init__(
-        self,
-        host: Sequence[int] | torch.Tensor,
-        *,
-        seqlens_kv: torch.Tensor | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.host = _host_lengths(host)
-        if seqlens_kv is None:
-            device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-            seqlens_kv = self.host.to(device, copy=True)
-        elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
-            raise ValueError(
-                f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
-                f"int32 [{len(self.host)}] is needed"
-            )
-        self.seqlens_kv = seqlens_kv
-        self._plans: dict[Hashable, Replannable] = {}
-
-    def __len__(self) -> int:
-        return len(self.host)
-
-    def update(self, host: Sequence[int] | torch.Tensor) -> None:
-        """Take new lengths into the same memory and plan again what was planned; as many as before."""
-        new = _host_lengths(host)
-        if new.shape != self.host.shape:
-            raise ValueError(f"{len(new)} lengths given, {len(self.host)} are held; make a new DecodeLengths")
-        self.host.copy_(new)
-        self.seqlens_kv.copy_(new, non_blocking=True)
-        self._plans = {key: plan for key, plan in self._plans.items() if plan.replan(self)}
-
-    def planned(self, key: Hashable, make: Callable[[DecodeLengths], Planned]) -> Planned:
-        """A backend's plan for these lengths: the one kept under ``key``, or a new one."""
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make(self)
-        return plan  # type: ignore[return-value]
-
-
-def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    if isinstance(host, torch.Tensor) and host.device.type != "cpu":
-        raise ValueError(f"host lengths are on {host.device}; give those that the host knows: ints or a CPU tensor")
-    given = torch.as_tensor(host)
-    if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
-        raise TypeError(f"host lengths have dtype {given.dtype}; int32 or int64 is needed")
-    lengths = given.to(torch.int32, copy=True)
-    if lengths.dim() != 1 or (lengths < 0).any():
-        raise ValueError(f"host lengths are {lengths.tolist()}; one non-negative length a sequence is needed")
-    return lengths
-
-
-class DecodeTensors(NamedTuple):
-    """The tensors of one decode call and the plain values that go with them.
-
-    Attributes:
-        q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. The last dimension of every tensor is
-            contiguous, other strides are free.
-        q_rope: [B, S_q, H, Dr].
-        c_kv: [B, S_kv, R], or [pages, page_size, R] with a page table.
-        k_rope: [B, S_kv, Dr], or [pages, page_size, Dr].
-        softmax_scale: multiplies the scores before the softmax.
-        causal: as in ``DecodeRequest``.
-        return_lse: as in ``DecodeRequest``; without it a backend may leave lse None.
-        page_table: int32 [B, n]; entries beyond a sequence's length hold anything and are never followed.
-        seqlens_kv: int32 [B]; None: the sequences fill a contiguous cache. What the cache holds beyond a length has no
-            influence as long as it is finite.
-        leftpad_kv: int32 [B]; keys before it are not seen.
-        lengths: where ``seqlens_kv`` came from, when it came as ``DecodeLengths``.
-    """
-
-    q_nope_abs: torch.Tensor
-    q_rope: torch.Tensor
-    c_kv: torch.Tensor
-    k_rope: torch.Tensor
-    softmax_scale: float
-    causal: bool = False
-    return_lse: bool = False
-    page_table: torch.Tensor | None = None
-    seqlens_kv: torch.Tensor | None = None
-    leftpad_kv: torch.Tensor | None = None
-    lengths: DecodeLengths | None = None
 
 
 class DecodeOutput(NamedTuple):

@@ -15,6 +15,9 @@ import torch
 from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
 from mla_plugin.hooks import hookspec
 from mla_plugin.hooks.attention import (
     AttentionOutput,
@@ -23,7 +26,11 @@ from mla_plugin.hooks.attention import (
     Plan,
     Residuals,
 )
-from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+    DecodePlan,
+    DecodeRequest,
+)
 from mla_plugin.hooks.types import (
     Accepted,
     Platform,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
-
 
 @dataclass(frozen=True)
 class Platform:

@@ -12,8 +12,7 @@ from types import ModuleType
 
 import torch
 
-from mla_plugin import environment
-from mla_plugin.arguments.decode import split_cache
+from mla_plugin.arguments.decode_checks import may_read, split_cache
 
 __all__ = ["append", "gather", "slot_mapping"]
 
@@ -28,9 +27,7 @@ def _kernels() -> ModuleType:
 
 
 def _reads_values(x: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    return x.device.type == "cpu" or environment.is_value_check_requested()
+    return not torch.compiler.is_compiling() and may_read(x)
 
 
 def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: int, seqlen_q: int = 1) -> torch.Tensor:
@@ -94,14 +91,19 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
             spare tokens need.
 
     Raises:
+        NotImplementedError: the cache or a new row requires grad, and gradients are being recorded.
         IndexError: a slot that the cache does not have, or a slot given twice. On a CUDA device under
             MLA_PLUGIN_CHECK=1 only; without it a token of such a slot is left out, and of a slot's two tokens either
             may stay.
-        ValueError, TypeError: an argument is off.
+        ValueError, TypeError: an argument is off. After any error the cache is as it was.
     """
-    pages_c, pages_k = split_cache(kv_cache, c_kv.shape[-1])
+    for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
+    pages_c, pages_k = split_cache(kv_cache, c_kv.shape[-1] if c_kv.dim() else 0)
     tokens = slot_mapping.numel()
     _check_rows(pages_c, pages_k, c_kv, k_rope, tokens)
+    _check_may_be_written(pages_c, pages_k, c_kv, k_rope)
     if slot_mapping.dtype != torch.int64 or slot_mapping.device != pages_c.device:
         raise TypeError(
             f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; int64 on {pages_c.device} is needed"
@@ -119,8 +121,9 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
     wanted = (slots >= 0) & (slots < num_slots)
     slots = slots[wanted]
     page, row = slots // pages_c.shape[1], slots % pages_c.shape[1]
-    pages_c[page, row] = rows_c[wanted]
-    pages_k[page, row] = rows_k[wanted]
+    new_c, new_k = rows_c[wanted], rows_k[wanted]  # both before the first write: they may be rows of this cache
+    pages_c[page, row] = new_c
+    pages_k[page, row] = new_k
 
 
 def gather(
@@ -215,6 +218,28 @@ def _check_rows(
         if rows.dtype != pages.dtype or rows.device != pages.device:
             raise TypeError(
                 f"{name} is {rows.dtype} on {rows.device}, the cache {pages.dtype} on {pages.device}; cast or move it"
+            )
+
+
+def _check_may_be_written(
+    pages_c: torch.Tensor, pages_k: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor
+) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (pages_c, pages_k, c_kv, k_rope)):
+        raise NotImplementedError(
+            "the cache or a new row requires grad; a cache written in place keeps no gradient: pass .detach(), or call "
+            "append under torch.no_grad()"
+        )
+    for name, pages in (("c_kv", pages_c), ("k_rope", pages_k)):
+        if any(size > 1 and stride == 0 for size, stride in zip(pages.shape[:2], pages.stride()[:2], strict=True)):
+            raise ValueError(
+                f"the cache's {name} has shape {list(pages.shape)} and strides {pages.stride()}: its rows share memory "
+                "and cannot be written; pass .contiguous()"
+            )
+        is_inference = not torch.compiler.is_compiling() and pages.is_inference()
+        if is_inference and not pages.is_cuda and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"the cache's {name} was made in torch.inference_mode(), outside of which PyTorch writes to no such "
+                "tensor; call append in inference mode too, or make the cache outside"
             )
 
 

@@ -278,7 +278,12 @@ def gates() -> Gates:
 
 @functools.cache
 def _encoded_gates() -> tuple[tuple[object, str], ...]:
-    return tuple((os.environ.encodekey(name), name) for name in _GATES)
+    return tuple((_encoded(name), name) for name in _GATES)
+
+
+@functools.cache
+def _encoded(name: str) -> object:
+    return os.environ.encodekey(name)
 
 
 def read(name: str) -> Value:
@@ -304,7 +309,10 @@ def is_autotuning_requested() -> bool:
 
 
 def is_value_check_requested() -> bool:
-    """True when MLA_PLUGIN_CHECK is "1"."""
+    """True when MLA_PLUGIN_CHECK is "1"; asked at every call, so it is looked up as in ``gates``."""
+    data = getattr(os.environ, "_data", None)
+    if data is not None and _encoded("MLA_PLUGIN_CHECK") not in data:
+        return False
     return bool(read("MLA_PLUGIN_CHECK"))
 
 

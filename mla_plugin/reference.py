@@ -14,6 +14,9 @@ import torch
 from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
 from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.arguments.mask import (
     ATTN_MASK_TYPES,
@@ -23,7 +26,9 @@ from mla_plugin.hooks.attention import (
     AttentionRequest,
     Gradients,
 )
-from mla_plugin.hooks.decode import DecodeOutput, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+)
 
 Spans = list[tuple[int, int]]
 """(start, length) of each sequence along its dimension of the tensor."""

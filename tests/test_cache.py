@@ -128,6 +128,67 @@ def test_append_says_what_does_not_fit() -> None:
         cache.append(kv_cache.transpose(0, 2).contiguous().transpose(0, 2), c_kv, k_rope, slots)
 
 
+@pytest.mark.parametrize("place", ["c_kv", "k_rope", "cached c_kv", "cached k_rope"])
+def test_append_keeps_no_gradient_and_says_so_before_it_writes(place: str) -> None:
+    """A row of latents beside the rope part of another token is worse than an error."""
+    names = ("cached c_kv", "cached k_rope", "c_kv", "k_rope")
+    caches = (torch.zeros(PAGES, 4, RANK, device=DEVICE), torch.zeros(PAGES, 4, ROPE, device=DEVICE))
+    given = dict(zip(names, (*caches, *tokens_of(3)), strict=True))
+    given[place] = given[place].clone().requires_grad_()
+    pair = (given["cached c_kv"], given["cached k_rope"])
+    slots = torch.tensor([5, 0, 9], device=DEVICE)
+    with pytest.raises(NotImplementedError, match=r"requires grad.*\.detach\(\).*torch\.no_grad\(\)"):
+        cache.append(pair, given["c_kv"], given["k_rope"], slots)
+    assert not any(x.detach().any() for x in pair)
+    with torch.no_grad():
+        cache.append(pair, given["c_kv"], given["k_rope"], slots)
+    for x, rows in zip(pair, (given["c_kv"], given["k_rope"]), strict=True):
+        assert torch.equal(x.detach().flatten(0, 1)[slots], rows.detach())
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_cache_that_cannot_be_written_is_refused_before_the_other_is(spoilt: int) -> None:
+    caches = [torch.zeros(PAGES, 4, RANK, device=DEVICE), torch.zeros(PAGES, 4, ROPE, device=DEVICE)]
+    caches[spoilt] = caches[spoilt][:1].expand(PAGES, -1, -1)
+    with pytest.raises(ValueError, match=r"strides \(0, \d+, 1\): its rows share memory"):
+        cache.append((caches[0], caches[1]), *tokens_of(3), torch.tensor([5, 0, 9], device=DEVICE))
+    assert not any(x.any() for x in caches)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a kernel writes to it all the same")
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_cache_of_inference_mode_is_written_there_alone(spoilt: int) -> None:
+    caches = [torch.zeros(PAGES, 4, RANK), torch.zeros(PAGES, 4, ROPE)]
+    with torch.inference_mode():
+        caches[spoilt] = caches[spoilt].clone()
+    tokens, slots = tokens_of(3), torch.tensor([5, 0, 9])
+    with pytest.raises(RuntimeError, match=r"made in torch\.inference_mode\(\).*call append in inference mode too"):
+        cache.append((caches[0], caches[1]), *tokens, slots)
+    assert not any(x.any() for x in caches)
+    with torch.inference_mode():
+        cache.append((caches[0], caches[1]), *tokens, slots)
+    assert torch.equal(caches[0].flatten(0, 1)[slots], tokens[0])
+
+
+def test_rows_may_be_rows_of_the_cache() -> None:
+    """As when sequences trade places; each is read before one is overwritten."""
+    kv_cache = pages_of(4)
+    expected = kv_cache.clone()
+    expected[0, :2] = kv_cache[0, :2].flip(0)
+    both = kv_cache[0, :2]
+    cache.append(kv_cache, both[:, :RANK], both[:, RANK:], torch.tensor([1, 0], device=DEVICE))
+    assert torch.equal(kv_cache, expected)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_append_takes_tensors(place: int) -> None:
+    given = [*tokens_of(3), torch.arange(3, device=DEVICE)]
+    given[place] = given[place].tolist()
+    name = ("c_kv", "k_rope", "slot_mapping")[place]
+    with pytest.raises(TypeError, match=rf"{name} is list; a torch\.Tensor is needed"):
+        cache.append(pages_of(4), *given)
+
+
 def test_slot_mapping() -> None:
     page_table = torch.tensor([[4, 2], [0, 9], [7, 7]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([4, 1, 6], dtype=torch.int32, device=DEVICE)

@@ -146,7 +146,7 @@ def test_out_is_the_callers_to_change_and_a_backward_notices(way: str, qkv_forma
     [
         (torch.tensor(0.1, requires_grad=True), TypeError, "no gradient goes to it"),
         (torch.tensor(0.1), TypeError, "float"),
-        ("0.1", TypeError, "softmax_scale='0.1'; a positive number"),
+        ("0.1", TypeError, "softmax_scale='0.1' is str; a positive number"),
         (True, TypeError, "softmax_scale=True"),
         (float("inf"), ValueError, "softmax_scale=inf; a positive, finite number"),
         (float("nan"), ValueError, "softmax_scale=nan"),

@@ -10,6 +10,7 @@ import torch
 
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors, reference
+from mla_plugin.arguments import decode_layout
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.operations.decode import operator as decode_ops
@@ -146,6 +147,36 @@ def test_float64_stays_float64() -> None:
     torch.testing.assert_close(out, exact(arguments).out, atol=1e-14, rtol=1e-14)
 
 
+WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"softmax_scale": "0.3"}, "softmax_scale=.* is str; a positive number is needed"),
+    ({"softmax_scale": None}, "softmax_scale=.* is NoneType; a positive number"),
+    ({"softmax_scale": True}, "softmax_scale=.* is bool; a positive number"),
+    ({"softmax_scale": torch.tensor(0.3)}, r"softmax_scale is a torch.Tensor.*pass float\(softmax_scale\)"),
+    ({"softmax_scale": torch.tensor(0.3, requires_grad=True)}, "no gradient goes to it"),
+    ({"causal": 1}, "causal=1 is int; True or False is needed"),
+    ({"causal": torch.tensor(True)}, r"causal=tensor\(True\) is Tensor; True or False is needed"),
+    ({"return_lse": None}, "return_lse=None is NoneType; True or False is needed"),
+    ({"backend": 5}, "backend=5 is int; a backend's name or None is needed"),
+    ({"backend": ["sdpa"]}, r"backend=\['sdpa'\] is list; a backend's name"),
+    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).numpy()}, r"q_nope_abs is ndarray; a torch\.Tensor \[B, S_q, H, R\]"),
+    ({"q_rope": torch.zeros(B, S_Q, H, DR).numpy()}, r"q_rope is ndarray; a torch\.Tensor \[B, S_q, H, Dr\]"),
+    ({"seqlens_kv": [1, 2, 3]}, r"seqlens_kv is list; a torch\.Tensor \[B\] is needed"),
+    ({"leftpad_kv": [1, 2, 3]}, r"leftpad_kv is list; a torch\.Tensor \[B\] is needed"),
+    (
+        {"page_table": [[1], [2], [3]], "seqlens_kv": torch.ones(B, dtype=torch.int32)},
+        r"page_table is list; a torch\.Tensor \[B, n\] is needed",
+    ),
+    ({"kv_cache": torch.zeros(B, S_KV, R + DR).to_sparse()}, "kv_cache is of the memory layout torch.sparse_coo; a dense"),
+    ({"q_rope": torch.zeros(B, S_Q, H, DR).to_sparse()}, "q_rope is of the memory layout torch.sparse_coo; a dense"),
+    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs is of the memory layout torch.sparse_coo"),
+    *(
+        ({name: torch.nested.nested_tensor(list(torch.zeros(B, *size)), layout=layout)}, f"{name} is a nested tensor")
+        for layout in (torch.strided, torch.jagged)
+        for name, size in (("q_nope_abs", (S_Q, H, R)), ("q_rope", (S_Q, H, DR)), ("kv_cache", (S_KV, R + DR)))
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -162,7 +193,7 @@ def test_float64_stays_float64() -> None:
         ({"kv_cache": torch.randn(B + 1, S_KV, R + DR)}, ValueError, "has 4 sequences"),
         ({"kv_cache": torch.randn(B, S_KV, R + DR).half()}, TypeError, r"c_kv torch\.float16.*cast them"),
         ({"kv_cache": torch.randn(R + DR, B, S_KV).permute(1, 2, 0)}, ValueError, "last dimension of c_kv has stride"),
-        ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; a positive number is needed"),
+        ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; a positive, finite number"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan"),
         ({"host": "nowhere"}, ValueError, "host='nowhere'; accepted: direct"),
         ({"backend": "fa9"}, ValueError, "no backend named 'fa9'"),
@@ -171,6 +202,16 @@ def test_float64_stays_float64() -> None:
         ({"seqlens_kv": torch.tensor([1, 2, 12], dtype=torch.int32)}, ValueError, "room for 0 to 11 keys"),
         ({"leftpad_kv": torch.zeros(B)}, TypeError, "leftpad_kv has dtype"),
         ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
+        *((changes, TypeError, message) for changes, message in WRONG_TYPES),
+        ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf; a positive, finite number"),
+        ({"q_nope_abs": torch.randn(B, S_Q, 0, R), "q_rope": torch.randn(B, S_Q, 0, DR)}, ValueError, "num_heads=0"),
+        ({"q_nope_abs": torch.randn(B, S_Q, H, 0)}, ValueError, "at least 1: multiply q_nope by W_UK"),
+        ({"kv_cache": torch.randn(B, 0, R + DR), "backend": "fa9"}, ValueError, "no backend named 'fa9'"),
+        (
+            {"q_nope_abs": torch.randn(B, 0, H, R), "q_rope": torch.randn(B, 0, H, DR), "backend": "fa9"},
+            ValueError,
+            "no backend named 'fa9'",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -231,6 +272,30 @@ def test_the_operator_keeps_its_word(return_lse: bool) -> None:
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One process is a group too."""
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("place", ["q_nope_abs", "q_rope", "kv_cache", "seqlens_kv"])
+def test_a_distributed_tensor_is_told_how_to_come(mesh: Any, place: str) -> None:
+    """Also after a plain call of the same layout."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    arguments = call(kv_cache=torch.randn(B, S_KV, R + DR), seqlens_kv=torch.tensor([1, 2, 3], dtype=torch.int32))
+    mla_plugin.decode(**arguments)
+    arguments[place] = distribute_tensor(arguments[place], mesh, [Replicate()])
+    with pytest.raises(TypeError, match=r"is a DTensor.*torch\.distributed\.tensor.*local_map.*to_local\(\)"):
+        mla_plugin.decode(**arguments)
+    arguments[place] = arguments[place].to_local()
+    check(arguments)
 
 
 class Other:
@@ -312,38 +377,38 @@ def test_a_growing_cache_is_decided_on_rarely(other: Other) -> None:
 
 
 def test_the_memory_of_layouts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_ops, "_MAX_ENTRIES", 5)
-    decode_ops._entries.clear()
+    monkeypatch.setattr(decode_layout, "_MAX_LAYOUTS", 5)
+    decode_layout._known.clear()
     for length in range(1, 20):
         mla_plugin.decode(**call(kv_cache=torch.zeros(B, length, R + DR)))
-        assert len(decode_ops._entries) <= 5
+        assert len(decode_layout._known) <= 5
 
 
-class Planned:
+class Scheduled:
     def __init__(self, lengths: DecodeLengths) -> None:
         self.seen = [lengths.host.tolist()]
         self.is_needed = True
 
-    def replan(self, lengths: DecodeLengths) -> bool:
+    def renew(self, lengths: DecodeLengths) -> bool:
         self.seen.append(lengths.seqlens_kv.tolist())
         return self.is_needed
 
 
-def test_lengths_keep_one_plan_for_each_key_and_plan_anew_when_they_change() -> None:
+def test_lengths_keep_one_schedule_for_each_key_and_make_it_anew_when_they_change() -> None:
     lengths = DecodeLengths([3, 4], device="cpu")
-    plan, same, another = (lengths.planned(key, Planned) for key in ("a", "a", "b"))
-    assert plan is same
-    assert plan is not another
+    schedule, same, another = (lengths.schedule(key, Scheduled) for key in ("a", "a", "b"))
+    assert schedule is same
+    assert schedule is not another
     memory = lengths.seqlens_kv
     lengths.update(torch.tensor([5, 6]))
     assert lengths.seqlens_kv is memory
-    assert plan.seen == another.seen == [[3, 4], [5, 6]]
+    assert schedule.seen == another.seen == [[3, 4], [5, 6]]
     assert lengths.host.tolist() == [5, 6]
     assert len(lengths) == 2
-    plan.is_needed = False
+    schedule.is_needed = False
     lengths.update([7, 8])
-    assert lengths.planned("a", Planned) is not plan
-    assert lengths.planned("b", Planned) is another
+    assert lengths.schedule("a", Scheduled) is not schedule
+    assert lengths.schedule("b", Scheduled) is another
 
 
 def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
@@ -363,6 +428,14 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
         ([1, 2], torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\].*int32 \[2\] is needed"),
         ([1, 2], torch.tensor([1], dtype=torch.int32), ValueError, "host has 2 lengths"),
+        ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; a tensor, int32 \[2\], is needed"),
+        ([1, 2**31], None, ValueError, r"\[1, 2147483648\]; at most 2147483647 is accepted"),
+        (torch.tensor([2**32 + 5]), None, ValueError, r"\[4294967301\]; at most 2147483647 is accepted"),
+        (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length a sequence"),
+        ([2**63], None, TypeError, "host lengths are list, of which PyTorch makes no tensor"),
+        (["3"], None, TypeError, "a list of ints or a CPU tensor"),
+        (None, None, TypeError, "host lengths are NoneType"),
+        ([True], None, TypeError, r"dtype torch\.bool; int32 or int64 is needed"),
     ],
 )
 def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:
@@ -372,6 +445,42 @@ def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exceptio
 
 def test_no_lengths() -> None:
     assert DecodeLengths([], device="cpu").seqlens_kv.tolist() == []
+
+
+def test_the_longest_length() -> None:
+    lengths = DecodeLengths([2**31 - 1], device="cpu")
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [2**31 - 1]
+
+
+@pytest.mark.parametrize("host", [[1, 2**31], torch.tensor([2**32, 1]), [1, -1], [1.0, 2.0]])
+def test_an_update_that_is_wrong_changes_nothing(host: Any) -> None:
+    lengths = DecodeLengths([1, 2], device="cpu")
+    schedule = lengths.schedule("a", Scheduled)
+    with pytest.raises((ValueError, TypeError), match="host lengths"):
+        lengths.update(host)
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [1, 2]
+    assert schedule.seen == [[1, 2]]
+
+
+class Limited(Scheduled):
+    """A backend whose kernel takes up to 10 keys."""
+
+    def renew(self, lengths: DecodeLengths) -> bool:
+        if int(lengths.host.max()) > 10:
+            raise ValueError("more than 10 keys")
+        return super().renew(lengths)
+
+
+def test_lengths_that_a_backend_cannot_follow_are_not_taken() -> None:
+    """Or the next call would run by the schedule of other lengths."""
+    lengths = DecodeLengths([1, 2], device="cpu")
+    first, limited = lengths.schedule("a", Scheduled), lengths.schedule("b", Limited)
+    with pytest.raises(ValueError, match="more than 10 keys"):
+        lengths.update([3, 11])
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [1, 2]
+    assert first.seen[-1] == limited.seen[-1] == [1, 2]
+    lengths.update([3, 10])
+    assert first.seen[-1] == limited.seen[-1] == [3, 10]
 
 
 def test_as_many_lengths_as_before() -> None:

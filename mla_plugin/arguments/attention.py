@@ -8,15 +8,13 @@ MLA_PLUGIN_CHECK=1.
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
 from dataclasses import dataclass
 
 import torch
 
+from mla_plugin.arguments.checks import DTYPES, check_tensor
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _OPTIONAL = (*LENGTHS, "attention_mask", "bias", "dropout_seed")
@@ -81,44 +79,13 @@ class AttentionTensors:
 
 
 def check_types(tensors: AttentionTensors) -> None:
-    """Every tensor is a dense torch.Tensor on one machine; q, k and v are given."""
+    """Every tensor is dense and lies on one device; q, k and v are given."""
     for name in ("q", "k", "v", *_OPTIONAL):
         x = getattr(tensors, name)
         if x is None and name in _OPTIONAL:
             continue
         name = _ARGUMENTS.get(name, name)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
-        if x.is_nested or x.layout != torch.strided:
-            kind = "a nested tensor" if x.is_nested else f"of the memory layout {x.layout}"
-            raise TypeError(
-                f"{name} is {kind}; a dense tensor (torch.strided) is needed: .to_dense(), and for sequences of "
-                "different lengths qkv_format='thd' with cu_seqlens_q"
-            )
-        if is_distributed(x):
-            raise TypeError(
-                f"{name} is a DTensor; attention computes on local tensors: wrap the call in "
-                "torch.distributed.tensor.experimental.local_map with batch or heads sharded, or pass "
-                f"{name}.to_local()"
-            )
-
-
-def is_distributed(x: torch.Tensor) -> bool:
-    """x is a DTensor. By name: importing torch.distributed.tensor takes a second."""
-    return any(kind.__name__ == "DTensor" for kind in type(x).__mro__[:-2])
-
-
-def check_scale(softmax_scale: object) -> None:
-    """A positive, finite number that is no tensor."""
-    if isinstance(softmax_scale, torch.Tensor):
-        raise TypeError(
-            "softmax_scale is a torch.Tensor; a float is needed, because no gradient goes to it and reading it would "
-            "wait for the device: multiply q by a learnable scale, or pass float(softmax_scale)"
-        )
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"softmax_scale={softmax_scale!r}; a positive number is needed")
-    if not 0.0 < softmax_scale < math.inf:  # type: ignore[operator]
-        raise ValueError(f"softmax_scale={softmax_scale}; a positive, finite number is needed")
+        check_tensor(name, x)
 
 
 def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:

@@ -1,10 +1,13 @@
-"""What a caller says of an attention call beside its tensors."""
+"""What a caller says of a call beside its tensors."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from mla_plugin.arguments.attention import AttentionTensors
+
+HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
+"""Who may call: selection rules differ between hosts."""
 
 
 class CallOptions(NamedTuple):

@@ -17,11 +17,17 @@ import mla_plugin
 from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
 from mla_plugin.hooks.attention import (
     AttentionOutput,
     Plan,
 )
-from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+    DecodePlan,
+)
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import survey
 

@@ -22,12 +22,14 @@ from mla_plugin.arguments.layout import (
 from mla_plugin.arguments.mask import (
     ATTN_MASK_TYPES,
 )
+from mla_plugin.arguments.options import (
+    HOSTS,
+)
 from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import (
-    HOSTS,
     Platform,
 )
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode

@@ -1,10 +1,14 @@
 """The decode kernels against float64: in Triton's interpreter without a GPU, compiled with one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mla_plugin import DecodeTensors
+from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
 from tests.kernels.decode_cases import (
@@ -46,6 +50,12 @@ def run(inputs: Inputs, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return mla_decode_attention(*inputs.tensors(), is_causal=is_causal, return_lse=True, **inputs.options())
 
 
+def only_launches() -> decode_launch.Launches:
+    """Of the one layout that was met."""
+    (known,) = decode_layout._known.values()
+    return known.kept["triton"]
+
+
 def check(inputs: Inputs, is_causal: bool = False) -> None:
     assert_as_good_as_pytorch(*run(inputs, is_causal), inputs, is_causal)
 
@@ -53,18 +63,39 @@ def check(inputs: Inputs, is_causal: bool = False) -> None:
 @pytest.fixture(params=[1, 2, 5])
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(decode_launch, "choose_splits", lambda *_: request.param)
-    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_layout, "_known", {})
     return request.param
+
+
+def describe_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptors need a tensor where those of a GPU need an address; all else is as on a GPU."""
+    caches: dict[int, torch.Tensor] = {}
+    make = decode_launch._descriptors
+
+    def remember(launches: decode_launch.Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -> object:
+        caches.update((x.data_ptr(), x) for x in (c_kv, k_rope))
+        return make(launches, c_kv, k_rope)
+
+    def describe(
+        address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+    ) -> TensorDescriptor:
+        base = caches[address].as_strided(shape, (*strides, 1)).view(dtype)
+        return TensorDescriptor(base, list(shape), [*strides, 1], list(block))
+
+    monkeypatch.setattr(decode_launch, "_descriptors", remember)
+    monkeypatch.setattr(decode_launch, "descriptor", describe)
 
 
 @pytest.fixture
 def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read full tiles through tensor descriptors wherever the strides allow it."""
+    if DEVICE == "cpu":
+        describe_for_the_interpreter(monkeypatch)
     device = decode_launch._device(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     if device.kind == "Hopper":
         monkeypatch.setattr(decode_launch, "_device", lambda _: device._replace(has_descriptors=True))
     monkeypatch.setattr(decode_launch, "_TILES_FOR_DESCRIPTORS", 0)
-    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_layout, "_known", {})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,8 +170,29 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
     inputs = in_pages if page_size else contiguous(shape, torch.float16, lengths)
     check(inputs, is_causal)
     if decode_launch._device(inputs.c_kv.device).kind == "Hopper":
-        plan = next(iter(decode_launch._plans.values()))
-        assert (plan.descriptor_widths is not None) == (page_size != 16)
+        assert (only_launches().descriptor_widths is not None) == (page_size != 16)
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_layers_with_caches_of_one_layout() -> None:
+    """Descriptors are kept by the addresses of both caches."""
+    layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(2)]
+    c_kv, k_rope = ([getattr(layer, name).contiguous() for layer in layers] for name in ("c_kv", "k_rope"))
+    for n, m in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)):
+        tokens = torch.cat([c_kv[n], k_rope[m]], -1)
+        check(replace(layers[0], c_kv=c_kv[n], k_rope=k_rope[m], tokens=tokens))
+    if decode_launch._device(c_kv[0].device).kind == "Hopper":
+        assert len(only_launches().descriptors) == 4
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may allocate its cache anew, again and again."""
+    monkeypatch.setattr(decode_launch, "_MAX_CACHES", 2)
+    layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(5)]
+    for layer in layers:
+        check(layer)
+        assert len(only_launches().descriptors) <= 2
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -164,13 +216,15 @@ def test_tiles_whose_scores_are_all_minus_infinity(rank: int, splits: int) -> No
 def test_strides_that_descriptors_cannot_take() -> None:
     inputs = contiguous((1, 2, 40, 64, 17, 130), torch.float16)
     check(inputs)
-    assert next(iter(decode_launch._plans.values())).descriptor_widths is None
+    assert only_launches().descriptor_widths is None
 
 
 def test_a_length_beyond_the_cache_counts_as_all_of_it() -> None:
+    """Below the check of values, which looks at nothing on a device that it would have to wait for."""
     inputs = contiguous((2, 1, 4, 64, 16, 70), torch.float32)
     too_long = torch.tensor([70, 2**31 - 1], dtype=torch.int32, device=DEVICE)
-    out = mla_decode_attention(*inputs.tensors(), softmax_scale=inputs.softmax_scale, seqlens_kv=too_long)
+    tensors = DecodeTensors(*inputs.tensors(), inputs.softmax_scale, seqlens_kv=too_long)
+    out, _ = decode_launch.decode(tensors, decode_layout.known_of(tensors))
     assert torch.equal(out, run(inputs, False)[0])
 
 
@@ -228,20 +282,20 @@ def test_an_empty_cache_gives_zeros() -> None:
     assert (lse == -torch.inf).all()
 
 
-def test_a_plan_is_reused_with_other_values(splits: int) -> None:
+def test_launches_are_reused_with_other_values(splits: int) -> None:
     """Same layout, other queries, cache, table and lengths."""
     for seed, lengths in ((0, [130, 5]), (1, [64, 129]), (2, [0, 1])):
         check(paged((2, 1, 4, 64, 16, 130), 16, torch.float32, lengths, seed))
-    assert len(decode_launch._plans) == 1
+    assert len(decode_layout._known) == 1
 
 
-def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A contiguous cache grows by a token a step, so its layout is new at every step."""
-    monkeypatch.setattr(decode_launch, "_plans", {})
-    monkeypatch.setattr(decode_launch, "_MAX_PLANS", 2)
+    monkeypatch.setattr(decode_layout, "_known", {})
+    monkeypatch.setattr(decode_layout, "_MAX_LAYOUTS", 2)
     for seqlen_kv in range(1, 6):
         check(contiguous((1, 1, 2, 32, 16, seqlen_kv), torch.float32))
-    assert 1 <= len(decode_launch._plans) <= 2
+    assert 1 <= len(decode_layout._known) <= 2
 
 
 def test_nan_in_a_row_that_is_seen_shows() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 
+from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
@@ -144,14 +145,14 @@ def test_long_splits_of_many_heads_read_by_descriptors() -> None:
     device = decode_launch._device(torch.device("cuda", torch.cuda.current_device()))
     inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
     check(inputs, is_causal=False)
-    plan = list(decode_launch._plans.values())[-1]
-    assert (plan.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
+    launches = list(decode_layout._known.values())[-1].kept["triton"]
+    assert (launches.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
 
 
 def test_both_kernels_are_compiled_together_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(decode_launch, "_compiled", set())
-    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
     for length in (3000, 3005, 3007):  # as many splits, and a plan for each
         check(contiguous((2, 1, 16, 512, 64, length), torch.bfloat16), is_causal=False)

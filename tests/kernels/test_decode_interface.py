@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import launch, mla_decode_attention, tiles
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import tiles as decode_tiles
@@ -46,6 +47,35 @@ WRONG = {
     ),
     "device": (spoil("q_rope", lambda x: x.to("meta")), ValueError, "q_rope on meta.*one device"),
     "scale": (spoil("softmax_scale", lambda x: -1.0), ValueError, "softmax_scale=-1.0.*positive"),
+    "infinite scale": (spoil("softmax_scale", lambda x: float("inf")), ValueError, "softmax_scale=inf.*positive"),
+    "no number": (spoil("softmax_scale", lambda x: float("nan")), ValueError, "softmax_scale=nan.*positive"),
+    "text for a scale": (spoil("softmax_scale", str), TypeError, "softmax_scale=.* is str"),
+    "no scale": (spoil("softmax_scale", lambda x: None), TypeError, "softmax_scale=.* is NoneType"),
+    "a scale with a gradient": (
+        spoil("softmax_scale", lambda x: torch.tensor(x, requires_grad=True)),
+        TypeError,
+        r"softmax_scale is a torch.Tensor.*no gradient.*float\(softmax_scale\)",
+    ),
+    "a number for causal": (lambda given: given.update(is_causal=1), TypeError, "is_causal=1 is int; True or False"),
+    "None for return_lse": (lambda given: given.update(return_lse=None), TypeError, "return_lse=None is NoneType"),
+    "numpy": (spoil("q_nope_abs", lambda x: x.cpu().numpy()), TypeError, "q_nope_abs is ndarray; a torch.Tensor"),
+    "a list of lengths": (spoil("seqlens_kv", lambda x: [70, 9]), TypeError, "seqlens_kv is list; a torch.Tensor"),
+    "sparse": (spoil("k_rope", lambda x: x.to_sparse()), TypeError, "k_rope is of the memory layout torch.sparse_coo"),
+    "nested": (
+        spoil("c_kv", lambda x: torch.nested.nested_tensor(list(x))),
+        TypeError,
+        "c_kv is a nested tensor.*padded or packed",
+    ),
+    "float64": (
+        lambda given: given.update({name: given[name].double() for name in ("q_nope_abs", "q_rope", "c_kv", "k_rope")}),
+        TypeError,
+        "q_nope_abs torch.float64.*one of bfloat16, float16, float32",
+    ),
+    "stride of the queries": (
+        spoil("q_nope_abs", lambda x: x.mT.contiguous().mT),
+        ValueError,
+        r"q_nope_abs has stride 4.*q_nope_abs.contiguous\(\)",
+    ),
     "lengths of another batch": (
         spoil("seqlens_kv", lambda x: torch.ones(3, dtype=torch.int32, device=DEVICE)),
         ValueError,
@@ -105,6 +135,46 @@ def test_wrong_page_tables(
     monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
     apply(given)
     with pytest.raises(error, match=message):
+        mla_decode_attention(**given)
+
+
+@pytest.fixture
+def values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they always are."""
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+
+
+@pytest.mark.usefixtures("values_are_read")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_table": 13}, r"page_table\[0\] begins with .*13.*; the cache has the pages 0 to 12"),
+        ({"page_table": -1}, r"page_table\[0\] begins with .*-1.*; the cache has the pages 0 to 12"),
+        ({"seqlens_kv": 7 * 16 + 1}, r"seqlens_kv=\[113, 9\]; the cache has room for 0 to 112 keys"),
+        ({"seqlens_kv": -1}, r"seqlens_kv=\[-1, 9\]; the cache has room"),
+    ],
+)
+def test_values_that_are_wrong(changes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages outside of the cache and lengths beyond it, after a right call of the same layout."""
+    inputs = paged(SHAPE, 16, torch.float16, [70, 9])
+    given = arguments(inputs)
+    mla_decode_attention(**given)
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
+    for name, value in changes.items():
+        given[name] = given[name].clone()  # type: ignore[attr-defined]
+        given[name].view(-1)[0] = value  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=message):
+        mla_decode_attention(**given)
+    operands = (*inputs.tensors(), inputs.softmax_scale, False, given["page_table"], given["seqlens_kv"], None)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.mla_plugin_kernels.decode_attention(*operands)
+
+
+@pytest.mark.usefixtures("values_are_read")
+def test_lengths_beyond_a_contiguous_cache() -> None:
+    given = arguments(contiguous(SHAPE, torch.float16, [70, 9]))
+    given["seqlens_kv"] = torch.tensor([70, 71], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"seqlens_kv=\[70, 71\]; the cache has room for 0 to 70 keys"):
         mla_decode_attention(**given)
 
 
@@ -190,8 +260,7 @@ def test_a_descriptor_keeps_no_cache_alive() -> None:
 class Recorder:
     """A kernel that notes how it is launched, as Triton's two launchers would be called."""
 
-    def __init__(self, arg_names: list[str]) -> None:
-        self.arg_names = arg_names
+    def __init__(self) -> None:
         self.launches: list[tuple[str, tuple[object, ...]]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
@@ -204,10 +273,10 @@ class Recorder:
 
 def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
+    recorder = Recorder()
     names = decode_launch.decode_kernel.arg_names
-    recorder = Recorder(names)
     monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
-    monkeypatch.setattr(decode_launch, "_plans", {})
+    monkeypatch.setattr(decode_layout, "_known", {})
     inputs = contiguous(SHAPE, torch.float16)
     for scale in (1, 0.5, 2):
         mla_decode_attention(*inputs.tensors(), softmax_scale=scale)

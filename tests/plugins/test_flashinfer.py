@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.hooks.decode import DecodeLengths, DecodePlan, DecodeRequest, DecodeTensors
+from mla_plugin.arguments.decode import (
+    DecodeLengths,
+    DecodeTensors,
+)
+from mla_plugin.hooks.decode import (
+    DecodePlan,
+    DecodeRequest,
+)
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import flashinfer
 from mla_plugin.plugins.flashinfer import plan as planning
@@ -234,14 +241,14 @@ def test_a_page_table_for_each_step_leaves_no_plans_behind() -> None:
         lengths.update([length, 9])
         gc.collect()
     assert len(Wrapper.made) == 2  # one that ran in this step, one that ran in the step before
-    assert len(lengths._plans) == 1
+    assert len(lengths._schedules) == 1
 
 
 @pytest.mark.usefixtures("_library")
 def test_a_plan_that_a_graph_holds_is_planned_at_every_change() -> None:
     lengths = DecodeLengths([1, 9], device="cpu")
     run(call(lengths, PAGE_TABLE))
-    (plan,) = lengths._plans.values()
+    (plan,) = lengths._schedules.values()
     assert isinstance(plan, planning.MLAPlan)
     plan._give_back.detach()  # as a captured call does
     for length in range(2, 5):

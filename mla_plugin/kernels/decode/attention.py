@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
+from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
-from mla_plugin.kernels.decode.checks import check_arguments
+
+_ARGUMENTS = {
+    "q_nope_abs": "Tensor q_nope_abs",
+    "q_rope": "Tensor q_rope",
+    "c_kv": "Tensor c_kv",
+    "k_rope": "Tensor k_rope",
+    "softmax_scale": "float softmax_scale",
+    "causal": "bool is_causal",
+    "page_table": "Tensor? page_table",
+    "seqlens_kv": "Tensor? seqlens_kv",
+    "leftpad_kv": "Tensor? leftpad_kv",
+}
+"""Fields of ``DecodeTensors``, as the operator's schema has them."""
 
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
-_library.define(
-    "decode_attention(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
-    "bool is_causal, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv) -> (Tensor out, Tensor lse)"
-)
-_library.impl("decode_attention", decode_launch.decode, "CompositeExplicitAutograd")
+_library.define(f"decode_attention({', '.join(_ARGUMENTS.values())}) -> (Tensor out, Tensor lse)")
 
 
-def _fake(
-    q_nope_abs: torch.Tensor,
-    q_rope: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    page_table: torch.Tensor | None,
-    seqlens_kv: torch.Tensor | None,
-    leftpad_kv: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_arguments(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
-    batch, seqlen_q, heads, _ = q_nope_abs.shape
-    out = q_nope_abs.new_empty(q_nope_abs.shape)
-    return out, q_nope_abs.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+def _tensors_of(arguments: tuple[Any, ...]) -> DecodeTensors:
+    return DecodeTensors(**dict(zip(_ARGUMENTS, arguments, strict=True)), return_lse=True)
 
 
+def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    tensors = _tensors_of(arguments)
+    known = known_of(tensors, decode_launch.DTYPES)
+    decode_checks.check_values(tensors)
+    return decode_launch.decode(tensors, known)
+
+
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = _tensors_of(arguments)
+    decode_checks.check_tensors(tensors, decode_launch.DTYPES)
+    decode_checks.check_query_strides(tensors)
+    q = tensors.q_nope_abs
+    batch, seqlen_q, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+_library.impl("decode_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin_kernels::decode_attention", _fake, lib=_library)
 _operator = torch.ops.mla_plugin_kernels.decode_attention.default
 
@@ -81,19 +100,20 @@ def mla_decode_attention(
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NotImplementedError: an argument requires grad.
     """
-    if torch.is_grad_enabled() and (
-        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
-    ):
-        raise NotImplementedError(
-            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
-            "mla_attention on expanded keys and values"
-        )
-    if not softmax_scale > 0:
-        raise ValueError(
-            f"softmax_scale={softmax_scale}; it must be positive: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
-        )
-    # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
-    traced = torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor
-    arguments = (q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, page_table, seqlens_kv, leftpad_kv)
-    out, lse = _operator(*arguments) if traced else decode_launch.decode(*arguments, return_lse)
+    decode_checks.check_options(softmax_scale, is_causal, return_lse, "is_causal")
+    tensors = DecodeTensors(
+        q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, return_lse, page_table, seqlens_kv, leftpad_kv
+    )
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or type(q_nope_abs) is not torch.Tensor:
+        # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
+        if not is_compiling:
+            decode_checks.check_tensors(tensors, decode_launch.DTYPES)
+        decode_checks.check_no_gradient(tensors)
+        out, lse = _operator(*(getattr(tensors, name) for name in _ARGUMENTS))
+    else:
+        known = known_of(tensors, decode_launch.DTYPES)
+        decode_checks.check_no_gradient(tensors)
+        decode_checks.check_values(tensors)
+        out, lse = decode_launch.decode(tensors, known)
     return (out, lse) if return_lse and lse is not None else out

@@ -10,14 +10,21 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
+from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
+from mla_plugin.arguments.decode_layout import Known, starts_aligned
 from mla_plugin.kernels.decode import tiles as decode_tiles
-from mla_plugin.kernels.decode.checks import check_arguments
 from mla_plugin.kernels.decode.combine import combine_kernel
 from mla_plugin.kernels.decode.kernel import decode_kernel
-from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KEPT = "triton"
+"""Where a layout's launches are kept."""
 _GIVEN = (
     *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Out", "Lse"),
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
@@ -25,8 +32,8 @@ _GIVEN = (
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _MAX_SPLITS = 256
-_MAX_PLANS = 4096
-_MAX_CACHES = 256  # of one plan: the layers of a model, each with its own
+_NO_DESCRIPTORS = (None, None, None)
+_MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
 _COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
 _COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
 # More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
@@ -80,8 +87,8 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
 
 
 @dataclass
-class _Plan:
-    """Everything about a call that shapes, strides, dtypes, alignment and the device fix.
+class Launches:
+    """Everything about a call that its layout fixes.
 
     Attributes:
         out_shape, lse_shape: of the results.
@@ -90,6 +97,7 @@ class _Plan:
         split, combine: the launches of the two kernels.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
+        cuda_index: of the device; None where there is none.
         code: what decides about the code of both kernels; few of them in a program.
         descriptors: by the addresses of c_kv and k_rope; to find them one by one took 5 us of a call on the host.
     """
@@ -102,12 +110,13 @@ class _Plan:
     combine: Launch
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
+    cuda_index: int | None
     code: tuple[object, ...]
     descriptors: dict[tuple[int, int], tuple[TensorDescriptor | None, ...]] = field(default_factory=dict)
 
 
 _compiled: set[tuple[object, ...]] = set()
-"""``_Plan.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
+"""``Launches.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:
@@ -159,16 +168,9 @@ def _combine_launch(
     )
 
 
-def _make_plan(
-    q_nope_abs: torch.Tensor,
-    q_rope: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    page_table: torch.Tensor | None,
-    leftpad_kv: torch.Tensor | None,
-    is_causal: bool,
-    aligned: bool,
-) -> _Plan:
+def _make_launches(tensors: DecodeTensors) -> Launches:
+    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
+    page_table, leftpad_kv = tensors.page_table, tensors.leftpad_kv
     device = _device(q_nope_abs.device)
     batch, seqlen_q, heads, rank = q_nope_abs.shape
     rows, rope = seqlen_q * heads, q_rope.shape[-1]
@@ -183,7 +185,7 @@ def _make_plan(
     splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
     by_descriptors = (
         device.has_descriptors
-        and aligned
+        and starts_aligned(c_kv, k_rope)
         and leftpad_kv is None
         and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
@@ -199,14 +201,14 @@ def _make_plan(
         "ROPE": rope_columns,
     }
     constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
-    constants |= {"CAUSAL": is_causal and seqlen_q > 1, "ONE_SPLIT": splits == 1}
+    constants |= {"CAUSAL": tensors.causal and seqlen_q > 1, "ONE_SPLIT": splits == 1}
     constants |= {"TMA": by_descriptors, "HOPPER": is_hopper, "DEPENDENT": device.has_dependent_launch}
     constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
     fixed = {"num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity, "num_splits": splits}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
     fixed |= {"stride_pt": page_stride}
-    return _Plan(
+    return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=(batch, heads, seqlen_q),
         workspace=_workspace(batch * splits * rows, rank, parts_dtype.itemsize) if splits > 1 else 0,
@@ -221,6 +223,7 @@ def _make_plan(
         combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
+        cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(
             *(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None),
             *constants.values(),
@@ -228,88 +231,59 @@ def _make_plan(
     )
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
-
-
-def _plan(
-    q_nope_abs: torch.Tensor,
-    q_rope: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    page_table: torch.Tensor | None,
-    seqlens_kv: torch.Tensor | None,
-    leftpad_kv: torch.Tensor | None,
-    is_causal: bool,
-    return_lse: bool,
-) -> _Plan:
-    """The plan of a call; the arguments are checked when their layout is seen for the first time."""
-    tensors = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
-    aligned = (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0
-    layout = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    key = (aligned, is_causal, return_lse, *layout)
-    plan = _plans.get(key)
-    if plan is None:
-        check_arguments(*tensors)
-        if len(_plans) >= _MAX_PLANS:  # a contiguous cache has a new shape at every token
-            _plans.clear()
-        plan = _plans[key] = _make_plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, leftpad_kv, is_causal, aligned)
-    return plan
+def _checked_launches(tensors: DecodeTensors) -> Launches:
+    check_tensors(tensors, DTYPES)
+    check_query_strides(tensors)
+    return _make_launches(tensors)
 
 
 def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
     if width == 0:
         return None
-    if _INTERPRETED:
-        return TensorDescriptor(cache, list(cache.shape), [*_strides(cache), 1], [1, block_n, width])
     return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, block_n, width))
 
 
-def _descriptors(plan: _Plan, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
+def _descriptors(launches: Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
-    if plan.descriptor_widths is None:
-        return None, None, None
+    assert launches.descriptor_widths is not None
     key = (c_kv.data_ptr(), k_rope.data_ptr())
-    found = plan.descriptors.get(key)
+    found = launches.descriptors.get(key)
     if found is None:
-        caches = zip((c_kv, c_kv, k_rope), plan.descriptor_widths, strict=True)
-        found = tuple(_described(cache, plan.block_n, width) for cache, width in caches)
-        if not _INTERPRETED:  # where a descriptor holds its tensor, and an address may be another's later
-            if len(plan.descriptors) >= _MAX_CACHES:
-                plan.descriptors.clear()
-            plan.descriptors[key] = found
+        caches = zip((c_kv, c_kv, k_rope), launches.descriptor_widths, strict=True)
+        found = tuple(_described(cache, launches.block_n, width) for cache, width in caches)
+        if len(launches.descriptors) >= _MAX_CACHES:
+            launches.descriptors.clear()
+        launches.descriptors[key] = found
     return found
 
 
-def decode(
-    q_nope_abs: torch.Tensor,
-    q_rope: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    page_table: torch.Tensor | None,
-    seqlens_kv: torch.Tensor | None,
-    leftpad_kv: torch.Tensor | None,
-    return_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; arguments as ``mla_decode_attention``."""
-    plan = _plan(q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, is_causal, return_lse)
-    out = q_nope_abs.new_empty(plan.out_shape)
-    lse = q_nope_abs.new_empty(plan.lse_shape, dtype=torch.float32) if return_lse else None
-    if out.numel() == 0:
+def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; tensors as ``mla_decode_attention`` takes them.
+
+    ``known`` is of their layout.
+    """
+    q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, _, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
+    launches = known.kept.get(_KEPT)
+    if launches is None:
+        launches = known.kept[_KEPT] = _checked_launches(tensors)
+    if launches.cuda_index is not None and launches.cuda_index != torch.cuda.current_device():
+        with torch.cuda.device(launches.cuda_index):  # Triton launches on the current device
+            return decode(tensors, known)
+    out = q_nope_abs.new_empty(launches.out_shape)
+    lse = q_nope_abs.new_empty(launches.lse_shape, dtype=torch.float32) if return_lse else None
+    if known.has_no_query:
         return out, lse
-    descriptors = _descriptors(plan, c_kv, k_rope)
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
-    with on_device_of(q_nope_abs):
-        if plan.workspace == 0:
-            plan.split(*inputs, out, lse, *descriptors, scale)
-        else:
-            parts = q_nope_abs.new_empty(plan.workspace, dtype=plan.parts_dtype)
-            of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
-            if plan.split.run is None and out.is_cuda and plan.code not in _compiled:
-                compile_together([(plan.split, of_split), (plan.combine, of_combine)], out.device)
-                _compiled.add(plan.code)
-            plan.split(*of_split)
-            plan.combine(*of_combine)
+    descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
+    if launches.workspace == 0:
+        launches.split(*inputs, out, lse, *descriptors, scale)
+        return out, lse
+    parts = q_nope_abs.new_empty(launches.workspace, dtype=launches.parts_dtype)
+    of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
+    if launches.split.run is None and out.is_cuda and launches.code not in _compiled:
+        compile_together([(launches.split, of_split), (launches.combine, of_combine)], out.device)
+        _compiled.add(launches.code)
+    launches.split(*of_split)
+    launches.combine(*of_combine)
     return out, lse

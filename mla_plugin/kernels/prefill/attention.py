@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mla_plugin.arguments.checks import check_softmax_scale
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
 from mla_plugin.kernels.prefill.packing import Packing
@@ -128,8 +129,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
             f"batch {q.shape[batch]} and {k.shape[batch]}, {q.shape[heads]} query heads over {k.shape[heads]} "
             "key-value heads; batches must be equal and the query heads a multiple"
         )
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}; a positive number is needed")
+    check_softmax_scale(softmax_scale)
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
         strides = ", ".join(str(x.stride(-1)) for x in (q, k, v))
         raise ValueError(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.arguments import decode as decode_checks
-from mla_plugin.hooks.decode import DecodeLengths, DecodeTensors
-from mla_plugin.operations.decode.operator import decode_operator, run
+from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.decode import (
+    DecodeLengths,
+    DecodeTensors,
+)
+from mla_plugin.arguments.decode_layout import DecodeCall, known_of
+from mla_plugin.operations.decode.operator import run, run_traced
 
 
 def decode(
@@ -57,30 +61,35 @@ def decode(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: an argument requires grad.
     """
-    decode_checks.check_queries(q_nope_abs, q_rope)
+    decode_checks.check_options(softmax_scale, causal, return_lse)
+    decode_checks.check_names(host, backend)
+    decode_checks.check_queries(q_nope_abs)
     c_kv, k_rope = decode_checks.split_cache(kv_cache, q_nope_abs.shape[-1])
-    decode_checks.check_scalars(softmax_scale, host)
-    if torch.is_grad_enabled() and (
-        q_nope_abs.requires_grad or q_rope.requires_grad or c_kv.requires_grad or k_rope.requires_grad
-    ):
-        raise NotImplementedError(
-            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
-            "mla_plugin.attention on expanded keys and values"
-        )
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
-    causal = causal and q_nope_abs.shape[1] > 1
-    if torch.compiler.is_compiling() or type(q_nope_abs) is not torch.Tensor:
-        # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
-        out, lse = decode_operator(
-            *(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, causal, return_lse, page_table, seqlens_kv, leftpad_kv),
-            *(host, backend),
-        )
-        return (out, lse) if return_lse else out
-    tensors = DecodeTensors(
-        *(q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, causal, return_lse, page_table, seqlens_kv, leftpad_kv),
-        lengths,
+    is_compiling = torch.compiler.is_compiling()
+    is_traced = is_compiling or type(q_nope_abs) is not torch.Tensor
+    tensors = (DecodeTensors if is_traced else DecodeCall)(
+        q_nope_abs=q_nope_abs,
+        q_rope=q_rope,
+        c_kv=c_kv,
+        k_rope=k_rope,
+        softmax_scale=softmax_scale,
+        causal=causal and q_nope_abs.shape[1] > 1,
+        return_lse=return_lse,
+        page_table=page_table,
+        seqlens_kv=seqlens_kv,
+        leftpad_kv=leftpad_kv,
+        lengths=lengths,
     )
-    output = run(tensors, host, backend)
+    if is_traced:
+        if not is_compiling:
+            decode_checks.check_tensors(tensors)
+        decode_checks.check_no_gradient(tensors)
+        out, lse = run_traced(tensors, host, backend)
+        return (out, lse) if return_lse else out
+    known = known_of(tensors)
+    decode_checks.check_no_gradient(tensors)
+    output = run(tensors, known, host, backend)
     return output if return_lse else output.out  # type: ignore[return-value]

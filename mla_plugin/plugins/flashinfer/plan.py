@@ -9,28 +9,35 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_plugin.arguments.decode import (
+    DecodeLengths,
+    DecodeTensors,
+)
+from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.layout import aligned
-from mla_plugin.hooks.decode import DecodeLengths, DecodeOutput, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+)
 
+_KEPT = "flashinfer"
+"""Where a layout's ``Work`` is kept."""
 WORKSPACE_BYTES = 128 << 20
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
-class Layout(NamedTuple):
-    """What a plan depends on besides the lengths: calls that agree in it share one."""
+class Work(NamedTuple):
+    """What a plan depends on of a call's layout; layers whose caches lie otherwise in memory share one."""
 
-    kernel: str
     device: torch.device
     dtype: torch.dtype
-    table: tuple[int, int, int, int]
+    table: tuple[int, int, int]
     page_size: int
     seqlen_q: int
     num_heads: int
     rank: int
     rope: int
     causal: bool
-    softmax_scale: float
     return_lse: bool
 
 
@@ -119,22 +126,25 @@ _captured: list[_Slot] = []
 class MLAPlan:
     """A plan for one ``DecodeLengths``, one page table and one layout of the call."""
 
-    def __init__(self, layout: Layout, page_table: torch.Tensor, lengths: DecodeLengths) -> None:
+    def __init__(
+        self, kernel: str, work: Work, softmax_scale: float, page_table: torch.Tensor, lengths: DecodeLengths
+    ) -> None:
         if page_table.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "flashinfer plans on the host, which a CUDA graph cannot capture; call decode once with this "
                 "DecodeLengths and page_table before the capture"
             )
-        self._layout = layout
+        self._work = work
+        self._softmax_scale = softmax_scale
         self._page_table = page_table  # kept alive: its address is part of the key that this plan is found under
-        key = (layout.kernel, layout.device, *page_table.shape)
+        key = (kernel, work.device, *page_table.shape)
         self._slot = _idle[key].pop() if _idle[key] else _Slot(*key)
         self._give_back = weakref.finalize(self, _idle[key].append, self._slot)
         self._give_back.atexit = False
         self._structured = hasattr(self._slot.mla, "MLAPlanMetadata")  # 0.7: declares everything when planning
         self._make(lengths)
 
-    def replan(self, lengths: DecodeLengths) -> bool:
+    def renew(self, lengths: DecodeLengths) -> bool:
         """Plan for new lengths; not where the caller goes on with another page table, which has a plan of its own."""
         is_needed = self._is_used or not self._give_back.alive  # a graph holds it
         if is_needed:
@@ -143,35 +153,36 @@ class MLAPlan:
 
     def _make(self, lengths: DecodeLengths) -> None:
         """Plan for these lengths and for what the page table holds now; nothing is read from the device."""
-        self._is_used, self._table_version = False, _version(self._page_table)
-        slot, layout, page_table = self._slot, self._layout, self._page_table
+        table_version = _version(self._page_table)
+        slot, work, page_table = self._slot, self._work, self._page_table
         slot.wait_until_staged()
-        pages = used_pages(lengths.host, layout.page_size, page_table.shape[1])
+        pages = used_pages(lengths.host, work.page_size, page_table.shape[1])
         kv_indices = slot.kv_indices[: len(pages.entries)]
-        entries = pages.entries.to(layout.device, non_blocking=True)
+        entries = pages.entries.to(work.device, non_blocking=True)
         torch.index_select(page_table.reshape(-1), 0, entries, out=kv_indices)
-        qo_indptr = torch.arange(len(lengths) + 1, dtype=torch.int32) * layout.seqlen_q
+        qo_indptr = torch.arange(len(lengths) + 1, dtype=torch.int32) * work.seqlen_q
         self._plan((qo_indptr, pages.indptr, kv_indices, lengths.host))
         slot.mark_staged()
+        self._is_used, self._table_version = False, table_version
 
     def _plan(self, metadata: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        layout = self._layout
+        work = self._work
         options = {
-            "num_heads": layout.num_heads,
-            "head_dim_ckv": layout.rank,
-            "head_dim_kpe": layout.rope,
-            "page_size": layout.page_size,
-            "causal": layout.causal,
-            "sm_scale": layout.softmax_scale,
-            "q_data_type": layout.dtype,
-            "kv_data_type": layout.dtype,
+            "num_heads": work.num_heads,
+            "head_dim_ckv": work.rank,
+            "head_dim_kpe": work.rope,
+            "page_size": work.page_size,
+            "causal": work.causal,
+            "sm_scale": self._softmax_scale,
+            "q_data_type": work.dtype,
+            "kv_data_type": work.dtype,
         }
         if self._structured:
             self._slot.wrapper.plan(
                 metadata=self._slot.mla.MLAPlanMetadata.csr(*metadata),
                 query_layout="split",
                 kv_cache_layout="split",
-                lse_mode="basee" if layout.return_lse else "none",
+                lse_mode="basee" if work.return_lse else "none",
                 **options,
             )
         else:
@@ -213,22 +224,29 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
         ValueError: a sequence is longer than its pages, or the call has no pages or no lengths on the host.
         RuntimeError: a new plan would have to be made while a CUDA graph is captured.
     """
-    q, page_table, lengths = tensors.q_nope_abs, tensors.page_table, tensors.lengths
+    page_table, lengths = tensors.page_table, tensors.lengths
     if page_table is None or lengths is None:
         raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...)")
-    layout = Layout(
-        kernel,
-        q.device,
-        q.dtype,
-        (page_table.data_ptr(), page_table.shape[0], page_table.shape[1], page_table.stride(0)),
-        tensors.c_kv.shape[1],
-        q.shape[1],
-        q.shape[2],
-        q.shape[3],
-        tensors.q_rope.shape[-1],
-        tensors.causal,
-        tensors.softmax_scale,
-        tensors.return_lse,
-    )
-    plan: MLAPlan = lengths.planned(layout, lambda held: MLAPlan(layout, page_table, held))
+    known = known_of(tensors)
+    work = known.kept.get(_KEPT)
+    if work is None:
+        work = known.kept[_KEPT] = _work(tensors, page_table)
+    key = (kernel, work, page_table.data_ptr(), tensors.softmax_scale)
+    plan: MLAPlan = lengths.schedule(key, lambda held: MLAPlan(kernel, work, tensors.softmax_scale, page_table, held))
     return plan.run(tensors)
+
+
+def _work(tensors: DecodeTensors, page_table: torch.Tensor) -> Work:
+    q = tensors.q_nope_abs
+    return Work(
+        device=q.device,
+        dtype=q.dtype,
+        table=(page_table.shape[0], page_table.shape[1], page_table.stride(0)),
+        page_size=tensors.c_kv.shape[1],
+        seqlen_q=q.shape[1],
+        num_heads=q.shape[2],
+        rank=q.shape[3],
+        rope=tensors.q_rope.shape[-1],
+        causal=tensors.causal,
+        return_lse=tensors.return_lse,
+    )

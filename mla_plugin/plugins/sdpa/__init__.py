@@ -21,6 +21,9 @@ import torch
 from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
 from mla_plugin.arguments.layout import (
     empty_output,
     to_bhsd,
@@ -33,7 +36,10 @@ from mla_plugin.hooks.attention import (
     Plan,
     Residuals,
 )
-from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+    DecodeRequest,
+)
 from mla_plugin.hooks.types import (
     Accepted,
     Platform,

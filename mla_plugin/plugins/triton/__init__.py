@@ -14,6 +14,9 @@ from mla_plugin import environment
 from mla_plugin.arguments.attention import (
     AttentionTensors,
 )
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import (
     AttentionOutput,
@@ -22,7 +25,10 @@ from mla_plugin.hooks.attention import (
     Plan,
     Residuals,
 )
-from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+    DecodeRequest,
+)
 from mla_plugin.hooks.types import (
     Accepted,
     Platform,

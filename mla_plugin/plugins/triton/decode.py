@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest, DecodeTensors
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
+from mla_plugin.arguments.decode_layout import known_of
+from mla_plugin.hooks.decode import (
+    DecodeOutput,
+    DecodeRequest,
+)
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.triton import needs
 
@@ -45,16 +52,4 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
     from mla_plugin.kernels.decode import launch as decode_launch
 
-    out, lse = decode_launch.decode(
-        tensors.q_nope_abs,
-        tensors.q_rope,
-        tensors.c_kv,
-        tensors.k_rope,
-        tensors.softmax_scale,
-        tensors.causal,
-        tensors.page_table,
-        tensors.seqlens_kv,
-        tensors.leftpad_kv,
-        tensors.return_lse,
-    )
-    return DecodeOutput(out, lse)
+    return DecodeOutput(*decode_launch.decode(tensors, known_of(tensors)))

@@ -1,0 +1,228 @@
+"""What a decode call must satisfy; every error says what was given, what is accepted, what to do.
+
+``mla_plugin.decode`` and ``mla_plugin.kernels.mla_decode_attention`` both check here. Plain values are checked at every
+call, tensors when their layout is met for the first time, and what they hold where looking at it costs no wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mla_plugin import environment
+from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor
+from mla_plugin.arguments.decode import (
+    DecodeTensors,
+)
+from mla_plugin.arguments.options import (
+    HOSTS,
+)
+
+_LAYOUTS = {
+    "q_nope_abs": (4, "[B, S_q, H, R]"),
+    "q_rope": (4, "[B, S_q, H, Dr]"),
+    "c_kv": (3, "[B, S_kv, R], or [pages, page_size, R] with page_table"),
+    "k_rope": (3, "[B, S_kv, Dr], or [pages, page_size, Dr] with page_table"),
+    "page_table": (2, "[B, n]"),
+    "seqlens_kv": (1, "[B]"),
+    "leftpad_kv": (1, "[B]"),
+}
+"""Dimensions of each tensor of a call, and their meaning."""
+_OPTIONAL = ("page_table", "seqlens_kv", "leftpad_kv")
+
+
+def check_options(softmax_scale: float, causal: bool, return_lse: bool, causal_name: str = "causal") -> None:
+    """A positive, finite number, and flags that are True or False and not what Python takes for one of them."""
+    are_flags = type(causal) is bool and type(return_lse) is bool
+    if are_flags and type(softmax_scale) is float and 0.0 < softmax_scale < float("inf"):
+        return
+    check_softmax_scale(softmax_scale)
+    for name, value in ((causal_name, causal), ("return_lse", return_lse)):
+        if type(value) is not bool:
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; True or False is needed: pass bool({name})")
+
+
+def check_names(host: str, backend: object) -> None:
+    """A host that there is, and a name; whether such a backend is registered is for the resolver to say."""
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    if host not in HOSTS:
+        raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
+
+
+def check_queries(q_nope_abs: torch.Tensor) -> None:
+    """A tensor of four dimensions; the last is needed to split the cache."""
+    if not isinstance(q_nope_abs, torch.Tensor) or q_nope_abs.dim() != 4 or q_nope_abs.is_nested:
+        check_type("q_nope_abs", q_nope_abs)
+        _check_rank("q_nope_abs", q_nope_abs)
+
+
+def check_no_gradient(tensors: DecodeTensors) -> None:
+    """Nobody waits for a gradient."""
+    if torch.is_grad_enabled() and (
+        tensors.q_nope_abs.requires_grad
+        or tensors.q_rope.requires_grad
+        or tensors.c_kv.requires_grad
+        or tensors.k_rope.requires_grad
+    ):
+        raise NotImplementedError(
+            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
+            "attention on expanded keys and values"
+        )
+
+
+def split_cache(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(c_kv, k_rope) of a pair, or as views of one tensor [..., R + Dr]."""
+    if isinstance(kv_cache, torch.Tensor):
+        if kv_cache.is_nested or kv_cache.layout != torch.strided:
+            check_type("kv_cache", kv_cache)
+        if kv_cache.dim() != 3 or kv_cache.shape[-1] < rank:
+            raise ValueError(
+                f"kv_cache has shape {list(kv_cache.shape)}; one tensor is [pages, page_size, R + Dr] or [B, S_kv, "
+                f"R + Dr], with R={rank} of q_nope_abs. Drop a head dimension of 1 by squeeze; a pair (c_kv, k_rope) "
+                "is accepted too"
+            )
+        return kv_cache[..., :rank], kv_cache[..., rank:]
+    try:
+        c_kv, k_rope = kv_cache
+    except (TypeError, ValueError):
+        raise TypeError(f"kv_cache is {type(kv_cache).__name__}; a tensor or a pair (c_kv, k_rope) is needed") from None
+    if not (isinstance(c_kv, torch.Tensor) and isinstance(k_rope, torch.Tensor)):
+        raise TypeError(
+            f"kv_cache is a pair of {type(c_kv).__name__} and {type(k_rope).__name__}; two tensors are needed"
+        )
+    return c_kv, k_rope
+
+
+def check_tensors(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Types, ranks, shapes, dtypes, strides and devices fit each other; the queries' strides are free.
+
+    Args:
+        tensors: the call.
+        dtypes: those that are accepted.
+    """
+    named = {name: x for name in _LAYOUTS if (x := getattr(tensors, name)) is not None or name not in _OPTIONAL}
+    for name, x in named.items():
+        check_type(name, x)
+        _check_rank(name, x)
+    _check_shapes(tensors)
+    _check_dtypes(tensors, dtypes)
+    for name in ("c_kv", "k_rope"):
+        _check_last_stride(name, named[name])
+    _check_blocks(tensors)
+    for name in _OPTIONAL:
+        if name in named:
+            _check_indices(name, named[name], tensors.q_nope_abs.shape[0])
+    device = tensors.q_nope_abs.device
+    if any(x.device != device for x in named.values()):
+        given = ", ".join(f"{name} on {x.device}" for name, x in named.items())
+        raise ValueError(f"{given}; all must be on one device: move them with .to({str(device)!r})")
+
+
+def check_type(name: str, x: object) -> None:
+    """A dense tensor in one device's memory."""
+    check_tensor(name, x, _LAYOUTS[name][1] if name in _LAYOUTS else "")
+
+
+def _check_rank(name: str, x: torch.Tensor) -> None:
+    rank, layout = _LAYOUTS[name]
+    if x.dim() != rank:
+        raise ValueError(f"{name} has shape {list(x.shape)}, {x.dim()} dimensions; it must be {layout}")
+
+
+def _check_shapes(tensors: DecodeTensors) -> None:
+    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
+    if q_rope.shape[:-1] != q_nope_abs.shape[:-1]:
+        raise ValueError(
+            f"q_nope_abs {list(q_nope_abs.shape)} and q_rope {list(q_rope.shape)} differ in [B, S_q, H]; both come "
+            "from the same queries"
+        )
+    if k_rope.shape[:-1] != c_kv.shape[:-1]:
+        raise ValueError(
+            f"c_kv {list(c_kv.shape)} and k_rope {list(k_rope.shape)} differ before the last dimension; both hold one "
+            "row a token"
+        )
+    if c_kv.shape[-1] != q_nope_abs.shape[-1] or c_kv.shape[-1] == 0:
+        raise ValueError(
+            f"q_nope_abs has R={q_nope_abs.shape[-1]}, c_kv has R={c_kv.shape[-1]}; both must be kv_lora_rank, at "
+            "least 1: multiply q_nope by W_UK first"
+        )
+    if q_rope.shape[-1] != k_rope.shape[-1]:
+        raise ValueError(
+            f"q_rope has Dr={q_rope.shape[-1]}, k_rope has Dr={k_rope.shape[-1]}; both must be qk_rope_head_dim (0 for "
+            "a model without rope)"
+        )
+
+
+def _check_dtypes(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None:
+    dtype = tensors.q_nope_abs.dtype
+    if dtype not in dtypes or any(x.dtype != dtype for x in tensors[1:4]):
+        given = ", ".join(f"{name} {x.dtype}" for name, x in zip(tensors._fields, tensors[:4], strict=False))
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{given}; one of {accepted} is needed, the same for all four: cast them")
+
+
+def _check_blocks(tensors: DecodeTensors) -> None:
+    """The cache's first dimension: sequences, or pages with a table and lengths."""
+    q_nope_abs, c_kv, batch = tensors.q_nope_abs, tensors.c_kv, tensors.q_nope_abs.shape[0]
+    if tensors.page_table is None:
+        if c_kv.shape[0] != batch:
+            raise ValueError(
+                f"c_kv {list(c_kv.shape)} has {c_kv.shape[0]} sequences, q_nope_abs {list(q_nope_abs.shape)} has "
+                f"{batch}; a cache without page_table is [B, S_kv, R]; a paged one needs page_table and seqlens_kv"
+            )
+        return
+    if tensors.seqlens_kv is None:
+        raise ValueError("page_table without seqlens_kv; a paged cache needs the lengths: int32 [B]")
+    if c_kv.shape[1] == 0:
+        raise ValueError(f"c_kv has shape {list(c_kv.shape)}, page_size 0; a paged cache is [pages, page_size, R]")
+
+
+def _check_indices(name: str, x: torch.Tensor, batch: int) -> None:
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int32: pass {name}.to(torch.int32)")
+    if x.shape[0] != batch:
+        raise ValueError(f"{name} has shape {list(x.shape)}; its first dimension must be B={batch}")
+    _check_last_stride(name, x)
+
+
+def _check_last_stride(name: str, x: torch.Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"the last dimension of {name} has stride {x.stride(-1)}; it must be contiguous (other strides are free): "
+            f"pass {name}.contiguous()"
+        )
+
+
+def check_query_strides(tensors: DecodeTensors) -> None:
+    """For a backend that gets the queries as they were given: their last dimension is contiguous too."""
+    _check_last_stride("q_nope_abs", tensors.q_nope_abs)
+    _check_last_stride("q_rope", tensors.q_rope)
+
+
+def may_read(x: torch.Tensor) -> bool:
+    """Whether the host may look at what x holds: on the CPU, and on a device under MLA_PLUGIN_CHECK=1, which waits."""
+    if x.is_cpu:
+        return True
+    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_values(tensors: DecodeTensors) -> None:
+    """Lengths fit the cache and pages exist, where the host may look at them."""
+    c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
+    if seqlens_kv is None or not may_read(seqlens_kv):
+        return
+    capacity = c_kv.shape[1] * (1 if page_table is None else page_table.shape[1])
+    lengths = seqlens_kv.tolist()
+    if any(not 0 <= length <= capacity for length in lengths):
+        raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys a sequence")
+    if page_table is None:
+        return
+    pages, page_size = c_kv.shape[:2]
+    for b, length in enumerate(lengths):
+        used = page_table[b, : -(-length // page_size)]
+        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < pages:
+            raise ValueError(f"page_table[{b}] begins with {used.tolist()}; the cache has the pages 0 to {pages - 1}")
