@@ -126,6 +126,37 @@ def test_an_unobserved_call_does_not_cross_the_dispatcher_and_an_observed_one_do
     assert "mla_plugin::attention_forward" in {event.key for event in profile.key_averages()}
 
 
+class Marked(torch.Tensor):
+    """A subclass that stops at the first operator that it takes part in."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        raise LookupError(str(func))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_tensor_subclass_sees_the_operator(name: str) -> None:
+    tensors = {"q": Q, "k": K, "v": V}
+    tensors[name] = torch.Tensor._make_subclass(Marked, tensors[name])
+    with pytest.raises(LookupError, match=r"mla_plugin\.attention_forward"):
+        attention(**tensors)
+
+
+def test_a_function_mode_and_a_trace_see_the_operator() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        seen: list[str] = []  # noqa: RUF012
+
+        def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: object = None) -> object:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        attention(Q, K, V)
+    assert any("attention_forward" in name for name in Mode.seen)
+    traced = torch.jit.trace(lambda q: attention(q, K, V), (Q,), check_trace=False)
+    assert "mla_plugin::attention_forward" in str(traced.graph)
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
 @pytest.mark.parametrize("options", [{}, {"window_size": (2, 0)}])

@@ -166,7 +166,10 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         {"page_table": [[1], [2], [3]], "seqlens_kv": torch.ones(B, dtype=torch.int32)},
         r"page_table is list; a torch\.Tensor \[B, n\] is needed",
     ),
-    ({"kv_cache": torch.zeros(B, S_KV, R + DR).to_sparse()}, "kv_cache is of the memory layout torch.sparse_coo; a dense"),
+    (
+        {"kv_cache": torch.zeros(B, S_KV, R + DR).to_sparse()},
+        "kv_cache is of the memory layout torch.sparse_coo",
+    ),
     ({"q_rope": torch.zeros(B, S_Q, H, DR).to_sparse()}, "q_rope is of the memory layout torch.sparse_coo; a dense"),
     ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs is of the memory layout torch.sparse_coo"),
     *(

@@ -260,7 +260,8 @@ def test_a_descriptor_keeps_no_cache_alive() -> None:
 class Recorder:
     """A kernel that notes how it is launched, as Triton's two launchers would be called."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: object) -> None:
+        self.arg_names = kernel.arg_names
         self.launches: list[tuple[str, tuple[object, ...]]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
@@ -273,8 +274,8 @@ class Recorder:
 
 def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
-    recorder = Recorder()
-    names = decode_launch.decode_kernel.arg_names
+    recorder = Recorder(decode_launch.decode_kernel)
+    names = recorder.arg_names
     monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
     monkeypatch.setattr(decode_layout, "_known", {})
     inputs = contiguous(SHAPE, torch.float16)

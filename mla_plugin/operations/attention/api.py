@@ -109,7 +109,7 @@ def attention(
         "return_lse": return_lse,
         "host": host,
     }
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes may be symbols or tensors: not for a request
         output = run_traced(tensors, CallOptions.of(tensors, **options), backend)
     else:
         output = run(AttentionRequest.of(tensors, **options), tensors, backend=backend)
