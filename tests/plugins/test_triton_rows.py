@@ -137,3 +137,23 @@ def test_nothing_of_a_query_without_a_key_reaches_the_others(
     for x, y in zip(run(q, dout), expected, strict=True):
         assert torch.equal(x, y)
     assert not expected[1][:, without].any()
+
+
+def test_a_query_whose_every_score_is_minus_infinity_has_no_weight() -> None:
+    q, k, v = random(1, 5, 2, 24), random(1, 5, 2, 24).abs() + 10, random(1, 5, 2, 16)
+    q[:, 2] = -3e38
+    dout = random(1, 5, 2, 16)
+
+    def run(dout: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = mla_plugin.attention(*leaves, backend="triton", return_lse=True)
+        assert lse[:, :, 2].isneginf().all()
+        assert not out[:, 2].any()
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    found = run(dout)
+    assert not found[0][:, 2].any()
+    dout[:, 2] = 0.0
+    for x, y in zip(found, run(dout), strict=True):
+        assert x.isfinite().all()
+        assert torch.equal(x, y)

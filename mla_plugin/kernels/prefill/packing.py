@@ -127,10 +127,9 @@ def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int,
 
 def lse_like(q: torch.Tensor, packing: Packing) -> torch.Tensor:
     """Room for the log-sum-exp: [B, H, S_q], or [H, T] of -inf for packed sequences."""
-    batch, heads, tokens = pick(q.shape, packing.qkv_format)
     if packing.packed:
-        return q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)
-    return q.new_empty((batch, heads, tokens), dtype=torch.float32)
+        return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+    return q.new_empty(pick(q.shape, packing.qkv_format), dtype=torch.float32)
 
 
 def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tensor:
@@ -219,24 +218,23 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing) -> Kind:
         """The kind of one call."""
-        cu_seqlens = packing.cu_seqlens_q
-        batch, _, seqlen_q = pick(q.shape, packing.qkv_format)
-        seqlen_kv = pick(k.shape, packing.qkv_format)[2]
+        q_shape, k_shape, cu_seqlens = q.shape, k.shape, packing.cu_seqlens_q
         if packing.packed and cu_seqlens is not None:
-            batch, seqlen_q, seqlen_kv = cu_seqlens.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_kv
+            sizes = (cu_seqlens.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_kv)
+        else:
+            b, _, s = AXES[packing.qkv_format]
+            sizes = (q_shape[b], q_shape[s], k_shape[s])
         return cls(
             q.dtype,
             q.device,
             packing.qkv_format,
-            q.shape,
-            k.shape,
+            q_shape,
+            k_shape,
             v.shape,
             q.stride(),
             k.stride(),
             v.stride(),
-            batch,
-            seqlen_q,
-            seqlen_kv,
+            *sizes,
             *packing.window,
             packing.bottom_right,
             cu_seqlens is not None,
