@@ -9,7 +9,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest
-from mla_plugin.operations.attention.run import run, run_traced
+from mla_plugin.operations.attention.run import is_traced, run, run_traced
 
 
 def attention(
@@ -109,7 +109,7 @@ def attention(
         "return_lse": return_lse,
         "host": host,
     }
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes may be symbols or tensors: not for a request
+    if is_traced():  # sizes may be symbols, which are not for a request
         output = run_traced(tensors, CallOptions.of(tensors, **options), backend)
     else:
         output = run(AttentionRequest.of(tensors, **options), tensors, backend=backend)

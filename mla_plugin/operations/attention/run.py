@@ -45,6 +45,11 @@ def run_traced(tensors: AttentionTensors, options: CallOptions, backend: str | N
     return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
 
 
+def is_traced() -> bool:
+    """torch.compile or torch.jit.trace records the call instead of running it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
 def is_observed(tensors: AttentionTensors) -> bool:
     """Somebody traces, transforms, records or intercepts operators, so the call must be one.
 
@@ -52,7 +57,7 @@ def is_observed(tensors: AttentionTensors) -> bool:
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     return (
-        torch.compiler.is_compiling()
+        is_traced()
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
@@ -62,7 +67,6 @@ def is_observed(tensors: AttentionTensors) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
     )
 
 
