@@ -223,7 +223,7 @@ def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | No
         )
     except (TypeError, ValueError):
         return None
-    if not _fits(module, request, tensors):
+    if not _fits(module, request, tensors) or _has_rows_without_keys(request):
         return None
     if is_packed:
         request, tensors = _as_found(request, tensors, arguments, compares_offsets)
@@ -256,6 +256,16 @@ def _fits(module: Any, request: AttentionRequest, tensors: AttentionTensors) -> 
         and (request.pad_between_seqs or not tensors.pads_between_sequences)
         and request.batch_size > 0
     )
+
+
+def _has_rows_without_keys(request: AttentionRequest) -> bool:
+    """TransformerEngine's backends disagree about them: 0 in one, the mean of all values in another.
+
+    In packed sequences they are 0 in all, and the lengths are not known here.
+    """
+    len_q, len_kv = request.max_seqlen_q, request.max_seqlen_kv
+    seen = request.band.keys(slice(0, 1), request.band.offset(len_q, len_kv), len_kv)
+    return not request.layout.is_packed and seen.stop <= seen.start
 
 
 def _as_found(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from packaging.version import Version
@@ -19,6 +19,7 @@ from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature
 from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
+from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import (
     NoBackendError,
 )
@@ -36,9 +37,17 @@ def _switches() -> tuple[bool, bool]:
     return environment.read("NVTE_MLA_TRITON") == "1", bool(environment.read("MLA_PLUGIN_TE"))
 
 
+Circumstances: TypeAlias = tuple[environment.Gates, int]
+"""What a decision depends on beside the request: the variables that are set, and the set of plugins."""
+
+
+def _circumstances() -> Circumstances:
+    return environment.gates(), get_manager().generation
+
+
 @functools.lru_cache(maxsize=_DECISIONS_KEPT)
-def _chosen(request: AttentionRequest, gates: environment.Gates) -> str | None:
-    """The backend that this library chooses; None where it has none. ``gates`` keeps old decisions out of reach."""
+def _chosen(request: AttentionRequest, circumstances: Circumstances) -> str | None:
+    """The backend that this library chooses; None where it has none. ``resolve`` keeps no refusals, this does."""
     try:
         return mla_plugin.resolve(request).forward_backend
     except NoBackendError:
@@ -110,7 +119,7 @@ class Wrapper:
         if call is None:
             return None
         is_mla = call.request.head_dim_qk != call.request.head_dim_v
-        if wants_triton and is_mla and _chosen(call.request, environment.gates()) == "triton":
+        if wants_triton and is_mla and _chosen(call.request, _circumstances()) == "triton":
             return _attend(call, "triton")
         return self._fill(module, call) if wants_filling else None
 
@@ -126,17 +135,17 @@ class Wrapper:
         found = gaps.candidates(call, self._version)
         if not found:
             return None
-        gates = environment.gates()
+        circumstances = _circumstances()
         call = replace(call, request=_as_elsewhere(call.request))
-        backend = _chosen(call.request, gates)
+        backend = _chosen(call.request, circumstances)
         if backend is None or not any(backend in gap.runs for gap in found):
             return None
-        return _attend(call, backend) if self._is_left_unfused(module, call, gates) else None
+        return _attend(call, backend) if self._is_left_unfused(module, call, circumstances) else None
 
-    def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates) -> bool:
+    def _is_left_unfused(self, module: Any, call: Call, circumstances: Circumstances) -> bool:
         """TransformerEngine's own answer, asked once for each kind of call."""
         known = gaps.parameters(module, call)
-        key = (*known.values(), call.request.device_index, gates)
+        key = (*known.values(), call.request.device_index, circumstances)
         answer = self._unfused.get(key)  # another thread may clear at any time
         if answer is None:
             if len(self._unfused) >= _DECISIONS_KEPT:

@@ -35,7 +35,7 @@ def run(*command: str, version: str, also: Path = ROOT, **variables: str) -> sub
 
 @pytest.mark.parametrize("version", te_host.VERSIONS)
 def test_inside(version: str) -> None:
-    files = ("tests/compat/te_inside.py", "tests/compat/te_inside_fill.py")
+    files = [f"tests/compat/te_inside{part}.py" for part in ("", "_judged", "_fill")]
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.compat.te_parts", *files)
     done = run(*command, version=version, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # none is used: a second saved
     assert done.returncode == 0, done.stdout + done.stderr
