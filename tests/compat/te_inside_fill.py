@@ -202,14 +202,20 @@ def test_fills_no_other_packed_call(te_calls, fill, options) -> None:
     assert attention()(*tensors(9, qkv_format="thd"), **packed(**options)) == 7.0
 
 
-def test_padding_between_sequences_is_found_as_this_version_finds_it(te_calls, fill) -> None:
-    """Up to 2.17 by value, later by which tensors were given; without padding the packed gap is filled."""
-    same = {"cu_seqlens_q_padded": packed()["cu_seqlens_q"], "cu_seqlens_kv_padded": packed()["cu_seqlens_q"]}
-    out = attention()(*tensors(9, qkv_format="thd"), **packed(**same))
-    assert (out.dim() == 2) == (release() < (2, 18))
+def test_padding_between_sequences_is_found_as_this_version_finds_it(te_calls, fill, monkeypatch) -> None:
+    """Up to 2.17 by value, later by which tensors were given."""
+    found = []
+    monkeypatch.setattr(wrapper_module, "run", lambda request, t, backend: found.append(request) or run(request, t))
     arguments = packed()
-    same = {"cu_seqlens_q_padded": arguments["cu_seqlens_q"], "cu_seqlens_kv_padded": arguments["cu_seqlens_q"]}
-    assert attention()(*tensors(9, qkv_format="thd"), **arguments, **same).dim() == 2
+    one, other = arguments["cu_seqlens_q"], packed()["cu_seqlens_q"]
+    t = tensors(9, qkv_format="thd")
+    expected = mla_plugin.attention(*t, backend="sdpa", **arguments).flatten(-2)
+    for q_padded, kv_padded in ((one, one), (other, other), (one, other)):
+        out = attention()(*t, **arguments, cu_seqlens_q_padded=q_padded, cu_seqlens_kv_padded=kv_padded)
+        torch.testing.assert_close(out, expected)
+    is_by_value = release() < (2, 18)
+    assert [request.pad_between_seqs for request in found] == [False, not is_by_value, not is_by_value]
+    assert not te_calls
 
 
 @pytest.mark.parametrize(
@@ -283,8 +289,8 @@ def test_what_is_decided_is_what_runs(te_calls, fill, monkeypatch, flash_attn, i
         arguments["cu_seqlens_kv"] = arguments["cu_seqlens_q"].clone()
     q, k, v = (x.detach().half() for x in tensors(9, qkv_format="thd", dims=(192, 128)))
     out = attention(dims=(192, 128))(q, k, v, **arguments)
-    is_fa2 = flash_attn and release() < (2, 17) and (is_one_tensor or mask == "padding")
-    if mask == "padding" and not is_fa2:
+    is_fa2 = flash_attn is not None and (is_one_tensor or mask == "padding")
+    if not (release() < (2, 17) if is_fa2 else mask == "padding_causal"):  # no gap, or none for this backend
         assert out == 7.0
         return
     ((request, backend),) = ran
