@@ -135,6 +135,7 @@ def kept_by_arguments() -> list:
         ("no batch", {"query_layer": tensors()[0][:0], "key_layer": tensors()[1][:0], "value_layer": tensors()[2][:0]}),
         ("no query heads", {"query_layer": tensors()[0][:, :, :0]}),
         ("no key heads", {"key_layer": tensors()[1][:, :, :0], "value_layer": tensors()[2][:, :, :0]}),
+        ("fewer key heads", {"key_layer": tensors()[1][:, :, :1], "value_layer": tensors()[2][:, :, :1]}),
         ("rows that are not whole", {"key_layer": tensors()[1].detach().mT.contiguous().mT}),
         ("fp8_output", {"fp8_output": True}),
         ("padding", {"attn_mask_type": "padding_causal", "attention_mask": bias[:, 0, 0].bool()}),

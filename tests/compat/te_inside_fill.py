@@ -14,7 +14,7 @@ from mla_plugin.operations.attention import dispatch
 from mla_plugin.operations.attention.run import run
 from mla_plugin.resolver import asking
 from tests.compat import te_host
-from tests.compat.te_parts import D_QK, D_V, VERSION, attention, te, tensors, with_gradients
+from tests.compat.te_parts import D_QK, D_V, PARAMETERS, VERSION, attention, te, tensors, with_gradients
 
 
 def packed(lengths=(4, 5), slots=None, **options) -> dict:
@@ -161,9 +161,23 @@ def test_fills_nothing_that_transformer_engine_runs_fused(te_calls, fill, monkey
     assert asked[0].head_dim_v == D_V
 
 
-@pytest.mark.parametrize("slots", [None, (6, 6)])
-def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch, slots) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"slots": (6, 6)},
+        {"max_seqlen_q": None, "max_seqlen_kv": None},
+        {"slots": (6, 6), "max_seqlen_q": None, "max_seqlen_kv": None},
+        {"slots": (4, 5), "pad_between_seqs": True},
+        {"slots": (6, 6), "attn_mask_type": "padding"},
+        {"slots": (6, 6), "attn_mask_type": "padding", "bottom_right_diagonal": False},
+    ],
+    ids=str,
+)
+def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch, options) -> None:
     """Every field of its AttentionParams, by TransformerEngine's own forward and by us."""
+    if "bottom_right_diagonal" not in PARAMETERS:
+        options = {name: value for name, value in options.items() if name != "bottom_right_diagonal"}
     asked = []
 
     def select(params):
@@ -176,7 +190,7 @@ def test_the_selection_is_asked_as_transformer_engine_asks_it(fill, monkeypatch,
     monkeypatch.setattr(wrapper_module, "_chosen", lambda request, circumstances: "triton")
     module, t = attention(), tensors(12, qkv_format="thd", kind=te_host.OnDevice)
     with te_host.CudaIsCpu():
-        assert module(*t, **packed(slots=slots)) == 7.0
+        assert module(*t, **packed(**options)) == 7.0
     ours, its_own = asked
     assert ours == its_own
 
