@@ -19,7 +19,7 @@ are read at every call.
 
 Every other call is TransformerEngine's, with the arguments untouched. ``call`` lists what that is.
 
-The wrapper stands above TransformerEngine's selection instead of taking the slot that ``NVTE_PLUGIN`` fills
+The wrapper stands above TransformerEngine's selection instead of taking the slot of ``NVTE_PLUGIN``
 (``transformer_engine_torch.flash_attention`` and ``get_attention_backend``): the slot holds one plugin, is asked only
 when the parameters of a call differ from the last one's, so a variable that changes goes unnoticed, and does not exist
 before 2.20. A plugin in the slot keeps it and sees every call that is handed over.
@@ -77,7 +77,7 @@ def register() -> Registration:
 def load_plugins() -> None:
     """TransformerEngine >= 2.20 calls this while it is imported, when ``NVTE_PLUGIN`` names this module.
 
-    The plugin that ``MLA_PLUGIN_NVTE_PLUGIN`` names is loaded first; whatever fills TransformerEngine's slot stays in
+    The plugin that ``MLA_PLUGIN_NVTE_PLUGIN`` names is loaded first; whoever takes TransformerEngine's slot keeps
     it. An error becomes TransformerEngine's own warning that the plugin failed to load.
     """
     other = environment.read("MLA_PLUGIN_NVTE_PLUGIN")

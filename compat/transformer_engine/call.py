@@ -1,18 +1,23 @@
 """One call of TransformerEngine's ``DotProductAttention.forward``, read by name into this library's words.
 
 Positions moved in 2.12 (``bottom_right_diagonal``) and 2.20 (``softcap``), so arguments are matched to the names of the
-installed version. ``KEPT`` lists what stays with TransformerEngine whatever the variables say.
+installed version. ``KEPT`` lists what stays with TransformerEngine whatever the variables say. The rest becomes tensors
+and one request; a call of which ``AttentionRequest.of`` makes none is TransformerEngine's to judge.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
@@ -20,12 +25,21 @@ from mla_plugin.hooks.attention import (
 Arguments: TypeAlias = Mapping[str, Any]
 """The arguments of one call by name, those that were left out at their defaults."""
 
-_MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right")
+_FORMATS = ("bshd", "sbhd", "thd")
+_SIDES = ("q", "kv")
 _NO_WINDOW = (None, (-1, -1), (-1, 0))
 """What TransformerEngine turns into (-1, 0) under a causal mask and into (-1, -1) under any other."""
 
-_TOKENS = {"bshd": 1, "sbhd": 0, "thd": 0}
-_BATCH = {"bshd": 0, "sbhd": 1}
+_WITHOUT_EFFECT = ("checkpoint_core_attention", "fast_zero_fill")
+_READ = {
+    *("query_layer", "key_layer", "value_layer", "qkv_format", "pad_between_seqs", "max_seqlen_q", "max_seqlen_kv"),
+    *LENGTHS,
+    *("attn_mask_type", "attention_mask", "window_size", "bottom_right_diagonal"),
+    *("core_attention_bias_type", "core_attention_bias", "alibi_slopes", "inference_params", "num_splits", "softcap"),
+    *("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "qkv_layer", "kv_layer"),
+    "thd_attention_policies",
+}
+"""Parameters that this module reads."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +47,13 @@ class Call:
     """A call that our kernels could take.
 
     Attributes:
-        q, k, v: as given; [B, S, H, D] (bshd), [S, B, H, D] (sbhd) or [T, H, D] (thd).
-        softmax_scale: that of the module.
-        request: the call without its tensors.
-        lengths: the cu_seqlens arguments of ``mla_plugin.attention``; empty but for thd.
-        is_self_attention: queries and keys have the same lengths.
+        tensors: as given; q, k and v are [B, S, H, D] (bshd), [S, B, H, D] (sbhd) or [T, H, D] (thd).
+        request: made of them.
+        is_self_attention: the module says so, and the longest sequences of queries and keys are equal.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    softmax_scale: float
+    tensors: AttentionTensors
     request: AttentionRequest
-    lengths: Mapping[str, torch.Tensor | None]
     is_self_attention: bool
 
 
@@ -61,25 +69,52 @@ class Signature:
         self.is_readable = all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         self._names = tuple(parameter.name for parameter in parameters)
         self._defaults = {p.name: None if p.default is p.empty else p.default for p in parameters}
+        self._unknown = tuple(name for name in self._names if name not in (*_READ, *_WITHOUT_EFFECT))
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments | None:
-        """The arguments by name; None where they cannot be told, or TransformerEngine rejects them with a TypeError."""
+        """The arguments by name; None where they cannot be told, or TransformerEngine rejects them with a TypeError.
+
+        None too where a parameter that this module does not know is used: a newer release may give it any meaning.
+        """
         if not self.is_readable:
             return None
         given = dict(zip(self._names, args, strict=False))
         if len(args) > len(self._names) or kwargs.keys() & given.keys() or kwargs.keys() - self._defaults.keys():
             return None
-        return {**self._defaults, **given, **kwargs}
+        arguments = {**self._defaults, **given, **kwargs}
+        if any(not _is_same(arguments[name], self._defaults[name]) for name in self._unknown):
+            return None
+        return arguments
 
 
-def _mask(module: Any, arguments: Arguments) -> str:
-    mask = str(arguments["attn_mask_type"] or module.attn_mask_type).replace(",", "_")
+def _is_same(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
+
+
+def format_of(module: Any, arguments: Arguments) -> Any:
+    """The call's qkv_format, as given or the module's."""
+    return module.qkv_format if arguments["qkv_format"] is None else arguments["qkv_format"]
+
+
+def _mask(module: Any, arguments: Arguments) -> Any:
+    """The mask's type, in the spellings that TransformerEngine takes for one."""
+    given = arguments["attn_mask_type"]
+    if given is None:
+        return module.attn_mask_type
+    mask = given.replace(",", "_") if isinstance(given, str) else given
     return "padding_causal" if mask == "causal_padding" else mask
 
 
+def _is_masked(module: Any, arguments: Arguments) -> bool:
+    """A mask tensor: TransformerEngine's unfused attention adds it to every mask but no_mask, its others to some."""
+    mask = _mask(module, arguments)
+    return arguments["attention_mask"] is not None or mask == "arbitrary" or mask not in ATTN_MASK_TYPES
+
+
 def _is_windowed(module: Any, arguments: Arguments) -> bool:
+    """TransformerEngine compares with tuples, so that it takes a list for a window, or rejects it."""
     window = module.window_size if arguments["window_size"] is None else arguments["window_size"]
-    return (None if window is None else tuple(window)) not in _NO_WINDOW
+    return not (window is None or isinstance(window, tuple)) or window not in _NO_WINDOW
 
 
 def _has_bias(module: Any, arguments: Arguments) -> bool:
@@ -112,6 +147,11 @@ def _is_exported(module: Any, arguments: Arguments) -> bool:
     return bool(is_in_onnx_export_mode())
 
 
+def _is_transformed(module: Any, arguments: Arguments) -> bool:
+    """Our kernels have neither a forward-mode derivative nor rules for torch.func; plain PyTorch operations do."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def _has_softcap(module: Any, arguments: Arguments) -> bool:
     given = arguments.get("softcap")
     return (getattr(module, "softcap", 0.0) if given is None else given) != 0.0
@@ -132,11 +172,12 @@ KEPT: tuple[tuple[str, Callable[[Any, Arguments], bool]], ...] = (
     ("attention sinks", lambda module, arguments: module.softmax_type != "vanilla"),
     ("return_max_logit", lambda module, arguments: bool(module.return_max_logit)),
     ("dropout", lambda module, arguments: module.attention_dropout != 0.0),
-    ("an attention mask tensor", lambda module, arguments: _mask(module, arguments) not in _MASKS),
+    ("an attention mask tensor", _is_masked),
     ("a sliding window", _is_windowed),
     ("context parallelism", _is_context_parallel),
     ("FP8", _is_fp8),
     ("ONNX export", _is_exported),
+    ("torch.func and forward-mode derivatives", _is_transformed),
 )
 """What TransformerEngine keeps: a name, and how to see it in the module and the arguments."""
 
@@ -144,22 +185,6 @@ KEPT: tuple[tuple[str, Callable[[Any, Arguments], bool]], ...] = (
 def kept_for(module: Any, arguments: Arguments) -> str | None:
     """Why TransformerEngine keeps the call; None when it need not."""
     return next((name for name, applies in KEPT if applies(module, arguments)), None)
-
-
-def _is_well_formed(module: Any, q: Any, k: Any, v: Any, qkv_format: str) -> bool:
-    """Whether TransformerEngine's own assertions about the tensors hold; otherwise the error is its own."""
-    ndim = 3 if qkv_format == "thd" else 4
-    return (
-        all(isinstance(x, torch.Tensor) and x.dim() == ndim for x in (q, k, v))
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-        and k.shape[:-1] == v.shape[:-1]
-        and k.shape[-2:] == (module.num_gqa_groups_per_partition, q.shape[-1])
-        and (q.shape[-1], v.shape[-1])
-        == (module.hidden_size_per_attention_head_k, module.hidden_size_per_attention_head_v)
-        and q.shape[-2] % k.shape[-2] == 0
-        and (qkv_format == "thd" or q.shape[_BATCH[qkv_format]] == k.shape[_BATCH[qkv_format]])
-    )
 
 
 def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | None:
@@ -171,75 +196,92 @@ def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | No
         compares_offsets: this version finds padding between sequences by the values of the offsets, not by which
             tensors were given.
     """
-    q, k, v = (arguments[name] for name in ("query_layer", "key_layer", "value_layer"))
-    qkv_format = arguments["qkv_format"] or module.qkv_format
-    if kept_for(module, arguments) or qkv_format not in _TOKENS or not _is_well_formed(module, q, k, v, qkv_format):
+    qkv_format, mask = format_of(module, arguments), _mask(module, arguments)
+    if kept_for(module, arguments) or qkv_format not in _FORMATS:
         return None
-    mask = _mask(module, arguments)
-    lengths = {name: arguments[name] for name in _LENGTHS} if qkv_format == "thd" else {}
-    if qkv_format == "thd":
-        if "padding" not in mask or not _are_lengths(lengths, q):
-            return None
-    elif "padding" in mask:  # the lengths are in a mask tensor
+    is_packed = LAYOUTS[qkv_format].is_packed
+    if is_packed != ("padding" in mask):  # thd needs lengths; in the other formats they are in a mask tensor
         return None
-    longest = tuple(_longest(side, x, arguments, qkv_format) for side, x in (("q", q), ("kv", k)))
-    if qkv_format != "thd" and longest != (q.shape[_TOKENS[qkv_format]], k.shape[_TOKENS[qkv_format]]):
-        return None
-    request = AttentionRequest(
-        qkv_format=qkv_format,
-        dtype=q.dtype,
-        device_type=q.device.type,
-        device_index=q.device.index,
-        batch_size=len(lengths["cu_seqlens_q"]) - 1 if lengths else q.shape[_BATCH[qkv_format]],
-        num_heads=q.shape[-2],
-        num_kv_heads=k.shape[-2],
-        max_seqlen_q=longest[0],
-        max_seqlen_kv=longest[1],
-        head_dim_qk=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        attn_mask_type=mask,
-        window_size=(-1, 0 if "causal" in mask else -1),
-        bottom_right_diagonal=mask not in ("causal", "padding_causal"),
-        pad_between_seqs=qkv_format == "thd" and _is_padded(arguments, compares_offsets),
-        is_training=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-        deterministic=module.deterministic,
-        host="transformer_engine",
+    tensors = AttentionTensors(
+        arguments["query_layer"],
+        arguments["key_layer"],
+        arguments["value_layer"],
+        module.unfused_attention.softmax_scale,  # the module itself has it from 2.20 on
+        **({name: arguments[name] for name in LENGTHS} if is_packed else {}),
     )
-    scale = module.unfused_attention.softmax_scale  # the module itself has it from 2.20 on
-    return Call(q, k, v, scale, request, lengths, module.attention_type == "self" and longest[0] == longest[1])
+    try:
+        request = AttentionRequest.of(
+            tensors,
+            qkv_format=qkv_format,
+            attn_mask_type=mask,
+            bottom_right_diagonal=None if "causal" in mask else _bottom_right(module, arguments),
+            max_seqlen_q=_integer(arguments["max_seqlen_q"]),
+            max_seqlen_kv=_integer(arguments["max_seqlen_kv"]),
+            pad_between_seqs=arguments["pad_between_seqs"] if is_packed else None,
+            deterministic=module.deterministic,
+            host="transformer_engine",
+        )
+    except (TypeError, ValueError):
+        return None
+    if not _fits(module, request, tensors) or _has_rows_without_keys(request):
+        return None
+    if is_packed:
+        request, tensors = _as_found(request, tensors, arguments, compares_offsets)
+    is_self = module.attention_type == "self" and request.max_seqlen_q == request.max_seqlen_kv
+    return Call(tensors, request, is_self)
 
 
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+def _bottom_right(module: Any, arguments: Arguments) -> bool | None:
+    given = arguments.get("bottom_right_diagonal")  # from 2.12 on
+    return getattr(module, "bottom_right_diagonal", None) if given is None else given
 
 
-def _are_lengths(lengths: Mapping[str, torch.Tensor | None], q: torch.Tensor) -> bool:
-    """int32 [B + 1] on q's device; the padded pair both or neither."""
-    cu_q, cu_kv, *padded = (lengths[name] for name in _LENGTHS)
-    if cu_q is None or cu_kv is None or (padded[0] is None) != (padded[1] is None):
-        return False
-    given = [x for x in (cu_q, cu_kv, *padded) if x is not None]
-    return all(x.dtype == torch.int32 and x.shape == cu_q.shape and x.device == q.device for x in given) and (
-        cu_q.dim() == 1 and cu_q.shape[0] > 0
+def _integer(given: Any) -> int | None:
+    """A length may come as a tensor of one element, as in NeMo."""
+    return None if given is None else operator.index(given)
+
+
+def _fits(module: Any, request: AttentionRequest, tensors: AttentionTensors) -> bool:
+    """Whether TransformerEngine's own assertions hold beside those that the request holds already.
+
+    Offsets that begin elsewhere than ``pad_between_seqs=False`` says are among them: which of the two counts is up to
+    TransformerEngine's backend.
+    """
+    q, k, v = tensors.q, tensors.k, tensors.v
+    return (
+        request.num_kv_heads == module.num_gqa_groups_per_partition
+        and request.head_dim_qk == module.hidden_size_per_attention_head_k
+        and request.head_dim_v == module.hidden_size_per_attention_head_v
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        and (request.pad_between_seqs or not tensors.pads_between_sequences)
+        and request.batch_size > 0
     )
 
 
-def _longest(side: str, x: torch.Tensor, arguments: Arguments, qkv_format: str) -> int:
-    """The longest sequence, as given or as TransformerEngine finds it: for thd from the offsets, waiting for them."""
-    given = arguments[f"max_seqlen_{side}"]
-    if given is not None:
-        return int(given)
-    if qkv_format != "thd":
-        return x.shape[_TOKENS[qkv_format]]
-    padded = arguments[f"cu_seqlens_{side}_padded"]
-    offsets = arguments[f"cu_seqlens_{side}"] if padded is None else padded
-    return (int(offsets.diff().max()) + 63) // 64 * 64 if offsets.shape[0] > 1 else 0
+def _has_rows_without_keys(request: AttentionRequest) -> bool:
+    """TransformerEngine's backends disagree about them: 0 in one, the mean of all values in another.
+
+    In packed sequences they are 0 in all, and the lengths are not known here.
+    """
+    len_q, len_kv = request.max_seqlen_q, request.max_seqlen_kv
+    seen = request.band.keys(slice(0, 1), request.band.offset(len_q, len_kv), len_kv)
+    return not request.layout.is_packed and seen.stop <= seen.start
 
 
-def _is_padded(arguments: Arguments, compares_offsets: bool) -> bool:
-    """TransformerEngine's default of pad_between_seqs; up to 2.17 it compares values, which waits for the device."""
-    if arguments["pad_between_seqs"] is not None:
-        return bool(arguments["pad_between_seqs"])
-    pairs = [(arguments[f"cu_seqlens_{side}_padded"], arguments[f"cu_seqlens_{side}"]) for side in ("q", "kv")]
-    if compares_offsets:
-        return any(padded is not None and not torch.equal(padded[:-1], cu[:-1]) for padded, cu in pairs)
-    return any(padded is not None and padded is not cu for padded, cu in pairs)
+def _as_found(
+    request: AttentionRequest, tensors: AttentionTensors, arguments: Arguments, compares_offsets: bool
+) -> tuple[AttentionRequest, AttentionTensors]:
+    """What TransformerEngine finds out by the values of the offsets, waiting for the device as it does."""
+    pairs = [(getattr(tensors, f"cu_seqlens_{side}_padded"), getattr(tensors, f"cu_seqlens_{side}")) for side in _SIDES]
+    longest = {}
+    for side, (padded, offsets) in zip(_SIDES, pairs, strict=True):
+        if arguments[f"max_seqlen_{side}"] is None:
+            room = int((offsets if padded is None else padded).diff().max())
+            longest[f"max_seqlen_{side}"] = max(0, (room + 63) // 64 * 64)
+    if longest:
+        request = request.replace(**longest)
+    is_to_be_found = compares_offsets and arguments["pad_between_seqs"] is None and request.pad_between_seqs
+    if is_to_be_found and all(torch.equal(padded[:-1], offsets[:-1]) for padded, offsets in pairs):
+        request = request.replace(pad_between_seqs=False)
+        tensors = replace(tensors, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None)
+    return request, tensors

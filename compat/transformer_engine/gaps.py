@@ -17,84 +17,103 @@ from packaging.version import Version
 
 from mla_plugin.compat.transformer_engine.call import Call
 
-Capability = tuple[int, int]
-
 
 @dataclass(frozen=True)
 class Gap:
-    """One thing that TransformerEngine cannot do, or does in memory that grows with the square of the length.
+    """One thing that TransformerEngine cannot do, does wrongly, or does in memory quadratic in the length.
 
     Attributes:
         name: what is filled, in a few words.
         versions: of TransformerEngine.
-        condition: holds for the calls concerned, given the device's compute capability.
+        without: what TransformerEngine does there by itself, once its selection has left neither FlashAttention nor
+            cuDNN.
+        condition: holds for the calls concerned.
         runs: backends of this library that may run instead.
         source: where the gap is described.
     """
 
     name: str
     versions: SpecifierSet
-    condition: Callable[[Call, Capability], bool]
+    without: str
+    condition: Callable[[Call], bool]
     runs: tuple[str, ...]
     source: str
 
 
-def _is_padded_thd(call: Call) -> bool:
-    return call.request.qkv_format == "thd" and call.request.pad_between_seqs
+def _is_padded(call: Call) -> bool:
+    return call.request.pad_between_seqs
 
+
+def _is_unpadded_mla(call: Call) -> bool:
+    return call.request.head_dim_qk != call.request.head_dim_v and not call.request.pad_between_seqs
+
+
+def _is_packed_causal_self_attention(call: Call) -> bool:
+    request = call.request
+    is_causal = request.attn_mask_type == "padding_causal"
+    return request.layout.is_packed and is_causal and call.is_self_attention and not request.pad_between_seqs
+
+
+_NO_BACKEND = "ValueError: no dot product attention backend is available"
+_UNFUSED = "unfused attention, which holds all scores in memory"
 
 GAPS: tuple[Gap, ...] = (
     Gap(
-        name="padding between packed sequences, before Hopper",
-        versions=SpecifierSet(">=2.10"),
-        condition=lambda call, capability: _is_padded_thd(call) and capability < (9, 0),
-        runs=("triton",),
+        name="padding between packed sequences, 2.10",
+        versions=SpecifierSet(">=2.10,<2.11"),
+        without=_NO_BACKEND,
+        condition=_is_padded,
+        runs=("fa3", "triton", "sdpa"),
         source="NVIDIA/TransformerEngine issue 1821",
     ),
     Gap(
-        name="padding between packed sequences on Hopper (FlashAttention 3, seqused)",
-        versions=SpecifierSet(">=2.10,<2.16"),
-        condition=lambda call, capability: _is_padded_thd(call) and capability == (9, 0),
-        runs=("fa3",),
+        name="padding between packed sequences, 2.11 to 2.15",
+        versions=SpecifierSet(">=2.11,<2.16"),
+        without="a wrong answer: unfused attention reads the sequences as if nothing lay between them, and returns "
+        "fewer rows than q has when they end before it does",
+        condition=_is_padded,
+        runs=("fa3", "triton", "sdpa"),
         source="NVIDIA/TransformerEngine pull request 2596",
+    ),
+    Gap(
+        name="padding between packed sequences, 2.16 and newer",
+        versions=SpecifierSet(">=2.16"),
+        without=_NO_BACKEND,
+        condition=_is_padded,
+        runs=("fa3", "triton", "sdpa"),
+        source="NVIDIA/TransformerEngine issue 1821",
     ),
     Gap(
         name="head_dim_qk != head_dim_v on FlashAttention 2 (V padded)",
         versions=SpecifierSet(">=2.10,<2.17"),
-        condition=lambda call, capability: (
-            call.request.head_dim_qk != call.request.head_dim_v and not call.request.pad_between_seqs
-        ),
+        without=f"{_UNFUSED}; for packed sequences 2.10 has no backend",
+        condition=_is_unpadded_mla,
         runs=("fa2",),
         source="NVIDIA/TransformerEngine pull request 2629",
     ),
     Gap(
         name="packed causal self-attention, unfused",
         versions=SpecifierSet(">=2.10"),
-        condition=lambda call, capability: (
-            call.request.attn_mask_type == "padding_causal"
-            and call.request.qkv_format == "thd"
-            and call.is_self_attention
-            and not call.request.pad_between_seqs
-        ),
+        without=f"{_UNFUSED}; 2.10 has no backend",
+        condition=_is_packed_causal_self_attention,
         runs=("triton", "sdpa"),
         source="NVIDIA/TransformerEngine pull request 3063",
     ),
 )
 
 
-def candidates(call: Call, capability: Capability, version: Version) -> list[Gap]:
+def candidates(call: Call, version: Version) -> list[Gap]:
     """The gaps that the call may fall into."""
-    return [gap for gap in GAPS if gap.versions.contains(version, prereleases=True) and gap.condition(call, capability)]
+    return [gap for gap in GAPS if gap.versions.contains(version, prereleases=True) and gap.condition(call)]
 
 
-def is_left_unfused(module: Any, call: Call) -> bool:
-    """Whether TransformerEngine's own selection leaves the call nothing but its unfused attention, or nothing."""
-    from transformer_engine.pytorch.attention.dot_product_attention import utils
+def parameters(module: Any, call: Call) -> dict[str, Any]:
+    """What TransformerEngine's selection is asked about the call, in every version's words; all values are hashable."""
     from transformer_engine.pytorch.graph import is_graph_capturing
 
-    request = call.request
-    is_packed = request.qkv_format == "thd"
-    known = {
+    request, tensors = call.request, call.tensors
+    is_packed = request.layout.is_packed
+    return {
         "qkv_type": torch.Tensor,
         "qkv_dtype": request.dtype,
         "qkv_layout": "_".join([request.qkv_format] * 3),
@@ -103,8 +122,8 @@ def is_left_unfused(module: Any, call: Call) -> bool:
         "num_gqa_groups": request.num_kv_heads,
         "max_seqlen_q": request.max_seqlen_q,
         "max_seqlen_kv": request.max_seqlen_kv,
-        "num_tokens_q": call.q.shape[0] if is_packed else 0,
-        "num_tokens_kv": call.k.shape[0] if is_packed else 0,
+        "num_tokens_q": tensors.q.shape[0] if is_packed else 0,
+        "num_tokens_kv": tensors.k.shape[0] if is_packed else 0,
         "head_dim_qk": request.head_dim_qk,
         "head_dim_v": request.head_dim_v,
         "attn_mask_type": request.attn_mask_type,
@@ -118,11 +137,17 @@ def is_left_unfused(module: Any, call: Call) -> bool:
         "cp_comm_type": module.cp_comm_type,
         "deterministic": module.deterministic,
         "is_training": module.training,
-        "fp8_meta": module.fp8_meta,
         "cuda_graph": is_graph_capturing(),
-        "softmax_scale": call.softmax_scale,
+        "softmax_scale": tensors.softmax_scale,
     }
+
+
+def is_left_unfused(module: Any, known: dict[str, Any]) -> bool:
+    """Whether TransformerEngine's own selection leaves the call nothing but its unfused attention, or nothing."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
     names = {field.name for field in fields(utils.AttentionParams)}
-    params = utils.AttentionParams(**{name: value for name, value in known.items() if name in names})
+    given = {**known, "fp8_meta": module.fp8_meta}
+    params = utils.AttentionParams(**{name: value for name, value in given.items() if name in names})
     use_flash, _, use_fused, *_ = utils.get_attention_backend(params)
     return not (use_flash or use_fused)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import torch
 from packaging.version import Version
@@ -14,13 +15,15 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin import environment
 from mla_plugin.compat.transformer_engine import gaps
-from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, read
+from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, format_of, read
 from mla_plugin.hooks.attention import (
     AttentionRequest,
 )
+from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import (
     NoBackendError,
 )
+from mla_plugin.operations.attention.run import run
 
 logger = logging.getLogger("mla_plugin")
 
@@ -34,13 +37,30 @@ def _switches() -> tuple[bool, bool]:
     return environment.read("NVTE_MLA_TRITON") == "1", bool(environment.read("MLA_PLUGIN_TE"))
 
 
+Circumstances: TypeAlias = tuple[environment.Gates, int]
+"""What a decision depends on beside the request: the variables that are set, and the set of plugins."""
+
+
+def _circumstances() -> Circumstances:
+    return environment.gates(), get_manager().generation
+
+
 @functools.lru_cache(maxsize=_DECISIONS_KEPT)
-def _chosen(request: AttentionRequest, gates: environment.Gates) -> str | None:
-    """The backend that this library chooses; None where it has none. ``gates`` keeps old decisions out of reach."""
+def _chosen(request: AttentionRequest, circumstances: Circumstances) -> str | None:
+    """The backend that this library chooses; None where it has none. ``resolve`` keeps no refusals, this does."""
     try:
         return mla_plugin.resolve(request).forward_backend
-    except (NoBackendError, mla_plugin.EnvironmentVariableError):  # TransformerEngine has its own word on both
+    except NoBackendError:
         return None
+    except ValueError as error:  # of a variable; TransformerEngine has its own word on its own
+        logger.warning("TransformerEngine keeps a call: %s", error)
+        return None
+
+
+@functools.lru_cache(maxsize=_DECISIONS_KEPT)
+def _as_elsewhere(request: AttentionRequest) -> AttentionRequest:
+    """The same request in no host: the strictness of this one leaves out what TransformerEngine does not know."""
+    return request.replace(host="direct")
 
 
 class Wrapper:
@@ -56,7 +76,7 @@ class Wrapper:
         self._original: Callable[..., Any] | None = None
         self._forward: Callable[..., Any] | None = None
         self._is_installed = False
-        self._unfused: dict[tuple[AttentionRequest, int, int, environment.Gates], bool] = {}
+        self._unfused: dict[tuple[object, ...], bool] = {}
 
     def install(self, module: ModuleType) -> None:
         """Wrap the forward of the DotProductAttention that the module defines."""
@@ -93,66 +113,48 @@ class Wrapper:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break, as TransformerEngine's own up to 2.18
     def _run(self, module: Any, arguments: Arguments, wants_triton: bool, wants_filling: bool) -> torch.Tensor | None:
         """The attention on our kernels; None when TransformerEngine runs the call."""
-        is_packed = (arguments["qkv_format"] or module.qkv_format) == "thd"
-        if is_packed and not wants_filling:  # packed sequences are no case for NVTE_MLA_TRITON
+        if format_of(module, arguments) == "thd" and not wants_filling:  # no case for NVTE_MLA_TRITON
             return None
         call = read(module, arguments, compares_offsets=self._version < _COMPARES_OFFSETS_BEFORE)
         if call is None:
             return None
         is_mla = call.request.head_dim_qk != call.request.head_dim_v
-        if wants_triton and is_mla and _chosen(call.request, environment.gates()) == "triton":
+        if wants_triton and is_mla and _chosen(call.request, _circumstances()) == "triton":
             return _attend(call, "triton")
-        backend = self._filling(module, call) if wants_filling else None
-        return None if backend is None else _attend(call, backend)
+        return self._fill(module, call) if wants_filling else None
 
-    def _filling(self, module: Any, call: Call) -> str | None:
-        """The backend that fills a gap of TransformerEngine; None where there is none to fill."""
+    def _fill(self, module: Any, call: Call) -> torch.Tensor | None:
+        """The attention, where TransformerEngine leaves a gap; None where there is none to fill."""
         try:
-            capability = torch.cuda.get_device_capability(call.q.device)
+            torch.cuda.get_device_capability(call.tensors.q.device)
         except (
             ValueError,
             AssertionError,
         ):  # not on a CUDA device, or PyTorch without CUDA: TransformerEngine's to refuse
             return None
-        found = gaps.candidates(call, capability, self._version)
+        found = gaps.candidates(call, self._version)
         if not found:
             return None
-        gates = environment.gates()
-        backend = _chosen(call.request.replace(host="direct"), gates)
-        gap = next((gap for gap in found if backend in gap.runs), None)
-        if gap is None or not self._is_left_unfused(module, call, gates):
+        circumstances = _circumstances()
+        call = replace(call, request=_as_elsewhere(call.request))
+        backend = _chosen(call.request, circumstances)
+        if backend is None or not any(backend in gap.runs for gap in found):
             return None
-        return backend
+        return _attend(call, backend) if self._is_left_unfused(module, call, circumstances) else None
 
-    def _is_left_unfused(self, module: Any, call: Call, gates: environment.Gates) -> bool:
+    def _is_left_unfused(self, module: Any, call: Call, circumstances: Circumstances) -> bool:
         """TransformerEngine's own answer, asked once for each kind of call."""
-        key = (call.request.replace(is_training=module.training), len(call.q), len(call.k), gates)
+        known = gaps.parameters(module, call)
+        key = (*known.values(), call.request.device_index, circumstances)
         answer = self._unfused.get(key)  # another thread may clear at any time
         if answer is None:
             if len(self._unfused) >= _DECISIONS_KEPT:
                 self._unfused.clear()
-            answer = self._unfused[key] = gaps.is_left_unfused(module, call)
+            answer = self._unfused[key] = gaps.is_left_unfused(module, known)
         return answer
 
 
 def _attend(call: Call, backend: str) -> torch.Tensor:
     """Run the call and merge heads and head_dim_v, as TransformerEngine returns them: [..., H * head_dim_v]."""
-    request = call.request
-    lengths = cast("dict[str, Any]", call.lengths)
-    with torch.autocast(request.device_type, enabled=False):  # TransformerEngine computes in the dtype of its inputs
-        out = mla_plugin.attention(
-            call.q,
-            call.k,
-            call.v,
-            softmax_scale=call.softmax_scale,
-            attn_mask_type=request.attn_mask_type,
-            qkv_format=request.qkv_format,
-            max_seqlen_q=request.max_seqlen_q,
-            max_seqlen_kv=request.max_seqlen_kv,
-            pad_between_seqs=request.pad_between_seqs,
-            deterministic=request.deterministic,
-            backend=backend,
-            host="transformer_engine",
-            **lengths,
-        )
-    return cast(torch.Tensor, out).flatten(-2)
+    with torch.autocast(call.request.device_type, enabled=False):  # TransformerEngine computes in its inputs' dtype
+        return run(call.request, call.tensors, backend=backend).out.flatten(-2)

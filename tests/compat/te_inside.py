@@ -18,6 +18,7 @@ from tests.compat import te_host
 from tests.compat.te_parts import (
     ATTENTION,
     D_V,
+    MASKS,
     ORIGINAL,
     PARAMETERS,
     H,
@@ -123,6 +124,20 @@ def kept_by_arguments() -> list:
         ("num_splits", {"num_splits": 2}),
         ("window", {"window_size": (2, 0)}),
         ("arbitrary", {"attn_mask_type": "arbitrary", "attention_mask": bias.bool()}),
+        *((f"{mask} and a mask tensor", {"attn_mask_type": mask, "attention_mask": bias.bool()}) for mask in MASKS),
+        ("no such mask", {"attn_mask_type": "diagonal"}),
+        ("an empty mask", {"attn_mask_type": ""}),
+        ("an empty format", {"qkv_format": ""}),
+        ("a list as a window", {"window_size": [-1, -1]}),
+        ("a number as a window", {"window_size": 5}),
+        ("a float as a length", {"max_seqlen_q": 5.0}),
+        ("a row that sees no key", {"query_layer": tensors(6)[0], "attn_mask_type": "causal_bottom_right"}),
+        ("no batch", {"query_layer": tensors()[0][:0], "key_layer": tensors()[1][:0], "value_layer": tensors()[2][:0]}),
+        ("no query heads", {"query_layer": tensors()[0][:, :, :0]}),
+        ("no key heads", {"key_layer": tensors()[1][:, :, :0], "value_layer": tensors()[2][:, :, :0]}),
+        ("fewer key heads", {"key_layer": tensors()[1][:, :, :1], "value_layer": tensors()[2][:, :, :1]}),
+        ("rows that are not whole", {"key_layer": tensors()[1].detach().mT.contiguous().mT}),
+        ("fp8_output", {"fp8_output": True}),
         ("padding", {"attn_mask_type": "padding_causal", "attention_mask": bias[:, 0, 0].bool()}),
         ("thd", {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu_seqlens}),
         ("longest", {"max_seqlen_q": 3}),
@@ -206,12 +221,13 @@ def test_context_parallel_groups_stay_unless_of_one_process(te_calls, triton_on,
 
 
 def test_arguments_without_effect_do_not_keep_a_call(te_calls, triton_on) -> None:
-    """A flash-like kernel has nothing to recompute, and a mask tensor is read for padding and arbitrary masks alone."""
+    """A flash-like kernel has nothing to recompute; offsets are read for padding masks alone."""
     q, k, v = tensors(batch=1)
     expected = with_gradients(attention(), q, k, v)
     for arguments in (
         {"checkpoint_core_attention": True},
-        {"attention_mask": torch.ones(1, 1, 1, 5, dtype=torch.bool)},
+        {"cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32), "cu_seqlens_kv": torch.tensor([0, 2])},
+        {"pad_between_seqs": True},
         {"window_size": (-1, -1), "attn_mask_type": "causal"},
         {"window_size": (-1, 0), "max_seqlen_q": 5, "max_seqlen_kv": 5, "fast_zero_fill": False},
     ):
@@ -306,10 +322,13 @@ def test_the_variable_is_read_at_every_call(te_calls, monkeypatch) -> None:
         assert (out.dim() == 3, len(te_calls)) == ((True, 0) if is_ours else (False, 1))
 
 
-@pytest.mark.parametrize("name", ["MLA_PLUGIN_BLOCK", "MLA_PLUGIN_BACKEND"])
-def test_another_choice_of_backend_is_respected(te_calls, triton_on, monkeypatch, name) -> None:
-    monkeypatch.setenv(name, {"MLA_PLUGIN_BLOCK": "triton", "MLA_PLUGIN_BACKEND": "sdpa"}[name])
+@pytest.mark.parametrize(
+    ("name", "text"), [("MLA_PLUGIN_BLOCK", "triton"), ("MLA_PLUGIN_BACKEND", "sdpa"), ("MLA_PLUGIN_BACKEND", "typo")]
+)
+def test_another_choice_of_backend_is_respected(te_calls, triton_on, monkeypatch, caplog, name, text) -> None:
+    monkeypatch.setenv(name, text)
     assert attention()(*tensors()) == 7.0
+    assert ("typo" in caplog.text) == (text == "typo")  # TransformerEngine knows nothing of the variable
 
 
 def test_install_twice_and_uninstall(monkeypatch) -> None:

@@ -22,6 +22,7 @@ ATTENTION = te.DotProductAttention
 ORIGINAL = ATTENTION.forward
 PARAMETERS = inspect.signature(ORIGINAL).parameters
 H, D_QK, D_V = 2, 24, 16
+MASKS = ("causal", "causal_bottom_right", "no_mask")
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,25 @@ def te_calls():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ATTENTION, "forward", forward)
         yield calls
+        if adapter._registration is not None:
+            adapter._registration.uninstall()
+
+
+@pytest.fixture
+def te_on_device():
+    """TransformerEngine's own forward takes the CPU's tensors for a device's; ask for it before installing ours."""
+
+    def forward(self, *args, **kwargs):
+        bound = inspect.signature(ORIGINAL).bind(self, *args, **kwargs)
+        for name in ("query_layer", "key_layer", "value_layer"):
+            bound.arguments[name] = bound.arguments[name].as_subclass(te_host.OnDevice)
+        with te_host.CudaIsCpu():
+            return ORIGINAL(*bound.args, **bound.kwargs).as_subclass(torch.Tensor)
+
+    forward.__signature__ = inspect.signature(ORIGINAL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ATTENTION, "forward", forward)
+        yield
         if adapter._registration is not None:
             adapter._registration.uninstall()
 
