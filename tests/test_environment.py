@@ -104,3 +104,12 @@ def test_the_markdown_table_has_a_row_for_each_variable() -> None:
     lines = environment.markdown_table().splitlines()
     assert len(lines) == 2 + len(environment.VARIABLES)
     assert all(line.count("|") == 6 for line in lines)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(None, False), ("1", True), ("0", False), ("", False), ("true", False)])
+def test_the_check_of_values_is_asked_for_by_1_alone(
+    text: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        monkeypatch.setenv("MLA_PLUGIN_CHECK", text)
+    assert environment.is_value_check_requested() is wanted
