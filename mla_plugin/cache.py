@@ -121,9 +121,8 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
     wanted = (slots >= 0) & (slots < num_slots)
     slots = slots[wanted]
     page, row = slots // pages_c.shape[1], slots % pages_c.shape[1]
-    new_c, new_k = rows_c[wanted], rows_k[wanted]  # both before the first write: they may be rows of this cache
-    pages_c[page, row] = new_c
-    pages_k[page, row] = new_k
+    pages_c[page, row] = rows_c[wanted]
+    pages_k[page, row] = rows_k[wanted]
 
 
 def gather(

@@ -170,14 +170,11 @@ def test_a_cache_of_inference_mode_is_written_there_alone(spoilt: int) -> None:
     assert torch.equal(caches[0].flatten(0, 1)[slots], tokens[0])
 
 
-def test_rows_may_be_rows_of_the_cache() -> None:
-    """As when sequences trade places; each is read before one is overwritten."""
-    kv_cache = pages_of(4)
-    expected = kv_cache.clone()
-    expected[0, :2] = kv_cache[0, :2].flip(0)
-    both = kv_cache[0, :2]
-    cache.append(kv_cache, both[:, :RANK], both[:, RANK:], torch.tensor([1, 0], device=DEVICE))
-    assert torch.equal(kv_cache, expected)
+def test_the_stride_of_a_single_page_means_nothing() -> None:
+    kv_cache = torch.zeros(4, RANK + ROPE, device=DEVICE).as_strided((1, 4, RANK + ROPE), (0, RANK + ROPE, 1))
+    tokens, slots = tokens_of(3), torch.tensor([3, 0, 2], device=DEVICE)
+    cache.append(kv_cache, *tokens, slots)
+    assert torch.equal(kv_cache[0, slots], torch.cat(tokens, -1))
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -227,6 +227,11 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], error: type[Exception], 
     [
         ({"seqlens_kv": torch.tensor([11, 1, 17], dtype=torch.int32)}, "room for 0 to 16 keys"),
         ({"page_table": torch.full((B, 4), 20, dtype=torch.int32)}, r"page_table\[0\] .*has the pages 0 to 19"),
+        # the last page of a sequence, of which three rows of four are used
+        (
+            {"page_table": torch.tensor([[0, 1, 20, 3]] * B, dtype=torch.int32)},
+            r"page_table\[0\] begins with \[0, 1, 20\]",
+        ),
         ({"kv_cache": torch.randn(20, 0, R + DR)}, "page_size 0"),
     ],
 )
@@ -301,12 +306,22 @@ def test_a_distributed_tensor_is_told_how_to_come(mesh: Any, place: str) -> None
     check(arguments)
 
 
+def test_the_operators_arguments() -> None:
+    """They are made of the fields of DecodeTensors; traced programs that were kept hold them in this order."""
+    assert str(decode_ops.decode_operator._schema) == (
+        "mla_plugin::decode(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
+        "bool causal, bool return_lse, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv, str host, "
+        "str? backend) -> (Tensor out, Tensor lse)"
+    )
+
+
 class Other:
     """A backend that gives what it is told to give."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
         self.asked = 0
+        self.ran: list[tuple[Any, DecodeTensors]] = []
 
     @mla_plugin.hookimpl
     def select_backend(self, request: Any, platform: Any) -> Accepted:
@@ -315,6 +330,7 @@ class Other:
 
     @mla_plugin.hookimpl
     def forward(self, plan: Any, tensors: Any) -> Any:
+        self.ran.append((plan, tensors))
         return self.output
 
 
@@ -341,6 +357,24 @@ def test_a_backend_that_breaks_the_contract_is_named(other: Other, message: str)
         mla_plugin.decode(**call(), return_lse=True)
 
 
+@pytest.mark.parametrize("empty", ["queries", "cache", "pages"])
+def test_no_backend_is_called_where_there_is_nothing_to_compute(other: Other, empty: str) -> None:
+    arguments = {
+        "queries": call(q_nope_abs=torch.randn(B, 0, H, R), q_rope=torch.randn(B, 0, H, DR)),
+        "cache": call(kv_cache=torch.randn(B, 0, R + DR)),
+        "pages": call(
+            kv_cache=torch.randn(0, PAGE, R + DR),
+            page_table=torch.zeros(B, 2, dtype=torch.int32),
+            seqlens_kv=torch.zeros(B, dtype=torch.int32),
+        ),
+    }[empty]
+    other.output = "nothing that a backend may return"
+    out = mla_plugin.decode(**arguments)
+    assert other.asked == 1
+    assert out.shape == arguments["q_nope_abs"].shape
+    assert not out.any()
+
+
 def test_a_layout_is_decided_on_once_and_a_variable_takes_effect(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
     other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
     for _ in range(3):
@@ -350,6 +384,16 @@ def test_a_layout_is_decided_on_once_and_a_variable_takes_effect(other: Other, m
     check(call())
     monkeypatch.delenv("MLA_PLUGIN_BLOCK")
     assert mla_plugin.decode(**call()).eq(1).all()
+
+
+@pytest.mark.parametrize(("seqlen_q", "causal", "wanted"), [(1, True, False), (2, True, True), (2, False, False)])
+def test_a_single_query_sees_every_key(other: Other, seqlen_q: int, causal: bool, wanted: bool) -> None:
+    """It is no causal request, which fewer backends take."""
+    other.output = DecodeOutput(torch.ones(B, seqlen_q, H, R), None)
+    queries = {"q_nope_abs": torch.randn(B, seqlen_q, H, R), "q_rope": torch.randn(B, seqlen_q, H, DR)}
+    mla_plugin.decode(**call(**queries, causal=causal))
+    ((plan, tensors),) = other.ran
+    assert plan.request.causal is tensors.causal is wanted
 
 
 def test_where_rows_start_is_part_of_the_request() -> None:

@@ -265,6 +265,16 @@ def test_hooks_may_be_called_by_hand() -> None:
         assert same(triton.forward(plan, tensors_of(arguments)), wanted)
 
 
+@pytest.mark.parametrize("names", [("q_nope_abs",), ("q_rope",), ("q_nope_abs", "q_rope")])
+def test_backends_get_queries_whose_last_dimension_is_contiguous(names: tuple[str, ...]) -> None:
+    given = call()
+    wanted = outcome(given)
+    turned = {name: given[name].transpose(2, 3).contiguous().transpose(2, 3) for name in names}
+    assert all(x.stride(-1) != 1 for x in turned.values())
+    for _ in range(2):
+        assert same(outcome(given | turned), wanted)
+
+
 def deciding(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(host, backend) of each call that a backend ran, by the plan that it got."""
     ran: list[tuple[str, str]] = []

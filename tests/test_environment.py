@@ -168,3 +168,12 @@ def test_gates_while_other_threads_set_and_remove() -> None:
         sys.setswitchinterval(interval)
     assert errors == []
     assert seen <= {(), (("NVTE_FLASH_ATTN", "0"),)}
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(None, False), ("1", True), ("0", False), ("", False), ("true", False)])
+def test_the_check_of_values_is_asked_for_by_1_alone(
+    text: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        monkeypatch.setenv("MLA_PLUGIN_CHECK", text)
+    assert environment.is_value_check_requested() is wanted

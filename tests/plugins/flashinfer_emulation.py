@@ -44,6 +44,7 @@ class Wrapper:
         assert workspace.numel() >= 128 << 20
         assert use_cuda_graph
         assert backend in ("fa2", "fa3")
+        self.backend = backend
         self.buffers = buffers
         self.plans = 0
         Wrapper.made.append(self)
@@ -63,6 +64,7 @@ class Wrapper:
         assert options["q_data_type"] == options["kv_data_type"]
         self.lengths = metadata.kv_len_arr.clone()
         self.indptr = metadata.kv_indptr.clone()
+        self.qo_indptr = metadata.qo_indptr.clone()
         self.options = options
         self.plans += 1
 
@@ -71,6 +73,7 @@ class Wrapper:
     ) -> torch.Tensor:
         """Writes out, returns lse in base 2: [T, H]."""
         batch = len(self.lengths)
+        assert torch.equal(self.qo_indptr, torch.arange(batch + 1, dtype=torch.int32) * (len(q_nope) // batch))
         widest = int(self.indptr.diff().max()) if batch else 0
         page_table = torch.zeros(batch, widest, dtype=torch.int32)
         for b in range(batch):

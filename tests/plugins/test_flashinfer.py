@@ -268,6 +268,47 @@ def test_calls_that_differ_have_plans_of_their_own(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.usefixtures("_library")
+def test_tables_that_start_at_one_address_have_plans_of_their_own() -> None:
+    """The whole of a table, and the first columns of one that is wider."""
+    lengths, memory = DecodeLengths([5, 9], device="cpu"), torch.arange(12, dtype=torch.int32) % 9
+    for page_table in (memory[:6].view(2, 3), memory.view(2, 6)[:, :3]):
+        tensors = call(lengths, page_table)
+        exact = reference.decode(tensors._replace(lengths=None)).out
+        torch.testing.assert_close(run(tensors).out.double(), exact, atol=2e-3, rtol=2e-3)
+    assert [wrapper.plans for wrapper in Wrapper.made] == [1, 1]
+
+
+@pytest.mark.usefixtures("_library")
+def test_each_kernel_has_its_plan() -> None:
+    tensors = call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE)
+    run(tensors)
+    flashinfer.forward(DecodePlan(request(), replace(hopper(), compute_capability=(8, 0)), "flashinfer"), tensors)
+    assert [(wrapper.backend, wrapper.plans) for wrapper in Wrapper.made] == [("fa3", 1), ("fa2", 1)]
+
+
+@pytest.mark.usefixtures("_library")
+def test_calls_with_more_queries_have_plans_of_their_own() -> None:
+    lengths = DecodeLengths([5, 9], device="cpu")
+    for seqlen_q in (1, 2):
+        tensors = call(lengths, PAGE_TABLE)
+        queries = (x.repeat(1, seqlen_q, 1, 1) for x in tensors[:2])
+        run(tensors._replace(**dict(zip(("q_nope_abs", "q_rope"), queries, strict=True))))
+    assert [wrapper.plans for wrapper in Wrapper.made] == [1, 1]
+
+
+@pytest.mark.usefixtures("_library")
+def test_lengths_beyond_the_pages_leave_the_plan_as_it_was() -> None:
+    lengths = DecodeLengths([5, 9], device="cpu")
+    tensors = call(lengths, PAGE_TABLE)
+    wanted = run(tensors).out
+    with pytest.raises(ValueError, match="a sequence has 13 keys; page_table has 3 pages of 4 for each"):
+        lengths.update([5, 13])
+    assert torch.equal(run(tensors).out, wanted)
+    (wrapper,) = Wrapper.made
+    assert wrapper.lengths.tolist() == lengths.host.tolist() == [5, 9]
+
+
+@pytest.mark.usefixtures("_library")
 def test_queries_that_do_not_start_on_16_bytes() -> None:
     given = call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE)
     shifted = torch.randn(1 + 2 * 16 * 128).half()[1:].view(2, 1, 16, 128)
