@@ -126,6 +126,28 @@ def test_an_unobserved_call_does_not_cross_the_dispatcher_and_an_observed_one_do
     assert "mla_plugin::attention_forward" in {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_backends_get_contiguous_rows(way: str, name: str, monkeypatch: pytest.MonkeyPatch, spy: Spy) -> None:
+    tensors = {"q": Q, "k": K, "v": V}
+    tensors[name] = tensors[name].mT.contiguous().mT.requires_grad_()
+    strides = []
+    compute_forward, compute_backward = sdpa.forward, sdpa.backward
+
+    def forward(plan: Plan, tensors: mla_plugin.AttentionTensors) -> AttentionOutput:
+        strides.append([x.stride(-1) for x in (tensors.q, tensors.k, tensors.v)])
+        return compute_forward(plan, tensors)
+
+    def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        strides.append([x.stride(-1) for x in (residuals.tensors.q, residuals.tensors.k, residuals.tensors.v)])
+        return compute_backward(plan, residuals, dout, dlse)
+
+    monkeypatch.setattr(sdpa, "forward", forward)
+    monkeypatch.setattr(sdpa, "backward", backward)
+    call(way, **tensors, backend="spy").sum().backward()
+    assert strides == [[1, 1, 1]] * 2
+
+
 class Marked(torch.Tensor):
     """A subclass that stops at the first operator that it takes part in."""
 
