@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.checks import check_softmax_scale
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
 from mla_plugin.kernels.prefill.packing import Packing
@@ -20,8 +21,6 @@ _library.define(
     f"prefill_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, {_OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
-_TOKENS = {"bshd": 1, "sbhd": 0, "bhsd": 2}
-_LSE_AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,7 +31,7 @@ def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) ->
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = _TOKENS[qkv_format]
+    tokens = LAYOUTS[qkv_format].tokens
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
     return prefill.forward(q, k, v, softmax_scale, packing)
 
@@ -48,7 +47,7 @@ def _backward(
     is_causal: bool,
     qkv_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = _TOKENS[qkv_format]
+    tokens = LAYOUTS[qkv_format].tokens
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
     return prefill_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
 
@@ -56,7 +55,7 @@ def _backward(
 def _forward_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q.new_empty([q.shape[axis] for axis in _LSE_AXES[qkv_format]], dtype=torch.float32)
+    lse = q.new_empty(LAYOUTS[qkv_format].lse_shape(q.shape), dtype=torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
@@ -106,7 +105,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float) -> None:
-    if qkv_format not in _TOKENS:
+    if qkv_format not in LAYOUTS or LAYOUTS[qkv_format].is_packed:
         raise ValueError(
             f"qkv_format={qkv_format!r}; accepted: bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
         )
@@ -123,10 +122,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
         raise ValueError(f"q, k, v have shapes {shapes}; q and k share head_dim_qk, k and v all but the last dimension")
     if q.shape[-1] % 8 or v.shape[-1] % 8:
         raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be multiples of 8")
-    heads, batch = (1, 0) if qkv_format == "bhsd" else (2, 0 if qkv_format == "bshd" else 1)
-    if q.shape[batch] != k.shape[batch] or k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
+    layout = LAYOUTS[qkv_format]
+    (batch_q, heads, _), (batch_kv, kv_heads, _) = layout.pick(q.shape), layout.pick(k.shape)
+    if batch_q != batch_kv or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"batch {q.shape[batch]} and {k.shape[batch]}, {q.shape[heads]} query heads over {k.shape[heads]} "
+            f"batch {batch_q} and {batch_kv}, {heads} query heads over {kv_heads} "
             "key-value heads; batches must be equal and the query heads a multiple"
         )
     check_softmax_scale(softmax_scale)

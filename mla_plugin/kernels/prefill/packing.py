@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.launch import named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
@@ -73,15 +74,9 @@ class Packing:
         )
 
 
-AXES = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2)}
-
-
 def pick(values: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
     """(sequence, head, token) of a shape or of strides; packed sequences have no stride between them."""
-    if qkv_format == "thd":
-        return 0, values[1], values[0]
-    b, h, s = AXES[qkv_format]
-    return values[b], values[h], values[s]
+    return LAYOUTS[qkv_format].pick(values)
 
 
 _ALIGNMENT = 16  # elements: the multiple that Triton looks for in a stride
@@ -222,8 +217,8 @@ class Kind(NamedTuple):
         if packing.packed and cu_seqlens is not None:
             sizes = (cu_seqlens.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_kv)
         else:
-            b, _, s = AXES[packing.qkv_format]
-            sizes = (q_shape[b], q_shape[s], k_shape[s])
+            batch, _, seqlen_q = pick(q_shape, packing.qkv_format)
+            sizes = (batch, seqlen_q, pick(k_shape, packing.qkv_format)[2])
         return cls(
             q.dtype,
             q.device,
