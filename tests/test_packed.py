@@ -115,6 +115,16 @@ def test_clean_rows_are_copies_only_where_there_may_be_gaps(case: Case, side: st
     assert addressable(clean) is clean
 
 
+def test_dense_rows_laid_end_to_end_have_no_gaps() -> None:
+    """For a kernel that takes packed sequences only: nothing is copied."""
+    case = Case("", "bshd", torch.bfloat16, (5, 5), (7, 7), attn_mask_type="causal")
+    request, tensors = case.request(), case.tensors()
+    rows = Rows.of(request, tensors, takes_dense=False)
+    assert rows.kv is not None
+    assert rows.clean_keys(tensors.v).data_ptr() == tensors.v.data_ptr()
+    assert rows.clean_queries(tensors.q).data_ptr() == tensors.q.data_ptr()
+
+
 def test_rows_that_are_a_copy_already_are_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("", "thd", torch.bfloat16, (2, 3), (2, 3), tail=2, attn_mask_type="padding", storage="expanded_heads")
     request, tensors = case.request(), case.tensors(padding_poison=torch.nan)

@@ -208,6 +208,7 @@ def test_values_as_wide_as_the_rounded_queries_are_taken_on_hopper() -> None:
     ("capability", "version", "pair", "changes", "reason"),
     [
         ((9, 0), "4.0.0b5", (192, 128), {}, None),
+        ((9, 0), "4.0.0b5", (56, 56), {}, None),
         ((9, 0), "4.0.0b29", (160, 128), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
         ((9, 0), "4.0.0b29", (192, 192), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
         ((9, 0), "4.0.0b30", (136, 136), {}, None),
@@ -217,6 +218,7 @@ def test_values_as_wide_as_the_rounded_queries_are_taken_on_hopper() -> None:
         ((9, 0), "4.0.0b30", (256, 256), {}, "with flash-attn-4 4.0.0b30 < 4.0.0b31"),
         ((10, 0), "4.0.0b29", (72, 72), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
         ((10, 0), "4.0.0b30", (72, 72), {}, None),
+        ((10, 0), "4.0.0b29", (96, 72), {}, "with flash-attn-4 4.0.0b29 < 4.0.0b30"),
         ((10, 0), "4.0.0b5", (96, 96), {}, None),
     ],
 )

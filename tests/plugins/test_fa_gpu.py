@@ -31,6 +31,7 @@ from tests.plugins.flash_road import REFUSES, Road, few
 from tests.plugins.test_fa2 import PADDED, WINDOWS
 from tests.plugins.test_fa3 import DIMS, NO_WINDOWS, VLLM
 from tests.plugins.test_fa4 import GROUPED
+from tests.plugins.test_sdpa import NanPadding, with_padding
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,10 @@ class TestFlashAttention3(_OnDevice):
         peers.use_flash_attention_3(monkeypatch)
 
 
+class TestFlashAttention3WithNanPadding(NanPadding, TestFlashAttention3):
+    refuses = few(REFUSES | DIMS | INFERENCE | NO_WINDOWS, with_padding(ALL))
+
+
 class TestPyTorchsFlashAttention2(_OnDevice):
     backend = "fa2"
     refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, ALL) | {
@@ -78,6 +83,12 @@ class TestPyTorchsFlashAttention2(_OnDevice):
     def cases(self) -> tuple[Case, ...]:
         lse_256 = Case("lse-256_256", dtype=torch.bfloat16, head_dim_qk=256, head_dim_v=256, return_lse=True)
         return (*ALL, lse_256)
+
+
+class TestPyTorchsFlashAttention2WithNanPadding(NanPadding, TestPyTorchsFlashAttention2):
+    """Its kernels clear what they load behind a sequence, in both passes."""
+
+    refuses = few(REFUSES | PADDED | {"deterministic training": "deterministic=True"}, with_padding(ALL))
 
 
 class TestFlashAttn2Package(_OnDevice):
@@ -126,6 +137,10 @@ class TestFlashAttention4(_OnDevice):
     @pytest.fixture(autouse=True)
     def _library(self) -> None:
         peers.use_flash_attention_4()
+
+
+class TestFlashAttention4WithNanPadding(NanPadding, TestFlashAttention4):
+    refuses = few(REFUSES | PADDED | GROUPED, with_padding(tuple(case for case in ALL if case.name in FA4_NAMES)))
 
 
 BATCH = Case(

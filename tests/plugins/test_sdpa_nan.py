@@ -187,6 +187,40 @@ def test_zeros_that_are_right_stay_zeros() -> None:
     torch.testing.assert_close(output.lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_zeros_that_are_right_do_not_hide_others() -> None:
+    """Row 0 has lse 0 and a sound out; row 3 of the same head has the kernel's zeros."""
+    call = request(num_kv_heads=2, max_seqlen_q=5, max_seqlen_kv=5)
+    given = tensors(call)
+    given.q[:, 0], given.q[:, 3] = 0, NAN
+    output = sdpa.forward(Plan(call, Platform(), "sdpa", "sdpa"), given)
+    assert not output.lse[..., 0].any()
+    assert output.out[:, 0].any()
+    assert output.out[:, 3].isnan().all()
+    assert not output.out[:, [0, 1, 2, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("changes", [{"window_size": (2, 1)}, {"bias_type": "post_scale_bias"}])
+def test_rows_that_see_no_key_take_and_give_nothing(changes: dict[str, Any]) -> None:
+    """Bottom-right with more queries than keys: the first rows' NaN stays theirs, and NaN of the keys is not theirs."""
+    call = request(max_seqlen_q=12, max_seqlen_kv=4, attn_mask_type="causal_bottom_right", num_kv_heads=2, **changes)
+    bias = torch.randn(1, 1, 12, 4) if "bias_type" in changes else None
+    plan = Plan(call, Platform(), "sdpa", "sdpa")
+    for name in ("q", "k", "v"):
+        given = tensors(call, bias=bias)
+        token = 2 if name == "q" else 1
+        getattr(given, name)[:, token] = NAN
+        output = sdpa.forward(plan, given)
+        assert not output.out[:, :8].any()
+        assert output.lse[..., :8].isneginf().all()
+        dout = torch.randn_like(output.out)
+        dlse = torch.randn_like(output.lse)
+        dout[:, 3], dlse[..., 3] = NAN, NAN
+        gradients = sdpa.backward(plan, Residuals(given, output.out, output.lse), dout, dlse)
+        assert not gradients.dq[:, :8].any()
+        if name == "q":
+            assert not any(x.isnan().any() for x in (output.out, gradients.dq, gradients.dk, gradients.dv))
+
+
 def test_nothing_is_computed_twice_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sound numbers, and queries of zeros, stay with the kernel."""
     monkeypatch.setattr(flash.blocked, "forward", lambda *_: pytest.fail("the kernel's result was sound"))
@@ -212,3 +246,20 @@ def test_a_bias_of_minus_infinity_hides_keys(bias_type: str, mask: str) -> None:
     gradients = sdpa.backward(plan, Residuals(given, output.out, output.lse), torch.ones_like(output.out), None)
     assert not gradients.dq[:, 2].any()
     assert not any(x.isnan().any() for x in vars(gradients).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_the_cuda_kernel_loses_no_nan(mask: str, poison: str) -> None:
+    """PyTorch's memory-efficient kernel: what is NaN on the CPU is NaN on the device."""
+    for length in (1, 9, 16, 70):
+        call = request(attn_mask_type=mask, max_seqlen_q=length, max_seqlen_kv=length, num_kv_heads=2)
+        given = poisoned(call, poison, "all")
+        on_device = dataclasses.replace(given, **{n: getattr(given, n).cuda() for n in ("q", "k", "v")})
+        plan = Plan(call.replace(device_type="cuda"), Platform("cuda", (9, 0)), "sdpa", "sdpa")
+        output = sdpa.forward(plan, on_device)
+        exact, _ = plain.attention(call, given)
+        lse = output.lse.cpu().transpose(1, 2).unsqueeze(-1)
+        lost = exact.isnan() & ~output.out.cpu().isnan() & ~lse.isnan()
+        assert not lost.any()
