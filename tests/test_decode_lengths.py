@@ -1,0 +1,114 @@
+"""The lengths of a decode step that the host knows: what they take, and how schedules follow them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_plugin import DecodeLengths
+
+
+class Scheduled:
+    def __init__(self, lengths: DecodeLengths) -> None:
+        self.seen = [lengths.host.tolist()]
+        self.is_needed = True
+
+    def renew(self, lengths: DecodeLengths) -> bool:
+        self.seen.append(lengths.seqlens_kv.tolist())
+        return self.is_needed
+
+
+def test_lengths_keep_one_schedule_for_each_key_and_make_it_anew_when_they_change() -> None:
+    lengths = DecodeLengths([3, 4], device="cpu")
+    schedule, same, another = (lengths.schedule(key, Scheduled) for key in ("a", "a", "b"))
+    assert schedule is same
+    assert schedule is not another
+    memory = lengths.seqlens_kv
+    lengths.update(torch.tensor([5, 6]))
+    assert lengths.seqlens_kv is memory
+    assert schedule.seen == another.seen == [[3, 4], [5, 6]]
+    assert lengths.host.tolist() == [5, 6]
+    assert len(lengths) == 2
+    schedule.is_needed = False
+    lengths.update([7, 8])
+    assert lengths.schedule("a", Scheduled) is not schedule
+    assert lengths.schedule("b", Scheduled) is another
+
+
+def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
+    host = torch.tensor([3, 4], dtype=torch.int32)
+    lengths = DecodeLengths(host, device="cpu")
+    host += 1
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("host", "seqlens_kv", "error", "message"),
+    [
+        ([1, -2], None, ValueError, "one non-negative length a sequence"),
+        ([[1], [2]], None, ValueError, "one non-negative length a sequence"),
+        (torch.tensor([1.0]), None, TypeError, "int32 or int64 is needed"),
+        ([1, 2.5], None, TypeError, "host lengths have dtype torch.float32; int32 or int64 is needed"),
+        (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
+        ([1, 2], torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\].*int32 \[2\] is needed"),
+        ([1, 2], torch.tensor([1], dtype=torch.int32), ValueError, "host has 2 lengths"),
+        ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; a tensor, int32 \[2\], is needed"),
+        ([1, 2**31], None, ValueError, r"\[1, 2147483648\]; at most 2147483647 is accepted"),
+        (torch.tensor([2**32 + 5]), None, ValueError, r"\[4294967301\]; at most 2147483647 is accepted"),
+        (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length a sequence"),
+        ([2**63], None, TypeError, "host lengths are list, of which PyTorch makes no tensor"),
+        (["3"], None, TypeError, "a list of ints or a CPU tensor"),
+        (None, None, TypeError, "host lengths are NoneType"),
+        ([True], None, TypeError, r"dtype torch\.bool; int32 or int64 is needed"),
+    ],
+)
+def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DecodeLengths(host, seqlens_kv=seqlens_kv, device="cpu")
+
+
+def test_no_lengths() -> None:
+    assert DecodeLengths([], device="cpu").seqlens_kv.tolist() == []
+
+
+def test_the_longest_length() -> None:
+    lengths = DecodeLengths([2**31 - 1], device="cpu")
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [2**31 - 1]
+
+
+@pytest.mark.parametrize("host", [[1, 2**31], torch.tensor([2**32, 1]), [1, -1], [1.0, 2.0]])
+def test_an_update_that_is_wrong_changes_nothing(host: Any) -> None:
+    lengths = DecodeLengths([1, 2], device="cpu")
+    schedule = lengths.schedule("a", Scheduled)
+    with pytest.raises((ValueError, TypeError), match="host lengths"):
+        lengths.update(host)
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [1, 2]
+    assert schedule.seen == [[1, 2]]
+
+
+class Limited(Scheduled):
+    """A backend whose kernel takes up to 10 keys."""
+
+    def renew(self, lengths: DecodeLengths) -> bool:
+        if int(lengths.host.max()) > 10:
+            raise ValueError("more than 10 keys")
+        return super().renew(lengths)
+
+
+def test_lengths_that_a_backend_cannot_follow_are_not_taken() -> None:
+    """Or the next call would run by the schedule of other lengths."""
+    lengths = DecodeLengths([1, 2], device="cpu")
+    first, limited = lengths.schedule("a", Scheduled), lengths.schedule("b", Limited)
+    with pytest.raises(ValueError, match="more than 10 keys"):
+        lengths.update([3, 11])
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [1, 2]
+    assert first.seen[-1] == limited.seen[-1] == [1, 2]
+    lengths.update([3, 10])
+    assert first.seen[-1] == limited.seen[-1] == [3, 10]
+
+
+def test_as_many_lengths_as_before() -> None:
+    with pytest.raises(ValueError, match="3 lengths given, 2 are held"):
+        DecodeLengths([1, 2], device="cpu").update([1, 2, 3])
