@@ -116,11 +116,17 @@ def test_fills_padding_between_sequences_that_end_together(te_calls, fill) -> No
     assert not found[6].any()
 
 
-def test_autocast_does_not_change_what_is_filled(te_calls, fill) -> None:
-    t = tensors(9, qkv_format="thd")
+def test_autocast_is_off_where_our_backends_run(te_calls, fill, monkeypatch) -> None:
+    """They compute in the dtype of q, k and v, as TransformerEngine does, whatever operations they are made of."""
+    seen = []
+    monkeypatch.setattr(
+        wrapper_module,
+        "run",
+        lambda *args, **options: seen.append(torch.is_autocast_enabled("cpu")) or run(*args, **options),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention()(*t, **packed())
-    assert torch.equal(found, attention()(*t, **packed()))
+        assert attention()(*tensors(9, qkv_format="thd"), **packed()).dtype == torch.float32
+    assert seen == [False]
 
 
 def test_padding_between_sequences_that_transformer_engine_runs_is_its_own(te_calls, fill, monkeypatch) -> None:
