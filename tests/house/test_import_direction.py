@@ -38,7 +38,14 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin": {"operations", "cache", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", *VALUES},
     "mla_plugin.compat": {API, *VALUES},
-    "mla_plugin.compat.transformer_engine": {API, "operations", "registration", "environment", *VALUES},
+    "mla_plugin.compat.transformer_engine": {
+        API,
+        "operations",
+        "hooks.manager",
+        "registration",
+        "environment",
+        *VALUES,
+    },
     "mla_plugin.run": {API},
     "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", *VALUES},
 }
