@@ -106,6 +106,29 @@ def test_fills_padding_between_sequences(te_calls, fill, capability, monkeypatch
     assert not te_calls
 
 
+def test_fills_padding_between_sequences_that_end_together(te_calls, fill) -> None:
+    """Bottom-right, with a longest sequence of queries above that of keys; the first rows then see no key."""
+    q, k, v = tensors(12, qkv_format="thd")
+    arguments = packed(slots=(6, 6), attn_mask_type="padding_causal_bottom_right", max_seqlen_kv=4)
+    arguments["cu_seqlens_kv"] = torch.tensor([0, 4, 8], dtype=torch.int32)
+    found = attention()(q, k, v, **arguments)
+    assert torch.equal(found, mla_plugin.attention(q, k, v, backend="sdpa", **arguments).flatten(-2))
+    assert not found[6].any()
+
+
+def test_autocast_is_off_where_our_backends_run(te_calls, fill, monkeypatch) -> None:
+    """They compute in the dtype of q, k and v, as TransformerEngine does, whatever operations they are made of."""
+    seen = []
+    monkeypatch.setattr(
+        wrapper_module,
+        "run",
+        lambda *args, **options: seen.append(torch.is_autocast_enabled("cpu")) or run(*args, **options),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention()(*tensors(9, qkv_format="thd"), **packed()).dtype == torch.float32
+    assert seen == [False]
+
+
 def test_padding_between_sequences_that_transformer_engine_runs_is_its_own(te_calls, fill, monkeypatch) -> None:
     """cuDNN takes it from compute capability 9.0 on, and FlashAttention 3 from 2.16 on."""
     monkeypatch.setattr(te.dpa_utils, "get_attention_backend", lambda params: (False, None, True, 1, False, []))
