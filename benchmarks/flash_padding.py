@@ -18,14 +18,10 @@ import torch
 from common import by_events, write
 
 from mla_plugin import AttentionRequest, resolve
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case, checks
-from mla_plugin.hooks.attention import (
-    Residuals,
-)
-from mla_plugin.kernels.prefill.padding import fill_gaps
+from mla_plugin.hooks.attention import Residuals
+from mla_plugin.kernels.prefill.padding import write_gaps
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.plugins import fa2
 from mla_plugin.reference import attention_with_gradients
@@ -101,7 +97,7 @@ def gaps(heads: int, length: int) -> dict[str, float]:
     rows = torch.arange(length, device="cuda")
     mask = (rows % (length // 16) >= length // 16 - GAP)[:, None, None]
     return {
-        "gaps alone": by_events(lambda: fill_gaps(x, starts, lengths)),
+        "gaps alone": by_events(lambda: write_gaps(x, starts, lengths)),
         "masked copy": by_events(lambda: x.masked_fill_(mask, 0)),
     }
 

@@ -26,13 +26,8 @@ from pathlib import Path
 import torch
 
 from mla_plugin import resolve
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-    Residuals,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest, Residuals
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.reference import attention_with_gradients
 

@@ -12,30 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookspec
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-    DecodeRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 
 @hookspec

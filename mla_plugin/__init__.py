@@ -10,18 +10,11 @@ import importlib.metadata
 
 from mla_plugin import cache
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-    DecodeRequest,
-)
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.operations.attention.api import attention
 from mla_plugin.operations.decode.api import decode

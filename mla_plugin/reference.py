@@ -11,24 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.layout import to_bhsd
-from mla_plugin.arguments.mask import (
-    ATTN_MASK_TYPES,
-)
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-)
+from mla_plugin.arguments.mask import ATTN_MASK_TYPES
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients
+from mla_plugin.hooks.decode import DecodeOutput
 
 Spans = list[tuple[int, int]]
 """(start, length) of each sequence along its dimension of the tensor."""

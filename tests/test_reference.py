@@ -11,17 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.layout import (
-    LAYOUTS,
-    from_bhsd,
-    to_bhsd,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS, from_bhsd, to_bhsd
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.reference import attention, attention_with_gradients, visibility
 
 B, H, H_KV, S_Q, S_KV, D, D_V = 2, 4, 2, 5, 7, 6, 3

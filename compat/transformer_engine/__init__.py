@@ -36,9 +36,7 @@ from packaging.version import Version
 from mla_plugin import environment
 from mla_plugin.compat.transformer_engine.arrival import when_imported
 from mla_plugin.compat.transformer_engine.wrapper import Wrapper
-from mla_plugin.registration import (
-    Registration,
-)
+from mla_plugin.registration import Registration
 
 MINIMUM_VERSION = Version("2.10")
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"

@@ -18,9 +18,7 @@ import torch
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 
 Arguments: TypeAlias = Mapping[str, Any]
 """The arguments of one call by name, those that were left out at their defaults."""

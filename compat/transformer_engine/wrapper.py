@@ -16,13 +16,9 @@ import mla_plugin
 from mla_plugin import environment
 from mla_plugin.compat.transformer_engine import gaps
 from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, format_of, read
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import (
-    NoBackendError,
-)
+from mla_plugin.hooks.types import NoBackendError
 from mla_plugin.operations.attention.run import run
 
 logger = logging.getLogger("mla_plugin")

@@ -12,12 +12,8 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
-from mla_plugin.arguments.options import (
-    HOSTS,
-)
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.options import HOSTS
 
 _LAYOUTS = {
     "q_nope_abs": (4, "[B, S_q, H, R]"),

@@ -14,9 +14,7 @@ import torch
 
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.checks import DTYPES
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 
 TENSOR_ATTRIBUTES = ("type", "shape", "stride", "dtype", "device")
 TensorLayout = tuple[type, torch.Size, tuple[int, ...], torch.dtype, torch.device]

@@ -14,20 +14,10 @@ from typing import Any
 import torch
 
 import mla_plugin
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Plan,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.hooks.attention import AttentionOutput, Plan
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import survey
 

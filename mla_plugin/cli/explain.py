@@ -13,25 +13,13 @@ from typing import Any
 import torch
 
 from mla_plugin import device, environment
-from mla_plugin.arguments.attention import (
-    BIAS_TYPES,
-)
-from mla_plugin.arguments.layout import (
-    LAYOUTS,
-)
-from mla_plugin.arguments.mask import (
-    ATTN_MASK_TYPES,
-)
-from mla_plugin.arguments.options import (
-    HOSTS,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.arguments.attention import BIAS_TYPES
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.mask import ATTN_MASK_TYPES
+from mla_plugin.arguments.options import HOSTS
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
 

@@ -15,15 +15,9 @@ from mla_plugin.arguments.layout import from_bhsd
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.device import DISTRIBUTIONS
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.types import Platform
 
 ACCUMULATOR_ROUNDINGS = 32
 """Roundings of the accumulator, on numbers of the data's size, that the budget allows beyond plain PyTorch's error."""

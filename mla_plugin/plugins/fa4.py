@@ -22,24 +22,12 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
 from mla_plugin.plugins.shared.packed import Rows, addressable
 from mla_plugin.plugins.shared.refusals import (

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import overload
 
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-    Plan,
-)
+from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.attention import resolve as resolve_attention
 from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode

@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mla_plugin import device, environment
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, BackendManager, describe_error, get_manager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 logger = logging.getLogger("mla_plugin")
 

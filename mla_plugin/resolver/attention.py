@@ -10,18 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mla_plugin import environment
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-    Plan,
-)
+from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import (
-    Accepted,
-    NoBackendError,
-    Platform,
-    Refused,
-    TraceEntry,
-)
+from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 from mla_plugin.resolver import preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message

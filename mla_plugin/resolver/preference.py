@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mla_plugin import device, environment
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.transformer_engine.flash import why_not_installed
 
 CASCADE_NAMES: Mapping[str, str] = {

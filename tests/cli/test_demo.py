@@ -12,21 +12,11 @@ import pytest
 import torch
 
 import mla_plugin
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.cli import demo, main
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Plan,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Plan
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
 from mla_plugin.hooks.manager import get_manager
 
 SHORT = ("demo", "--device", "cpu", "--steps", "8", "--tokens", "12")

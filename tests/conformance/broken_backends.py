@@ -9,14 +9,8 @@ from dataclasses import replace
 import torch
 
 from mla_plugin.arguments.layout import to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Gradients,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Gradients
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.reference import attention, attention_with_gradients
 from tests.conformance.sample_backends import FlashBackend, ReferenceBackend
 

@@ -7,15 +7,9 @@ import torch
 from mla_plugin.arguments.layout import from_bhsd, to_bhsd
 from mla_plugin.conformance import BackendConformance, Case, cases
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Gradients,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Gradients
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.reference import attention, attention_with_gradients, visibility
 
 FLASH_REFUSES = {"thd": "qkv_format=thd", "padding_masks": "attn_mask_type=padding", "bias": "bias_type="}

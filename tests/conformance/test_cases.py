@@ -7,13 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.layout import (
-    LAYOUTS,
-    to_bhsd,
-)
-from mla_plugin.arguments.mask import (
-    ATTN_MASK_TYPES,
-)
+from mla_plugin.arguments.layout import LAYOUTS, to_bhsd
+from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.conformance import Case, cases
 from mla_plugin.conformance.attention.case import PADDING_POISON
 from mla_plugin.reference import attention

@@ -16,12 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.reference import attention, visibility
 
 HALF = (torch.bfloat16, torch.float16)

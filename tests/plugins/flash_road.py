@@ -9,21 +9,11 @@ import pytest
 import torch
 
 from mla_plugin import AttentionRequest, Platform, hookimpl
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance, Case
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Gradients, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation
@@ -96,8 +86,8 @@ def covering(cases: tuple[Case, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[
     return tuple(chosen)
 
 
-def fill_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | None, value: float = 0.0) -> None:
-    """``kernels.prefill.padding.fill_gaps``, which takes a second for a small batch in the interpreter."""
+def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | None, value: float = 0.0) -> None:
+    """``kernels.prefill.padding.write_gaps``, which takes a second for a small batch in the interpreter."""
     inside = torch.zeros(x.shape[0], dtype=torch.bool)
     lengths = starts.diff() if lengths is None else lengths
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=False):
@@ -110,6 +100,6 @@ class FlashConformance(BackendConformance):
 
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+        monkeypatch.setattr(padding, "write_gaps", write_gaps)
         monkeypatch.setattr(efficient, "_forward", emulation.forward)
         monkeypatch.setattr(efficient, "_backward", emulation.backward)

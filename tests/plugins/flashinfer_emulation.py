@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import DecodeCase
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.flashinfer import plan as planning

@@ -10,12 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest
 
 Tensors = tuple[torch.Tensor, ...]
 _TO_BSHD = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}

@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest
 from tests.plugins import plain
 
 Call = tuple[AttentionRequest, AttentionTensors]

@@ -8,21 +8,11 @@ import pytest
 import torch
 
 from mla_plugin import AttentionRequest, Platform, hookimpl
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Gradients, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import cudnn
 from mla_plugin.plugins.sdpa import efficient
 from mla_plugin.reference import attention, attention_with_gradients

@@ -11,26 +11,18 @@ import pytest
 import torch
 
 from mla_plugin import Platform, reference
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from tests.plugins import flash_attention_2 as library
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, fill_gaps, road
+from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road, write_gaps
 from tests.plugins.test_sdpa import NanPadding, with_padding
 from tests.requests import mla_request
 
@@ -250,7 +242,7 @@ def test_a_tail_that_padded_offsets_count_to_the_last_sequence(mask: str, monkey
     """pad_between_seqs=False: neither its keys nor its queries' gradients reach the last sequence."""
     monkeypatch.setattr(providers, "aten_forward", library.aten_forward)
     monkeypatch.setattr(providers, "aten_backward", library.aten_backward)
-    monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+    monkeypatch.setattr(padding, "write_gaps", write_gaps)
     lengths = (5, 9)
     case = Case("", "thd", torch.bfloat16, lengths, lengths, tail=7, num_heads=4, num_kv_heads=2, attn_mask_type=mask)
     request, given, (dout, _) = case.request(), case.tensors(), case.cotangents()

@@ -11,19 +11,11 @@ import pytest
 import torch
 
 from mla_plugin import Platform
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import providers
@@ -260,7 +252,7 @@ def test_a_build_that_keeps_lse_to_itself(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_operator_with_other_names_is_an_error() -> None:
     arguments = [SimpleNamespace(name="query", type="Tensor", has_default_value=lambda: False)]
     with pytest.raises(RuntimeError, match="has no argument q"):
-        providers.fill_schema(Operator(arguments), query=1, q=2)
+        providers.call_by_schema(Operator(arguments), query=1, q=2)
 
 
 class Operator:
@@ -278,7 +270,7 @@ def test_a_longer_schema_is_filled_with_what_changes_nothing() -> None:
     operators.define(f"{library.VLLM_SCHEMA.removesuffix(') -> Tensor[]')}, bool batch_invariant) -> Tensor[]")
     schema = torch.ops.mla_plugin_test_fa3.fwd.default._schema
     operators._destroy()
-    filled = providers.fill_schema(Operator(list(schema.arguments)), q=1, softmax_scale=0.5)
+    filled = providers.call_by_schema(Operator(list(schema.arguments)), q=1, softmax_scale=0.5)
     assert filled["q"] == 1
     assert filled["softmax_scale"] == 0.5
     assert (filled["batch_invariant"], filled["num_splits"], filled["cp_world_size"], filled["cp_rank"]) == (0, 1, 1, 0)
@@ -294,7 +286,7 @@ def test_the_host_reads_no_offset(attn_mask_type: str, monkeypatch: pytest.Monke
         seen.update(options)
         return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
-    monkeypatch.setattr(padding, "fill_gaps", lambda *arguments: seen.setdefault("filled", []).append(arguments))
+    monkeypatch.setattr(padding, "write_gaps", lambda *arguments: seen.setdefault("filled", []).append(arguments))
     monkeypatch.setattr(library, "flash_attn_varlen_func", varlen)
     install(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=varlen, _flash_attn_backward=backward)
     request = mla_request(

@@ -11,14 +11,9 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
-from mla_plugin.hooks.decode import (
-    DecodePlan,
-    DecodeRequest,
-)
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import decode, providers

@@ -10,19 +10,11 @@ import pytest
 import torch
 
 from mla_plugin import Platform
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import fa4
 from tests.plugins import flash_attention_4 as library
 from tests.plugins.flash_cases import packed_cases

@@ -13,15 +13,10 @@ import torch
 
 import mla_plugin
 from mla_plugin import Platform
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance, Case
 from mla_plugin.conformance import cases as conformance_cases
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
 from mla_plugin.plugins import fa2, fa3, fa4, sdpa
 from mla_plugin.reference import attention, attention_with_gradients

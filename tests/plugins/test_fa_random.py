@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from mla_plugin import Platform
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import cudnn, fa2, fa3, fa4
 from mla_plugin.plugins.fa2 import providers
 from tests.plugins import flash_attention_2, flash_attention_3, flash_attention_4, plain, test_cudnn
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import fill_gaps
+from tests.plugins.flash_road import write_gaps
 from tests.plugins.random_calls import poison_padding, random_call
 
 PLUGINS: dict[str, tuple[ModuleType, tuple[tuple[str, str], ...]]] = {
@@ -36,7 +31,7 @@ DIMS = ((192, 128), (64, 64), (96, 64), (128, 128), (128, 64), (256, 256), (56, 
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+    monkeypatch.setattr(padding, "write_gaps", write_gaps)
     monkeypatch.setattr(cudnn, "_forward", test_cudnn._emulated_forward)
     monkeypatch.setattr(cudnn, "_backward", test_cudnn._emulated_backward)
     monkeypatch.setattr(providers, "aten_forward", flash_attention_2.aten_forward)

@@ -10,14 +10,8 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
-from mla_plugin.hooks.decode import (
-    DecodePlan,
-    DecodeRequest,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import flashinfer
 from mla_plugin.plugins.flashinfer import plan as planning

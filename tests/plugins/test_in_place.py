@@ -9,9 +9,7 @@ import torch
 
 import mla_plugin
 from mla_plugin import AttentionRequest, Platform
-from mla_plugin.hooks.attention import (
-    Plan,
-)
+from mla_plugin.hooks.attention import Plan
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.operations.attention import compute
 from mla_plugin.plugins import cudnn
@@ -19,7 +17,7 @@ from mla_plugin.plugins.fa2 import providers
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation, flash_attention_2, flash_attention_3, flash_attention_4, test_cudnn
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import fill_gaps
+from tests.plugins.flash_road import write_gaps
 
 BACKENDS = ("sdpa", "triton", "cudnn", "fa2", "fa3", "fa4", "sdpa_cuda")
 CUDA = Platform("cuda", (9, 0), (("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0b36")), (9, 13, 0), "13.0")
@@ -27,7 +25,7 @@ CUDA = Platform("cuda", (9, 0), (("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padding, "fill_gaps", fill_gaps)
+    monkeypatch.setattr(padding, "write_gaps", write_gaps)
     monkeypatch.setattr(efficient, "_forward", emulation.forward)
     monkeypatch.setattr(efficient, "_backward", emulation.backward)
     monkeypatch.setattr(cudnn, "_forward", test_cudnn._emulated_forward)

@@ -6,23 +6,11 @@ import pytest
 import torch
 
 from mla_plugin import hookimpl
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance, Case
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation

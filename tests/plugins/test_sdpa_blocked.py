@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.terms import Terms

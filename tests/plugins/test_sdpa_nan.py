@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import Plan, Residuals
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import flash
 from tests.plugins import plain

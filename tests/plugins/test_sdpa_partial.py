@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, efficient
 from tests.plugins import emulation

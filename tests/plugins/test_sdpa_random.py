@@ -7,17 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, efficient
 from tests.plugins import emulation, plain

@@ -9,14 +9,10 @@ from typing import Literal
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS, from_bhsd, to_bhsd
 from mla_plugin.arguments.mask import canonical_mask
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 
 Side = Literal["q", "kv"]
 Storage = Literal["contiguous", "transposed", "sliced_heads", "packed", "expanded_heads"]

@@ -9,23 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import PADDING_POISON, Case
 from mla_plugin.conformance.attention.cases import cases
 from mla_plugin.device import platform
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager, get_manager
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.reference import attention, attention_with_gradients
 
 if TYPE_CHECKING:

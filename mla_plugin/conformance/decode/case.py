@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
-from mla_plugin.hooks.decode import (
-    DecodeRequest,
-)
+from mla_plugin.hooks.decode import DecodeRequest
 
 OTHER_PAGES = 3
 """Pages of the cache that no sequence uses."""

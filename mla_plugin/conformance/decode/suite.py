@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin import reference
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import PADDING_POISON
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import decode_cases
 from mla_plugin.device import platform
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-)
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
 from mla_plugin.hooks.manager import BackendManager, get_manager
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 

@@ -10,9 +10,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
 from mla_plugin.arguments.decode_layout import Known, starts_aligned
 from mla_plugin.kernels.decode import tiles as decode_tiles

@@ -6,15 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.hooks.attention import AttentionOutput, Gradients, Plan, Residuals
 from mla_plugin.hooks.manager import get_manager
 
 Answer = TypeVar("Answer", AttentionOutput, Gradients)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
 

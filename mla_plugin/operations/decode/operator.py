@@ -10,16 +10,10 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, Known, known_of, starts_aligned
 from mla_plugin.arguments.layout import lse_dtype
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-    DecodeRequest,
-)
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.decode import resolve_decode
 

@@ -18,24 +18,12 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa2 import providers
 from mla_plugin.plugins.shared.flash_family import Options
 from mla_plugin.plugins.shared.packed import Rows

@@ -21,29 +21,12 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodeRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import decode, providers
 from mla_plugin.plugins.shared.flash_family import Options, not_installed
 from mla_plugin.plugins.shared.packed import Rows, addressable

@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.layout import aligned
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodeRequest,
-)
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import providers
 from mla_plugin.plugins.shared.refusals import off_cuda

@@ -162,7 +162,7 @@ class Vllm(Provider):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
         self.library()
-        result = fill_schema(
+        result = call_by_schema(
             torch.ops._vllm_fa3_C.fwd.default,
             q=q,
             k=k,
@@ -205,7 +205,7 @@ def find(platform: Platform) -> Provider | None:
     return next((provider for provider in PROVIDERS if platform.version(provider.distribution) is not None), None)
 
 
-def fill_schema(operator: Any, **given: object) -> Any:
+def call_by_schema(operator: Any, **given: object) -> Any:
     """Call an operator by its schema's names; what is not given is absent, off or, for counts, 1.
 
     The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.

@@ -13,23 +13,11 @@ from collections.abc import Iterator
 import torch
 from packaging.version import Version
 
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodePlan,
-    DecodeRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashinfer import plan as planning
 from mla_plugin.plugins.shared.refusals import off_cuda
 

@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_plugin.arguments.decode import (
-    DecodeLengths,
-    DecodeTensors,
-)
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.layout import aligned
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-)
+from mla_plugin.hooks.decode import DecodeOutput
 
 _KEPT = "flashinfer"
 """Where a layout's ``Work`` is kept."""

@@ -18,33 +18,13 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
-from mla_plugin.arguments.layout import (
-    empty_output,
-    to_bhsd,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.layout import empty_output, to_bhsd
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodeRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
 from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 

@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodeRequest,
-)
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

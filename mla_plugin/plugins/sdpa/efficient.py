@@ -20,16 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 
 _forward = torch.ops.aten._efficient_attention_forward.default

@@ -6,16 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import from_bhsd, to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 from mla_plugin.plugins.sdpa.terms import Terms

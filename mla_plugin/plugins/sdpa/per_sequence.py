@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import empty_output, to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Residuals,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.ragged import sequences
 from mla_plugin.plugins.sdpa.terms import Terms

@@ -12,13 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 
 
 @dataclass(frozen=True)
@@ -126,32 +122,32 @@ class Ragged:
         sequence = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=self.lengths.numel() - 1)
         return self._take(x, rows - offsets[sequence] + self.starts[sequence])
 
-    def unpack(self, packed: torch.Tensor, shape: torch.Size, fill: float = 0.0) -> torch.Tensor:
-        """[num_rows, ...] as ``pack`` gives it back to [N, S, ...]; ``fill`` where no true token is."""
+    def unpack(self, packed: torch.Tensor, shape: torch.Size, padding: float = 0.0) -> torch.Tensor:
+        """[num_rows, ...] as ``pack`` gives it back to [N, S, ...]; ``padding`` where no true token is."""
         sequence, position, valid = self.positions
         if not self.is_packed:
             packed = packed[(self.offsets[sequence] + position).clamp_(max=self.num_rows - 1)]
-        return _where(valid, packed, fill).view(*shape[:2], *packed.shape[1:])
+        return _where(valid, packed, padding).view(*shape[:2], *packed.shape[1:])
 
-    def pad(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[N, S, ...] to [B, max_length, ...], every sequence from position 0; ``fill`` beyond its length."""
+    def pad(self, x: torch.Tensor, padding: float = 0.0) -> torch.Tensor:
+        """[N, S, ...] to [B, max_length, ...], every sequence from position 0; ``padding`` beyond its length."""
         position = torch.arange(self.max_length, device=x.device)
         padded = self._take(x, self.starts.unsqueeze(1) + position)
-        return _where(position < self.lengths.unsqueeze(1), padded, fill)
+        return _where(position < self.lengths.unsqueeze(1), padded, padding)
 
-    def unpad(self, padded: torch.Tensor, shape: torch.Size, fill: float = 0.0) -> torch.Tensor:
-        """[B, max_length, ...] as ``pad`` gives it back to [N, S, ...]; ``fill`` where no true token is."""
+    def unpad(self, padded: torch.Tensor, shape: torch.Size, padding: float = 0.0) -> torch.Tensor:
+        """[B, max_length, ...] as ``pad`` gives it back to [N, S, ...]; ``padding`` where no true token is."""
         sequence, position, valid = self.positions
-        return _where(valid, padded[sequence, position], fill).view(*shape[:2], *padded.shape[2:])
+        return _where(valid, padded[sequence, position], padding).view(*shape[:2], *padded.shape[2:])
 
     def _take(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.clamp(0, self.num_rows - 1)
         return x[rows // x.shape[1], rows % x.shape[1]]
 
 
-def _where(valid: torch.Tensor, x: torch.Tensor, fill: float) -> torch.Tensor:
-    """x where valid, else fill; unlike a product, it lets no NaN through. ``valid`` has x's leading dimensions."""
-    return x.masked_fill(~valid[(...,) + (None,) * (x.dim() - valid.dim())], fill)
+def _where(valid: torch.Tensor, x: torch.Tensor, padding: float) -> torch.Tensor:
+    """x where valid, else ``padding``; a product would let NaN through. ``valid`` has x's leading dimensions."""
+    return x.masked_fill(~valid[(...,) + (None,) * (x.dim() - valid.dim())], padding)
 
 
 def ragged(request: AttentionRequest, tensors: AttentionTensors) -> tuple[Ragged, Ragged]:

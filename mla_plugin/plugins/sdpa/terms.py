@@ -6,13 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.mask import Band
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.plugins.sdpa.ragged import Sequence
 
 

@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.shared.packed import Rows
 
 

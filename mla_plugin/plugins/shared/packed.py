@@ -10,13 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
+from mla_plugin.hooks.attention import AttentionRequest
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
@@ -45,9 +41,9 @@ class Side:
     def clear(self, x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """Set the rows of x [T, H, D] outside the sequences to ``value``, in place."""
         if self.may_leave_gaps:
-            from mla_plugin.kernels.prefill.padding import fill_gaps  # imports triton, so not before a call needs it
+            from mla_plugin.kernels.prefill.padding import write_gaps  # imports triton, so not before a call needs it
 
-            fill_gaps(x, self.starts, self.lengths, value)
+            write_gaps(x, self.starts, self.lengths, value)
         return x
 
 

@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.types import Accepted, Refused
 
 NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""

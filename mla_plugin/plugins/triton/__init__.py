@@ -11,29 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin import environment
-from mla_plugin.arguments.attention import (
-    AttentionTensors,
-)
-from mla_plugin.arguments.decode import (
-    DecodeTensors,
-)
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
-from mla_plugin.hooks.attention import (
-    AttentionOutput,
-    AttentionRequest,
-    Gradients,
-    Plan,
-    Residuals,
-)
-from mla_plugin.hooks.decode import (
-    DecodeOutput,
-    DecodeRequest,
-)
-from mla_plugin.hooks.types import (
-    Accepted,
-    Platform,
-    Refused,
-)
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
+from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 from mla_plugin.plugins.triton import decode, needs
 

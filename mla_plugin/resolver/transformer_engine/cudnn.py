@@ -11,15 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mla_plugin.arguments.attention import (
-    BIAS_TYPES,
-)
-from mla_plugin.arguments.mask import (
-    ATTN_MASK_TYPES,
-)
-from mla_plugin.hooks.attention import (
-    SOFTMAX_TYPES,
-)
+from mla_plugin.arguments.attention import BIAS_TYPES
+from mla_plugin.arguments.mask import ATTN_MASK_TYPES
+from mla_plugin.hooks.attention import SOFTMAX_TYPES
 from mla_plugin.resolver.transformer_engine.query import HALF_TYPES, Query
 
 MASKS = tuple(mask for mask in ATTN_MASK_TYPES if mask != "arbitrary")

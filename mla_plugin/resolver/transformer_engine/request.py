@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from mla_plugin.hooks.attention import (
-    AttentionRequest,
-)
-from mla_plugin.hooks.types import (
-    Platform,
-)
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.types import Platform
 
 
 def te_params(request: AttentionRequest) -> dict[str, object]:
