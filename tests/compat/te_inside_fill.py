@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_plugin
-from mla_plugin import device
+from mla_plugin import AttentionRequest, device
 from mla_plugin.compat.transformer_engine import wrapper as wrapper_module
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Platform
@@ -304,9 +304,11 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     answer, generation = asking.ask, get_manager().generation
     monkeypatch.setattr(get_manager(), "generation", f"{generation} on an A100 with {packages}")  # no kept decisions
     monkeypatch.setattr(device, "platform", lambda *args: a100)
-    monkeypatch.setattr(
-        asking, "ask", lambda name, request, platform: answer(name, request.replace(device_type="cuda"), platform)
-    )
+
+    def ask(name: str, select_backend: object, request: AttentionRequest, *rest: object) -> object:
+        return answer(name, select_backend, request.replace(device_type="cuda"), *rest)
+
+    monkeypatch.setattr(asking, "ask", ask)
     return request.param
 
 
