@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
-from mla_plugin.arguments import attention as arguments
+from mla_plugin.arguments import attention as checks
 from mla_plugin.arguments.attention import BIAS_TYPES, AttentionTensors
 from mla_plugin.arguments.checks import check_softmax_scale
 from mla_plugin.arguments.layout import LAYOUTS, Layout
@@ -128,6 +128,10 @@ class AttentionRequest:
         for name, accepted in _CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(accepted)}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype={self.dtype!r}; a torch.dtype is needed")
+        if not isinstance(self.device_type, str):
+            raise TypeError(f"device_type={self.device_type!r}; a text is needed, such as 'cuda'")
         for name, least in _LEAST.items():
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
@@ -209,7 +213,7 @@ class AttentionRequest:
 
 
 _FIELDS = tuple(field.name for field in fields(AttentionRequest))
-_FLAGS = tuple(field.name for field in fields(AttentionRequest) if field.type == "bool")
+_FLAGS = tuple(name for name, kind in get_type_hints(AttentionRequest).items() if kind is bool)
 _values = operator.attrgetter(*_FIELDS)
 
 _requests: dict[tuple[Any, ...], AttentionRequest] = {}
@@ -240,6 +244,7 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
     return (
         *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in (t.q, t.k, t.v)],
         *[None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest],
+        type(t.dropout_seed),
         type(t.softmax_scale),
         t.softmax_scale,
     )
@@ -247,18 +252,18 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
 
 def _checked_request(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
     given = options
-    arguments.check_types(tensors)
+    checks.check_types(tensors)
     check_softmax_scale(tensors.softmax_scale)
     _check_flags(options)
     if given.qkv_format not in LAYOUTS:
         raise ValueError(f"qkv_format={given.qkv_format!r}; accepted: {', '.join(LAYOUTS)}")
     layout = LAYOUTS[given.qkv_format]
-    arguments.check_shapes(tensors, layout)
+    checks.check_shapes(tensors, layout)
     mask, window, bottom_right = canonical_mask(
         given.attn_mask_type, given.window_size, given.bottom_right_diagonal, is_packed=layout.is_packed
     )
-    arguments.check_lengths(tensors, layout, mask)
-    arguments.check_mask_and_bias(tensors, layout, mask, given.bias_type)
+    checks.check_lengths(tensors, layout, mask)
+    checks.check_mask_and_bias(tensors, layout, mask, given.bias_type)
     if given.pad_between_seqs and tensors.cu_seqlens_q_padded is None:
         raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded; none was given")
     (batch, heads, seqlen_q), (_, kv_heads, seqlen_kv) = layout.pick(tensors.q.shape), layout.pick(tensors.k.shape)
@@ -272,8 +277,8 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         batch_size=batch,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        max_seqlen_q=arguments.longest_sequence("max_seqlen_q", given.max_seqlen_q, seqlen_q, layout, mask),
-        max_seqlen_kv=arguments.longest_sequence("max_seqlen_kv", given.max_seqlen_kv, seqlen_kv, layout, mask),
+        max_seqlen_q=checks.longest_sequence("max_seqlen_q", given.max_seqlen_q, seqlen_q, layout, mask),
+        max_seqlen_kv=checks.longest_sequence("max_seqlen_kv", given.max_seqlen_kv, seqlen_kv, layout, mask),
         head_dim_qk=tensors.q.shape[-1],
         head_dim_v=tensors.v.shape[-1],
         attn_mask_type=mask,
@@ -281,7 +286,7 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         bottom_right_diagonal=bottom_right,
         pad_between_seqs=given.pad_between_seqs,
         bias_type=given.bias_type,
-        bias_shape=arguments.bias_shape(tensors.bias),
+        bias_shape=checks.bias_shape(tensors.bias),
         bias_requires_grad=given.bias_requires_grad,
         dropout_p=given.dropout_p,
         is_training=given.is_training,

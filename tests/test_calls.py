@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_plugin
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Gradients, Plan, Refused, Residuals, attention
 from mla_plugin.hooks.manager import get_manager
+from mla_plugin.operations.attention.run import run
 from mla_plugin.plugins import sdpa
 
 Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
@@ -46,7 +47,7 @@ class Spy:
     @mla_plugin.hookimpl
     def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         self.passes.append("backward")
-        self.num_heads = plan.request.num_heads
+        self.request = plan.request
         return sdpa.backward(plan, residuals, dout, dlse)
 
 
@@ -103,18 +104,24 @@ def test_a_variable_that_changes_before_the_backward_does_not_move_it(
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-@pytest.mark.parametrize("later", ["another backend", "another shape"])
+@pytest.mark.parametrize("later", ["another backend", "another shape", "another bias"])
 def test_a_later_call_does_not_move_the_backward_of_an_earlier_one(way: str, later: str, spy: Spy) -> None:
     q = Q.clone().requires_grad_()
     out = call(way, q, K, V, backend="spy")
     if later == "another backend":
         call(way, q, K, V, backend="sdpa")
-    else:
+    elif later == "another shape":
         call(way, torch.randn(2, 3, 2, 24, requires_grad=True), K, V, backend="spy")
         spy.passes.pop()
+    else:
+        bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(3, 5)}
+        out = call(way, q, K, V, backend="spy", **bias)
+        call(way, q, K, V, backend="spy", **bias | {"core_attention_bias": torch.zeros(2, 4, 3, 5)})
+        spy.passes[:] = ["forward"]
     out.sum().backward()
     assert spy.passes == ["forward", "backward"]
-    assert spy.num_heads == 4
+    assert spy.request.num_heads == 4
+    assert spy.request.bias_shape == ("11ss" if later == "another bias" else None)
 
 
 def test_an_unobserved_call_does_not_cross_the_dispatcher_and_an_observed_one_does() -> None:
@@ -237,6 +244,15 @@ def test_nested_and_sparse_tensors(name: str) -> None:
             attention(**{**tensors, name: ragged}, attn_mask_type="arbitrary")
     with pytest.raises(TypeError, match=rf"{name} is of the memory layout torch\.sparse_coo"):
         attention(**{**tensors, name: tensors[name].to_sparse()}, attn_mask_type="arbitrary")
+
+
+def test_a_request_of_other_tensors_is_refused() -> None:
+    tensors = mla_plugin.AttentionTensors(Q, K, V, 0.2)
+    made = AttentionRequest.of(tensors)
+    torch.testing.assert_close(run(made, tensors).out, attention(Q, K, V, softmax_scale=0.2))
+    for other in (made.replace(num_heads=2), made.replace(softmax_type="off-by-one"), made.replace(fp8=True)):
+        with pytest.raises(ValueError, match=r"not what AttentionRequest\.of makes of these tensors"):
+            run(other, tensors)
 
 
 def test_distributed_tensors_name_the_way_out() -> None:

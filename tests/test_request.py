@@ -72,6 +72,7 @@ def test_what_tensors_say_makes_another_request(fact: str) -> None:
         ({"max_seqlen_kv": True}, "max_seqlen_kv=True; an int"),
         ({"dropout_p": None}, "dropout_p=None; a number"),
         ({"dropout_p": "0.1"}, "dropout_p='0.1'; a number"),
+        ({"window_size": (-1.0, 3.0)}, r"window_size=\(-1.0, 3.0\)"),
         ({"deterministic": "yes"}, "deterministic='yes'; True or False"),
         ({"return_lse": 1}, "return_lse=1; True or False"),
         ({"pad_between_seqs": "no"}, "pad_between_seqs='no'; True or False"),
@@ -83,7 +84,8 @@ def test_what_tensors_say_makes_another_request(fact: str) -> None:
     ],
 )
 def test_values_of_another_type_are_errors_whatever_was_called_before(changes: dict[str, object], words: str) -> None:
-    AttentionRequest.of(TENSORS, max_seqlen_q=3)  # 3.0 == 3: what was looked up must not answer for it
+    AttentionRequest.of(TENSORS, max_seqlen_q=3, window_size=(-1, 3))  # 3.0 == 3: what was found must not answer for it
+    AttentionRequest.of(TENSORS, window_size=(-1, 3))
     with pytest.raises((TypeError, ValueError), match=words):
         AttentionRequest.of(TENSORS, **changes)
 
@@ -95,12 +97,14 @@ def test_values_of_another_type_are_errors_whatever_was_called_before(changes: d
         ({"attn_mask_type": "causal", "bottom_right_diagonal": True}, "contradicts"),
         ({"softmax_type": "sigmoid"}, "'sigmoid'; accepted"),
         ({"is_training": 1}, "is_training=1"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16'; a torch.dtype"),
+        ({"device_type": None}, "device_type=None"),
         ({"window_size": (0.5, 0)}, r"window_size=\(0.5, 0\)"),
     ],
 )
 def test_a_request_by_hand_is_checked_too(changes: dict[str, object], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        by_hand(**changes)
+        by_hand().replace(**changes)
     with pytest.raises(ValueError, match="must be a multiple"):
         mla_request(num_kv_heads=3)
 

@@ -113,7 +113,7 @@ def canonical_mask(
         raise TypeError(f"bottom_right_diagonal={bottom_right_diagonal!r}; True, False or None is needed")
     if is_packed and "padding" not in mask:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
-    left, right = _window(window_size)
+    left, right = (-1, -1) if window_size is None else window_pair(window_size)
     if "causal" not in mask and (left, right) == (-1, 0) and mask != "arbitrary":
         stem = "causal" if mask == "no_mask" else "padding_causal"
         mask = stem if bottom_right_diagonal is False else f"{stem}_bottom_right"
@@ -127,9 +127,14 @@ def canonical_mask(
     return mask, (left, 0), is_bottom_right
 
 
-def _window(window_size: tuple[int, int] | None) -> tuple[int, int]:
+def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) as ints.
+
+    Raises:
+        ValueError: it is no pair of counts, or -1 for unlimited.
+    """
     try:
-        left, right = (-1, -1) if window_size is None else map(operator.index, window_size)
+        left, right = map(operator.index, window_size)
     except (TypeError, ValueError):
         left = right = -2
     if left < -1 or right < -1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.mask import window_pair
 
 HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
 """Who may call: selection rules differ between hosts."""
@@ -68,7 +69,7 @@ class CallOptions(NamedTuple):
         return cls(
             qkv_format,
             attn_mask_type,
-            tuple(window_size) if isinstance(window_size, list) else window_size,
+            None if window_size is None else window_pair(window_size),
             bottom_right_diagonal,
             max_seqlen_q,
             max_seqlen_kv,

@@ -8,8 +8,9 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import AttentionRequest
-from mla_plugin.operations.attention.run import is_traced, run, run_traced
+from mla_plugin.hooks.attention import request_of
+from mla_plugin.operations.attention.operator import Call
+from mla_plugin.operations.attention.run import is_traced, run_call, run_traced
 
 
 def attention(
@@ -109,10 +110,9 @@ def attention(
         "return_lse": return_lse,
         "host": host,
     }
-    if is_traced():  # sizes may be symbols, which are not for a request
-        output = run_traced(tensors, CallOptions.of(tensors, **options), backend)
-    else:
-        output = run(AttentionRequest.of(tensors, **options), tensors, backend=backend)
+    call = Call(tensors, CallOptions.of(tensors, **options), backend)
+    # sizes may be symbols where a call is traced, which are not for a request
+    output = run_traced(call) if is_traced() else run_call(request_of(tensors, call.options), call)
     return (output.out, output.lse) if return_lse else output.out
 
 

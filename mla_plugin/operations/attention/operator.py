@@ -13,7 +13,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals, request_of
+from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
 
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -62,21 +62,28 @@ class Call(NamedTuple):
         return (*(getattr(self.tensors, name) for name in _NAMES[:_TENSOR_FIELDS]), *self.options, self.backend)
 
 
-def options_of(request: AttentionRequest) -> CallOptions:
-    """The options that make the request of its tensors again."""
-    return CallOptions(*(getattr(request, name) for name in CallOptions._fields))
+def call_of(request: AttentionRequest, tensors: AttentionTensors, backend: str | None) -> Call:
+    """The operator's arguments for a request.
+
+    Raises:
+        ValueError: the request says more than the operator's options can, such as fp8, or is not of these tensors.
+    """
+    options = CallOptions(*(getattr(request, name) for name in CallOptions._fields))
+    if request_of(tensors, options) != request:
+        raise ValueError(
+            f"{request} is not what AttentionRequest.of makes of these tensors; make the request of them, and leave "
+            "what attention() has no argument for at its default"
+        )
+    return Call(tensors, options, backend)
 
 
 _kept: dict[tuple[Any, ...], tuple[AttentionRequest, Plan | None]] = {}
-"""What a forward decided, by everything that its backward is called with: the backward keeps to it, even if the
-environment has changed in between."""
+"""What the last forward of each kind of call decided. Its backward keeps to it, even if the environment has changed in
+between; calls of one kind differ in the values of their tensors alone."""
 
 
 def _key(call: Call) -> tuple[Any, ...]:
-    shapes = tuple(
-        None if x is None else (x.shape, x.dtype, x.device) for x in (*_qkv(call.tensors), call.tensors.cu_seqlens_q)
-    )
-    return (shapes, call.options, call.backend)
+    return (kind_of(call.tensors), call.options, call.backend)
 
 
 def _qkv(tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,7 +139,7 @@ class _Attention(torch.autograd.Function):
     """The gradient of ``attention_forward``.
 
     It is registered as a kernel of the autograd key and not through ``torch.library.register_autograd``, which walks
-    the schema at every call: 28 arguments cost 0.25 ms there, and it lets forward-mode tangents get lost in silence.
+    the schema at every call: that costs 0.25 ms, and it lets forward-mode tangents get lost in silence.
     """
 
     @staticmethod

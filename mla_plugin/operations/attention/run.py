@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
 from mla_plugin.operations.attention import compute
-from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, options_of
+from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, call_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -19,7 +18,8 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
     """Resolve the request and compute it; the backward, if one follows, keeps to the decision.
 
     Args:
-        request: made of these tensors by ``AttentionRequest.of``.
+        request: made of these tensors by ``AttentionRequest.of``; its ``is_training`` says whether a backward may
+            follow.
         tensors: of the call.
         backend: use this backend and no other.
 
@@ -28,10 +28,17 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
 
     Raises:
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
-        ValueError: lengths do not fit the tensors, or ``backend`` is not registered.
+        ValueError: the request is not of these tensors, or says what no argument of ``mla_plugin.attention`` can say;
+            lengths do not fit the tensors; ``backend`` is not registered.
     """
+    return run_call(request, call_of(request, tensors, backend))
+
+
+def run_call(request: AttentionRequest, call: Call) -> AttentionOutput:
+    """``run`` for a request that was just made of the call's tensors and options."""
+    tensors, _, backend = call
     if is_observed(tensors):
-        return run_traced(tensors, options_of(request), backend)
+        return run_traced(call)
     tensors = compute.with_contiguous_rows(tensors)
     plan = compute.plan_for(request, tensors, backend)
     if not request.is_training:
@@ -40,9 +47,9 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
     return AttentionOutput(*_Attention.apply(plan, request, backend, *vars(tensors).values()))  # type: ignore[no-untyped-call]
 
 
-def run_traced(tensors: AttentionTensors, options: CallOptions, backend: str | None) -> AttentionOutput:
+def run_traced(call: Call) -> AttentionOutput:
     """The same through the operator, which whoever watches the dispatcher can see."""
-    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
+    return AttentionOutput(*attention_forward(*call.arguments))
 
 
 def is_traced() -> bool:
@@ -53,7 +60,7 @@ def is_traced() -> bool:
 def is_observed(tensors: AttentionTensors) -> bool:
     """Somebody traces, transforms, records or intercepts operators, so the call must be one.
 
-    The dispatcher's way through an operator of 27 arguments takes longer on the host than a launch.
+    The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     return (
@@ -95,8 +102,8 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
-            call = Call(tensors, options_of(request), backend)
-            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
+            arguments = call_of(request, tensors, backend).arguments
+            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *arguments)
         else:
             gradients = compute.backward(plan, request, Residuals(tensors, out, lse), dout, dlse)
             dq, dk, dv, dbias = gradients.dq, gradients.dk, gradients.dv, gradients.dbias
