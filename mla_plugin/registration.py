@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-HOSTS = ("megatron", "transformer_engine", "transformers")
+ADAPTERS = ("megatron", "transformer_engine", "transformers")
 """Frameworks that have an adapter in ``mla_plugin.compat``."""
 
 
@@ -42,7 +42,7 @@ def register(host: str) -> Registration | None:
         ValueError: there is no adapter for the host.
         ImportError: the host is not installed, or too old.
     """
-    if host not in HOSTS:
-        raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(HOSTS)}")
+    if host not in ADAPTERS:
+        raise ValueError(f"no adapter for the host {host!r}; available: {', '.join(ADAPTERS)}")
     registration: Registration | None = importlib.import_module(f"mla_plugin.compat.{host}").register()
     return registration

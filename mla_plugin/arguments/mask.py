@@ -39,7 +39,7 @@ class Band:
 
     @property
     def is_causal(self) -> bool:
-        """No query sees a key beyond the diagonal, and the window, if any, ends on it."""
+        """No query sees a key beyond the diagonal."""
         return self.right == 0
 
     @property

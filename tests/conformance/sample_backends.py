@@ -108,7 +108,9 @@ def manager_of(backend: object) -> BackendManager:
 
 def suite_of(backend_object: object, **attributes: object) -> BackendConformance:
     """The suite as a test file's subclass would have it."""
-    members = {"backend": "sample", "manager": manager_of(backend_object), **attributes}
+    members = {"backend": "sample", **attributes}
+    if "manager" not in members:
+        members["manager"] = manager_of(backend_object)
     return type("TestSample", (BackendConformance,), members)()
 
 

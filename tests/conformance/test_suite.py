@@ -269,7 +269,7 @@ def test_a_test_file_of_another_package(pytester, backend, passed, failed):
 
 def test_without_a_name_the_error_lists_the_backends():
     suite = suite_of(ReferenceBackend(), backend="")
-    with pytest.raises(ValueError, match="no backend named ''; registered: sample"):
+    with pytest.raises(ValueError, match="no backend named '' is registered; registered: sample"):
         suite.test_forward(case_named("bshd-causal-bf16"))
 
 

@@ -197,12 +197,12 @@ def test_a_window_that_is_accepted_is_the_callers(
     q, k, v = (torch.randn(1, n, 1, 8, dtype=torch.bfloat16) for n in (longest_q, longest_kv, longest_kv))
     tensors, refused = AttentionTensors(q, k, v, 1.0), set()
     for window in itertools.product(range(-1, 9), repeat=2):
-        request = request.replace(window_size=window)
-        if isinstance(fa2.select_backend(request, A100), Refused):
+        call = request.replace(window_size=window)
+        if isinstance(fa2.select_backend(call, A100), Refused):
             refused.add(window)
             continue
-        found = fa2.forward(Plan(request, A100, "fa2", "fa2"), tensors).lse
-        torch.testing.assert_close(found.double(), reference.attention(request, tensors).lse, msg=str(window))
+        found = fa2.forward(Plan(call, A100, "fa2", "fa2"), tensors).lse
+        torch.testing.assert_close(found.double(), reference.attention(call, tensors).lse, msg=str(window))
     assert bool(refused) == (longest_q > longest_kv + 1)
     assert (-1, -1) not in refused
 

@@ -183,12 +183,16 @@ def test_providers_are_looked_for_in_this_order(packages: tuple[tuple[str, str],
         (OWN, {"bias_type": "post_scale_bias", "bias_shape": "1hss"}, ["bias_type='post_scale_bias'"]),
         (OWN, {"dtype": torch.float32}, ["dtype=torch.float32"]),
         (OWN, {"attn_mask_type": "arbitrary", "window_size": (-1, -1)}, ["attn_mask_type='arbitrary'"]),
-        (OWN, {"num_kv_heads": 3}, ["num_kv_heads=3"]),
         (OWN, {"batch_size": 0}, ["batch_size=0"]),
         (OWN, {"max_seqlen_kv": 4096}, ["max_seqlen_kv=4096: FlashAttention aligns bottom-right"]),
         (
             OWN,
-            {"attn_mask_type": "no_mask", "window_size": (64, 64), "max_seqlen_kv": 4096},
+            {
+                "attn_mask_type": "no_mask",
+                "window_size": (64, 64),
+                "bottom_right_diagonal": False,
+                "max_seqlen_kv": 4096,
+            },
             ["window_size=(64, 64) aligned top-left"],
         ),
         (

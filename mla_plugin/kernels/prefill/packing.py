@@ -113,7 +113,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
-    """The same of a contiguous tensor of this shape."""
+    """(sequence, head, token) strides of a contiguous tensor of this shape."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

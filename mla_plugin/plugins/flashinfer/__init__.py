@@ -28,7 +28,6 @@ FA3_RANKS = (512,)
 """Its Hopper kernel is wrong for ranks 128 and 256 and reads beyond its memory, seen on an H200 with 0.6.13."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
-MAX_INT32 = 2**31 - 1
 
 NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
 

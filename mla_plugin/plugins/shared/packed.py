@@ -145,7 +145,7 @@ def _side(
     request: AttentionRequest, x: torch.Tensor, offsets: torch.Tensor | None, padded: torch.Tensor | None
 ) -> Side:
     if request.qkv_format == "thd":
-        assert offsets is not None  # mla_plugin.checks
+        assert offsets is not None  # arguments.attention.check_lengths
         # Without padding between sequences padded offsets differ in their last entry at most, the end of the tail;
         # kernels that know no true lengths would take that for the end of the last sequence.
         if padded is None or not request.pad_between_seqs:

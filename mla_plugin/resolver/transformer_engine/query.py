@@ -1,4 +1,4 @@
-"""One TransformerEngine selection as a typed value: what its rules ask about. ``te_inputs`` makes it.
+"""One TransformerEngine selection as a typed value: what its rules ask about. ``inputs`` makes it.
 
 Rule numbers are those of ``docs/te_selection.md``.
 """
