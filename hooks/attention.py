@@ -15,7 +15,7 @@ import torch
 
 from mla_plugin.arguments import attention as checks
 from mla_plugin.arguments.attention import BIAS_TYPES, AttentionTensors
-from mla_plugin.arguments.checks import check_softmax_scale
+from mla_plugin.arguments.checks import check_choice, check_number, check_softmax_scale
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.arguments.mask import Band, canonical_mask
 from mla_plugin.arguments.options import HOSTS, CallOptions
@@ -126,8 +126,7 @@ class AttentionRequest:
 
     def _check(self) -> None:
         for name, accepted in _CHOICES.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: {', '.join(accepted)}")
+            check_choice(name, getattr(self, name), accepted)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype={self.dtype!r}; a torch.dtype is needed")
         if not isinstance(self.device_type, str):
@@ -144,8 +143,7 @@ class AttentionRequest:
                 "the second"
             )
         _check_flags(self)
-        if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, (int, float)):
-            raise TypeError(f"dropout_p={self.dropout_p!r}; a number is needed, 0 <= dropout_p < 1")
+        check_number("dropout_p", self.dropout_p)
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p={self.dropout_p}; 0 <= dropout_p < 1 is needed")
 
@@ -255,8 +253,7 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
     checks.check_types(tensors)
     check_softmax_scale(tensors.softmax_scale)
     _check_flags(options)
-    if given.qkv_format not in LAYOUTS:
-        raise ValueError(f"qkv_format={given.qkv_format!r}; accepted: {', '.join(LAYOUTS)}")
+    check_choice("qkv_format", given.qkv_format, LAYOUTS)
     layout = LAYOUTS[given.qkv_format]
     checks.check_shapes(tensors, layout)
     mask, window, bottom_right = canonical_mask(

@@ -57,7 +57,7 @@ def attention(
     q, k, v = (to_bhsd(x.to(compute_dtype), request.qkv_format) for x in (tensors.q, tensors.k, tensors.v))
     bias = None if tensors.bias is None else tensors.bias.to(compute_dtype)
     out = q.new_zeros((*tensors.q.shape[:-1], v.shape[-1]))
-    out_bhsd = to_bhsd(out, request.qkv_format)
+    out_bhsd = request.layout.to_bhsd(out)
     lse = q.new_full(q.shape[:-1], -torch.inf)
 
     is_packed = request.qkv_format == "thd"

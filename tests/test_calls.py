@@ -279,3 +279,97 @@ def test_lengths_as_views_of_one_tensor_agree() -> None:
     ends = torch.tensor([0, 4, 9, 9, 9], dtype=torch.int32)
     tensors = mla_plugin.AttentionTensors(q, q, q, 1.0, ends[:3], ends[::2])
     assert AttentionRequest.of(tensors, qkv_format="thd").lengths_may_differ
+
+
+@pytest.mark.parametrize("options", [{"window_size": (2, 0)}, {"core_attention_bias_type": "post_scale_bias"}, {}])
+def test_autocast_reaches_no_backend(options: dict) -> None:
+    if options and "window_size" not in options:
+        options = {**options, "core_attention_bias": torch.randn(3, 5, dtype=torch.bfloat16)}
+    low = [x.bfloat16().requires_grad_() for x in (Q, K, V)]
+    out, lse = attention(*low, return_lse=True, **options)
+    gradients = torch.autograd.grad(out.float().sum() + lse.nan_to_num(neginf=0).sum(), low)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, found_lse = attention(*low, return_lse=True, **options)
+        again = torch.autograd.grad(found.float().sum() + found_lse.nan_to_num(neginf=0).sum(), low)
+    for one, other in zip((out, lse, *gradients), (found, found_lse, *again), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_dropout_draws_its_seed_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        out = attention(Q, K, V, dropout_p=0.5)
+    assert out.device.type == "cpu"
+    assert out.isfinite().all()
+    tensors = mla_plugin.AttentionTensors(Q, K, V, 1.0, dropout_seed=torch.zeros(1, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="dropout_seed is on meta"):
+        AttentionRequest.of(tensors, dropout_p=0.5)
+
+
+def test_create_graph_keeps_the_decision_too(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "spy")
+    q = Q.clone().requires_grad_()
+    out = attention(q, K, V)
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "sdpa")
+    torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert spy.passes == ["forward", "backward"]
+
+
+class Wrong(Spy):
+    """Its results are changed before they are returned."""
+
+    def __init__(self, **changes: object) -> None:
+        super().__init__()
+        self.changes = changes
+
+    @mla_plugin.hookimpl
+    def forward(self, plan: Plan, tensors: mla_plugin.AttentionTensors) -> AttentionOutput:
+        output = sdpa.forward(plan, tensors)
+        return AttentionOutput(**vars(output) | {k: v for k, v in self.changes.items() if k in vars(output)})
+
+    @mla_plugin.hookimpl
+    def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
+        gradients = sdpa.backward(plan, residuals, dout, dlse)
+        return Gradients(**vars(gradients) | {k: v for k, v in self.changes.items() if k in vars(gradients)})
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("out", [1.0]),
+        ("out", torch.zeros(2, 3, 4, 16, device="meta")),
+        ("lse", None),
+        ("lse", torch.zeros(2, 4, 3, dtype=torch.float64)),
+        ("dq", None),
+        ("dq", torch.zeros(5, 2, 3, 4, 24)),
+        ("dk", torch.zeros(2, 5, 2, 24, dtype=torch.float64)),
+        ("dv", torch.zeros(2, 5, 4, 16)),
+        ("dbias", None),
+        ("dbias", torch.zeros(1, 4, 3, 5)),
+    ],
+)
+def test_a_result_that_does_not_fit_is_the_backends_error(way: str, name: str, value: object) -> None:
+    get_manager().register(Wrong(**{name: value}), "wrong")
+    try:
+        q, bias = Q.clone().requires_grad_(), torch.zeros(3, 5, requires_grad=True)
+        with pytest.raises(RuntimeError, match=f"'wrong' returned {name} as"):
+            call(
+                way,
+                *(q, K, V),
+                backend="wrong",
+                core_attention_bias_type="post_scale_bias",
+                core_attention_bias=bias,
+            ).sum().backward()
+    finally:
+        get_manager().unregister("wrong")
+
+
+def test_an_input_handed_back_as_the_result_is_copied() -> None:
+    v = torch.zeros(2, 3, 4, 24)
+    get_manager().register(Wrong(out=v), "wrong")
+    try:
+        out = attention(Q, Q, v, backend="wrong")
+        out.fill_(1.0)
+        assert not v.any()
+    finally:
+        get_manager().unregister("wrong")

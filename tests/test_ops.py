@@ -143,7 +143,10 @@ def test_forward_mode_is_a_clear_error_not_a_zero() -> None:
         ((1, 2), "forward of the backend 'broken' returned tuple, not AttentionOutput"),
         (AttentionOutput(torch.zeros(2, 5, 4, 24), torch.zeros(2, 4, 5)), r"out as \(2, 5, 4, 24\)"),
         (AttentionOutput(torch.zeros(2, 5, 4, 16), torch.zeros(2, 5, 4)), r"lse as \(2, 5, 4\)"),
-        (AttentionOutput(torch.zeros(2, 5, 4, 16).half(), torch.zeros(2, 4, 5)), r"float16; .* torch.float32 is the"),
+        (
+            AttentionOutput(torch.zeros(2, 5, 4, 16).half(), torch.zeros(2, 4, 5)),
+            r"float16 .* torch.float32 on cpu is the",
+        ),
     ],
 )
 def test_a_backend_that_breaks_its_promise_is_named(answer: object, words: str) -> None:

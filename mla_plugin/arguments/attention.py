@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.arguments.checks import DTYPES, check_tensor
+from mla_plugin.arguments.checks import DTYPES, check_choice, check_tensor
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -73,7 +73,8 @@ class AttentionTensors:
         cu_q, cu_kv = self.cu_seqlens_q, self.cu_seqlens_kv
         if cu_q is None or cu_kv is None or cu_q is cu_kv:
             return False
-        if torch.compiler.is_compiling() or type(cu_q) is not torch.Tensor or type(cu_kv) is not torch.Tensor:
+        is_plain = all(type(x) is torch.Tensor and x.layout == torch.strided for x in (cu_q, cu_kv))
+        if torch.compiler.is_compiling() or not is_plain or torch._C._are_functorch_transforms_active():
             return True  # what is traced has no address
         return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
 
@@ -86,6 +87,8 @@ def check_types(tensors: AttentionTensors) -> None:
             continue
         name = _ARGUMENTS.get(name, name)
         check_tensor(name, x)
+    if tensors.dropout_seed is not None and tensors.dropout_seed.device.type != "cpu":
+        raise ValueError(f"dropout_seed is on {tensors.dropout_seed.device}; a CPU tensor is needed: .cpu()")
 
 
 def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
@@ -175,8 +178,7 @@ def check_mask_and_bias(tensors: AttentionTensors, layout: Layout, mask: str, bi
             else f"attention_mask given with attn_mask_type={mask!r}; pass attn_mask_type='arbitrary'"
         )
         raise ValueError(f"{what} (bool, broadcastable to [B, H, S_q, S_kv], True = masked out)")
-    if bias_type not in BIAS_TYPES:
-        raise ValueError(f"core_attention_bias_type={bias_type!r}; accepted: {', '.join(BIAS_TYPES)}")
+    check_choice("core_attention_bias_type", bias_type, BIAS_TYPES)
     if (bias_type in ("pre_scale_bias", "post_scale_bias")) != (bias is not None):
         given = "no core_attention_bias" if bias is None else "a core_attention_bias"
         raise ValueError(f"{given} given with core_attention_bias_type={bias_type!r}; give both or neither")

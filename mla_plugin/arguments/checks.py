@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -56,3 +58,42 @@ def check_softmax_scale(softmax_scale: object) -> None:
             f"softmax_scale={softmax_scale}; a positive, finite number is needed, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
         )
+
+
+def check_number(name: str, value: object) -> None:
+    """A real number, and neither a flag nor a tensor."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}={value!r}; a number is needed")
+
+
+def plain_number(value: Any) -> Any:
+    """A number of another type (numpy, fractions) as a float, infinite where none is so large; all else as it is."""
+    if type(value) is float or isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_choice(name: str, value: object, accepted: Iterable[str]) -> None:
+    """One of some texts."""
+    if not isinstance(value, str) or value not in accepted:
+        raise ValueError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
+
+
+def is_traced(*tensors: torch.Tensor) -> bool:
+    """Somebody records or transforms the call, or the tensors have no memory: only an operator can take it."""
+    return (
+        torch.compiler.is_compiling()
+        or any(type(x) is not torch.Tensor or x.device.type == "meta" for x in tensors)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+def check_no_transformed_gradient() -> None:
+    """No torch.func transform asks for a derivative that an operator without one would drop in silence."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Vmap:
+        raise NotImplementedError("decode has no derivative; torch.func's grad, vjp and jvp do not go through it")

@@ -18,6 +18,10 @@ ATTN_MASK_TYPES = (
 )
 
 
+_UNLIMITED = 2**31 - 1
+"""No sequence is longer, so a window of as many tokens or more is as good as this one."""
+
+
 @dataclass(frozen=True)
 class Band:
     """The keys around the diagonal that a query sees: i sees j when ``i + offset - left <= j <= i + offset + right``.
@@ -109,7 +113,7 @@ def canonical_mask(
         raise ValueError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
     if is_packed and mask == "arbitrary":
         raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
-    if bottom_right_diagonal not in (None, True, False):
+    if bottom_right_diagonal is not None and not isinstance(bottom_right_diagonal, bool):
         raise TypeError(f"bottom_right_diagonal={bottom_right_diagonal!r}; True, False or None is needed")
     if is_packed and "padding" not in mask:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
@@ -141,4 +145,4 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
         raise ValueError(
             f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a count of tokens"
         )
-    return left, right
+    return min(left, _UNLIMITED), min(right, _UNLIMITED)

@@ -16,14 +16,14 @@ from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, 
 from mla_plugin.resolver import preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
-from mla_plugin.resolver.transformer_engine import cascade as te_cascade
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, decide
 from mla_plugin.resolver.transformer_engine.request import te_params, te_platform
 
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
 
 
-def _cascade_reasons(cascade: te_cascade.CascadeDecision, name: str) -> tuple[str, ...]:
+def _cascade_reasons(cascade: CascadeDecision, name: str) -> tuple[str, ...]:
     return tuple(
         f"TransformerEngine rule {removal.rule}: {removal.reason}"
         for removal in cascade.removals
@@ -44,7 +44,7 @@ class _Survey:
 
     request: AttentionRequest
     asked: Inquiry
-    cascade: te_cascade.CascadeDecision | None
+    cascade: CascadeDecision | None
 
     def tried(self) -> list[str]:
         """Names in the order in which they are tried."""
@@ -117,7 +117,7 @@ def survey(
     platform = asked.platform
     cascade = None
     if platform.device_type == "cuda":
-        cascade = te_cascade.decide(te_params(request), asked.environ, te_platform(platform))
+        cascade = decide(te_params(request), asked.environ, te_platform(platform))
 
     known = _Survey(request, asked, cascade)
     tried = known.tried()

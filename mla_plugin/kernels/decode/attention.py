@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
-from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import launch
 
 _ARGUMENTS = {
     "q_nope_abs": "Tensor q_nope_abs",
@@ -34,14 +35,14 @@ def _tensors_of(arguments: tuple[Any, ...]) -> DecodeTensors:
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     tensors = _tensors_of(arguments)
-    known = known_of(tensors, decode_launch.DTYPES)
+    known = known_of(tensors, launch.DTYPES)
     decode_checks.check_values(tensors)
-    return decode_launch.decode(tensors, known)
+    return launch.decode(tensors, known)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = _tensors_of(arguments)
-    decode_checks.check_tensors(tensors, decode_launch.DTYPES)
+    decode_checks.check_tensors(tensors, launch.DTYPES)
     decode_checks.check_query_strides(tensors)
     q = tensors.q_nope_abs
     batch, seqlen_q, heads, _ = q.shape
@@ -103,15 +104,16 @@ def mla_decode_attention(
         q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, return_lse, page_table, seqlens_kv, leftpad_kv
     )
     is_compiling = torch.compiler.is_compiling()
-    if is_compiling or type(q_nope_abs) is not torch.Tensor:
+    if is_traced(q_nope_abs, c_kv):
         # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
         if not is_compiling:
-            decode_checks.check_tensors(tensors, decode_launch.DTYPES)
+            check_no_transformed_gradient()
+            decode_checks.check_tensors(tensors, launch.DTYPES)
         decode_checks.check_no_gradient(tensors)
         out, lse = _operator(*(getattr(tensors, name) for name in _ARGUMENTS))
     else:
-        known = known_of(tensors, decode_launch.DTYPES)
+        known = known_of(tensors, launch.DTYPES)
         decode_checks.check_no_gradient(tensors)
         decode_checks.check_values(tensors)
-        out, lse = decode_launch.decode(tensors, known)
+        out, lse = launch.decode(tensors, known)
     return (out, lse) if return_lse and lse is not None else out

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 
-from mla_plugin.arguments.checks import check_softmax_scale
+from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number
 from mla_plugin.arguments.layout import LAYOUTS
-from mla_plugin.kernels.prefill import launch_backward as prefill_backward
-from mla_plugin.kernels.prefill import launch_forward as prefill
+from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.packing import Packing
 
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
@@ -33,7 +33,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = LAYOUTS[qkv_format].tokens
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
-    return prefill.forward(q, k, v, softmax_scale, packing)
+    return launch_forward.forward(q, k, v, softmax_scale, packing)
 
 
 def _backward(
@@ -49,7 +49,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = LAYOUTS[qkv_format].tokens
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
-    return prefill_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
+    return launch_backward.backward(q, k, v, out, lse, dout, None, softmax_scale, packing)
 
 
 def _forward_fake(
@@ -104,11 +104,17 @@ class _Eager(torch.autograd.Function):
         return (*_backward(*arguments), None, None, None)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float) -> None:
-    if qkv_format not in LAYOUTS or LAYOUTS[qkv_format].is_packed:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, softmax_scale: float | None, is_causal: bool
+) -> None:
+    if not isinstance(qkv_format, str) or qkv_format not in LAYOUTS or LAYOUTS[qkv_format].is_packed:
         raise ValueError(
             f"qkv_format={qkv_format!r}; accepted: bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
         )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal={is_causal!r}; True or False is needed")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; {qkv_format} has 4")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -120,8 +126,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
     if q.shape[-1] != k.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; q and k share head_dim_qk, k and v all but the last dimension")
-    if q.shape[-1] % 8 or v.shape[-1] % 8:
-        raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be multiples of 8")
+    if q.shape[-1] % 8 or v.shape[-1] % 8 or not (0 < q.shape[-1] <= 576 and 0 < v.shape[-1] <= 512):
+        raise ValueError(
+            f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be multiples of 8, the first at most 576 "
+            "and the second 512"
+        )
     layout = LAYOUTS[qkv_format]
     (batch_q, heads, _), (batch_kv, kv_heads, _) = layout.pick(q.shape), layout.pick(k.shape)
     if batch_q != batch_kv or kv_heads == 0 or heads % kv_heads:
@@ -129,7 +138,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qkv_format: str, s
             f"batch {batch_q} and {batch_kv}, {heads} query heads over {kv_heads} "
             "key-value heads; batches must be equal and the query heads a multiple"
         )
-    check_softmax_scale(softmax_scale)
+    if softmax_scale is not None:
+        check_softmax_scale(softmax_scale)
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
         strides = ", ".join(str(x.stride(-1)) for x in (q, k, v))
         raise ValueError(
@@ -167,8 +177,11 @@ def mla_attention(
     Raises:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
     """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    _check(q, k, v, qkv_format, scale)
+    _check(q, k, v, qkv_format, softmax_scale, is_causal)
+    has_tangents = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+    if has_tangents and any(fwAD.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError("mla_attention has no forward-mode derivative; use reverse mode: torch.autograd.grad")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else plain_number(softmax_scale)
     if torch.compiler.is_compiling():
         run: Callable[..., Any] = _operator
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import request_of
 from mla_plugin.operations.attention.operator import Call
@@ -86,6 +87,9 @@ def attention(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
+    check_number("dropout_p", dropout_p)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     tensors = _tensors_of(
         *_autocast(q, k, v, core_attention_bias),
         softmax_scale,
@@ -143,14 +147,14 @@ def _tensors_of(
         q,
         k,
         v,
-        1.0 if softmax_scale is None else softmax_scale,
+        1.0 if softmax_scale is None else plain_number(softmax_scale),
         cu_seqlens_q,
         cu_seqlens_kv,
         cu_seqlens_q_padded,
         cu_seqlens_kv_padded,
         attention_mask,
         bias,
-        torch.randint(0, 2**62, (1,), dtype=torch.int64) if dropout_p else None,
+        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
     )
 
 

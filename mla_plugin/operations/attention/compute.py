@@ -39,10 +39,11 @@ def forward(plan: Plan | None, request: AttentionRequest, tensors: AttentionTens
     """
     if plan is None:
         return _empty_output(request, tensors.q)
-    with torch._C._AutoDispatchBelowAutograd():  # autograd records nothing in a backend, whatever it switches on
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        # autograd records nothing in a backend, whatever it switches on, and its products keep their dtype
         output = dispatch.forward(plan, tensors)
     _check_output(output, tensors.q, request, plan.forward_backend)
-    return AttentionOutput(_own(output.out), _own(output.lse))
+    return AttentionOutput(_own(output.out, tensors), _own(output.lse, tensors))
 
 
 def backward(
@@ -55,9 +56,10 @@ def backward(
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
         bias = tensors.bias if request.bias_requires_grad else None
         return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias))
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         gradients = dispatch.backward(plan, residuals, dout, dlse)
     dbias = gradients.dbias if request.bias_requires_grad else None
+    _check_gradients(gradients, tensors, request, plan.backward_backend)
     return Gradients(
         gradients.dq.contiguous(),
         gradients.dk.contiguous(),
@@ -90,14 +92,37 @@ def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRe
         ("out", output.out, (*q.shape[:-1], request.head_dim_v), q.dtype),
         ("lse", output.lse, request.layout.lse_shape(q.shape), lse_dtype(q.dtype)),
     ):
-        if x.shape != shape or x.dtype != dtype:
-            raise RuntimeError(
-                f"the backend {backend!r} returned {name} as {tuple(x.shape)} {x.dtype}; {shape} {dtype} is the "
-                f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
-            )
+        _check_result(name, x, shape, dtype, q.device, backend)
 
 
-def _own(x: torch.Tensor) -> torch.Tensor:
-    """x contiguous, and no view: PyTorch refuses to change a view in place that a custom function returns."""
+def _check_gradients(gradients: Gradients, tensors: AttentionTensors, request: AttentionRequest, backend: str) -> None:
+    """Autograd would sum, cast or drop what does not fit."""
+    wanted = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
+    if request.bias_requires_grad and tensors.bias is not None:
+        wanted["dbias"] = tensors.bias
+    for name, x in wanted.items():
+        _check_result(name, getattr(gradients, name), x.shape, x.dtype, x.device, backend)
+
+
+def _check_result(
+    name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: str
+) -> None:
+    if not isinstance(x, torch.Tensor):
+        given = type(x).__name__
+    elif x.shape != shape or x.dtype != dtype or x.device != device or x.layout != torch.strided:
+        given = f"{tuple(x.shape)} {x.dtype} on {x.device}, {x.layout}"
+    else:
+        return
+    raise RuntimeError(
+        f"the backend {backend!r} returned {name} as {given}; a dense tensor {tuple(shape)} {dtype} on {device} is the "
+        f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
+    )
+
+
+def _own(x: torch.Tensor, tensors: AttentionTensors) -> torch.Tensor:
+    """x contiguous, in memory of its own, and no view, which PyTorch would not let the caller change in place."""
     x = x.contiguous()
+    memory = x.untyped_storage().data_ptr()
+    if memory and any(memory == y.untyped_storage().data_ptr() for y in (tensors.q, tensors.k, tensors.v)):
+        return x.clone()
     return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]

@@ -90,6 +90,13 @@ def _qkv(tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return tensors.q, tensors.k, tensors.v
 
 
+def keep(call: Call, decision: tuple[AttentionRequest, Plan | None]) -> None:
+    """What a backward of this kind of call will keep to."""
+    if len(_kept) >= _MAX_KEPT:
+        _kept.clear()
+    _kept[_key(call)] = decision
+
+
 def _decide(call: Call) -> tuple[AttentionRequest, Plan | None]:
     request = request_of(call.tensors, call.options)
     return request, compute.plan_for(request, call.tensors, call.backend)
@@ -99,9 +106,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call.of(args)
     request, plan = decision = _decide(call)
     if request.is_training:
-        if len(_kept) >= _MAX_KEPT:
-            _kept.clear()
-        _kept[_key(call)] = decision
+        keep(call, decision)
     output = compute.forward(plan, request, compute.with_contiguous_rows(call.tensors))
     return output.out, output.lse
 

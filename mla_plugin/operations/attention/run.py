@@ -9,7 +9,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
 from mla_plugin.operations.attention import compute
-from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, call_of
+from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, call_of, keep
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -102,8 +102,9 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
-            arguments = call_of(request, tensors, backend).arguments
-            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *arguments)
+            call = call_of(request, tensors, backend)
+            keep(call, (request, plan))
+            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
         else:
             gradients = compute.backward(plan, request, Residuals(tensors, out, lse), dout, dlse)
             dq, dk, dv, dbias = gradients.dq, gradients.dk, gradients.dv, gradients.dbias

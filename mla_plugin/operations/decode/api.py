@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
@@ -66,8 +67,8 @@ def decode(
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
     is_compiling = torch.compiler.is_compiling()
-    is_traced = is_compiling or type(q_nope_abs) is not torch.Tensor
-    tensors = (DecodeTensors if is_traced else DecodeCall)(
+    is_operator = is_traced(q_nope_abs, c_kv)
+    tensors = (DecodeTensors if is_operator else DecodeCall)(
         q_nope_abs=q_nope_abs,
         q_rope=q_rope,
         c_kv=c_kv,
@@ -80,8 +81,9 @@ def decode(
         leftpad_kv=leftpad_kv,
         lengths=lengths,
     )
-    if is_traced:
+    if is_operator:
         if not is_compiling:
+            check_no_transformed_gradient()
             decode_checks.check_tensors(tensors)
         decode_checks.check_no_gradient(tensors)
         out, lse = run_traced(tensors, host, backend)

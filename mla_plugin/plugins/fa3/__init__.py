@@ -28,16 +28,16 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradie
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.plugins.shared.flash_family import Options, not_installed
+from mla_plugin.plugins.shared.flash_family import Options
 from mla_plugin.plugins.shared.packed import Rows, addressable
-from mla_plugin.plugins.shared.refusals import accepted_without_dlse, beyond_flash_attention, off_cuda, refuse_dlse
+from mla_plugin.plugins.shared.refusals import accepted_without_dlse, beyond_flash_attention, refuse_dlse
 
 MAX_HEAD_DIM = 256
 MAX_DETERMINISTIC_HEAD_DIM = 192
 
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
-    yield from not_installed(platform, "FlashAttention 3", *(provider.distribution for provider in providers.PROVIDERS))
+    yield from providers.absence(request.device_type, platform)
     provider = providers.find(platform)
     if provider is not None and request.is_training and not provider.has_backward:
         yield f"is_training=True: {provider.distribution} has no backward, flash-attn-3 has"
@@ -46,10 +46,6 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
             f"window_size={request.window_size} with {provider.distribution}, whose kernel leaves tiles of a window "
             "unmasked; accepted is (-1, -1) or (-1, 0), or flash-attn-3"
         )
-    off_device = tuple(off_cuda(request.device_type, platform.device_type))
-    yield from off_device
-    if not off_device and platform.compute_capability != (9, 0):
-        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
 
 
 def _head_dim_refusals(request: AttentionRequest) -> Iterator[str]:
@@ -85,15 +81,8 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    provider = _provider(platform)
+    provider = providers.installed(platform)
     return accepted_without_dlse(request, f"{provider.distribution} {platform.version(provider.distribution)}")
-
-
-def _provider(platform: Platform) -> providers.Provider:
-    provider = providers.find(platform)
-    if provider is None:
-        raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
-    return provider
 
 
 @hookimpl
@@ -101,7 +90,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """Attention; V is never padded. Or decode."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(plan.platform, tensors)
-    request, provider = plan.request, _provider(plan.platform)
+    request, provider = plan.request, providers.installed(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
     q, k = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k))
     v = rows.clean_keys(tensors.v)
@@ -117,7 +106,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
     refuse_dlse("fa3", dlse)
-    request, tensors, provider = plan.request, residuals.tensors, _provider(plan.platform)
+    request, tensors, provider = plan.request, residuals.tensors, providers.installed(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
     dout, q = (rows.clean_queries(x) for x in (dout, tensors.q))
     k, v = (rows.clean_keys(x) for x in (tensors.k, tensors.v))

@@ -19,7 +19,6 @@ from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import providers
-from mla_plugin.plugins.shared.refusals import off_cuda
 
 RANKS = (256, 512)
 MAX_ROPE = 64
@@ -27,13 +26,7 @@ MAX_ROPE = 64
 
 def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why this backend cannot compute the request."""
-    if providers.find(platform) is None:
-        names = ", ".join(provider.distribution for provider in providers.PROVIDERS)
-        yield f"FlashAttention 3 is not installed: none of {names}"
-    off_device = tuple(off_cuda(request.device_type, platform.device_type))
-    yield from off_device
-    if not off_device and platform.compute_capability != (9, 0):
-        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
+    yield from providers.absence(request.device_type, platform)
     if request.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
     if request.kv_lora_rank not in RANKS:
@@ -52,16 +45,13 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    provider = providers.find(platform)
-    assert provider is not None
+    provider = providers.installed(platform)
     return Accepted(notes=(f"{provider.distribution} {platform.version(provider.distribution)}, qv",))
 
 
 def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     """One launch, and a second that sums where the keys are split."""
-    provider = providers.find(platform)
-    if provider is None:
-        raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
+    provider = providers.installed(platform)
     q_nope_abs, q_rope = aligned(tensors.q_nope_abs), aligned(tensors.q_rope)
     c_kv, k_rope = tensors.c_kv.unsqueeze(2), tensors.k_rope.unsqueeze(2)  # [pages or B, rows, 1, columns]
     seqlens_kv = tensors.seqlens_kv

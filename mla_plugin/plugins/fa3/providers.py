@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
-from mla_plugin.plugins.shared.flash_family import Options, imported
+from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
+from mla_plugin.plugins.shared.refusals import off_cuda
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -203,6 +204,23 @@ _ZEROS = {"int": 0, "float": 0.0, "bool": False}
 def find(platform: Platform) -> Provider | None:
     """The first provider whose distribution is installed."""
     return next((provider for provider in PROVIDERS if platform.version(provider.distribution) is not None), None)
+
+
+def installed(platform: Platform) -> Provider:
+    """The provider that a plan was made for."""
+    provider = find(platform)
+    if provider is None:
+        raise RuntimeError(f"no provider of FlashAttention 3 is installed on {platform}; the plan is another machine's")
+    return provider
+
+
+def absence(device_type: str, platform: Platform) -> Iterator[str]:
+    """Why the library cannot run at all: nobody provides it, or it is no Hopper."""
+    yield from not_installed(platform, "FlashAttention 3", *(provider.distribution for provider in PROVIDERS))
+    off_device = tuple(off_cuda(device_type, platform.device_type))
+    yield from off_device
+    if not off_device and platform.compute_capability != (9, 0):
+        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
 
 
 def call_by_schema(operator: Any, **given: object) -> Any:

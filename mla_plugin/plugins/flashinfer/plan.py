@@ -133,7 +133,10 @@ class MLAPlan:
         self._softmax_scale = softmax_scale
         self._page_table = page_table  # kept alive: its address is part of the key that this plan is found under
         key = (kernel, work.device, *page_table.shape)
-        self._slot = _idle[key].pop() if _idle[key] else _Slot(*key)
+        try:
+            self._slot = _idle[key].pop()
+        except IndexError:  # also where another thread took the last one
+            self._slot = _Slot(*key)
         self._give_back = weakref.finalize(self, _idle[key].append, self._slot)
         self._give_back.atexit = False
         self._structured = hasattr(self._slot.mla, "MLAPlanMetadata")  # 0.7: declares everything when planning

@@ -20,7 +20,7 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.layout import empty_output, to_bhsd
+from mla_plugin.arguments.layout import empty_output
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
@@ -88,7 +88,7 @@ def _is_empty(tensors: AttentionTensors) -> bool:
 
 def _empty_output(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
     q = tensors.q
-    rows = to_bhsd(q, request.qkv_format).shape[:-1]
+    rows = request.layout.to_bhsd(q).shape[:-1]
     shape = rows[1:] if request.qkv_format == "thd" else rows
     lse = q.new_full(shape, -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     return AttentionOutput(empty_output(q, tensors.v.shape[-1]).zero_(), lse)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 
@@ -66,7 +66,7 @@ class _Call:
         band = request.band
         hides_rows = band.bottom_right and band.right == 0
         if not is_ragged(request):
-            len_q, len_kv = (to_bhsd(x, request.qkv_format).shape[2] for x in (tensors.q, tensors.k))
+            len_q, len_kv = (request.layout.to_bhsd(x).shape[2] for x in (tensors.q, tensors.k))
             return cls(request, None, None, max(0, len_q - len_kv) if hides_rows else 0, tensors.softmax_scale)
         q, k = ragged(request, tensors)
         if not q.is_packed:
@@ -94,7 +94,7 @@ class _Call:
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         """View of the caller's layout as [N, S, H, D]."""
-        return to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        return self.request.layout.to_bhsd(x).transpose(1, 2)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Queries (or out, dout) of the caller's layout as the kernel's [N, rows, H, D]."""
@@ -114,7 +114,7 @@ class _Call:
             x = F.pad(x, (0, 0, 0, 0, self.skip, 0)) if self.skip else x
         else:
             x = self.q.unpack(x[0], self.tokens(like).shape)
-        return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
+        return self.request.layout.from_bhsd(x.transpose(1, 2)).contiguous()
 
     def from_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Gradients of the repeated keys or values, added up and back in like's layout."""
@@ -123,7 +123,7 @@ class _Call:
             x = x.view(*x.shape[:2], num_kv_heads, -1, x.shape[-1]).sum(3, dtype=torch.float32).to(like.dtype)
         if self.k is not None:
             x = self.k.unpack(x[0], self.tokens(like).shape)
-        return from_bhsd(x.transpose(1, 2), self.request.qkv_format).contiguous()
+        return self.request.layout.from_bhsd(x.transpose(1, 2)).contiguous()
 
     def from_kernel_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The kernel's [B, H, aligned rows] as the caller's [B, H, S_q] or [H, T]."""
@@ -182,7 +182,7 @@ def backward(
     if dlse is not None:  # wide_v > head_dim_v, so v and dout are fresh tensors
         v[..., head_dim_v] = 1
         dlse = dlse.unsqueeze(0) if request.qkv_format == "thd" else dlse
-        dout[..., head_dim_v] = call.rows(from_bhsd(dlse.unsqueeze(-1), request.qkv_format)).squeeze(-1)
+        dout[..., head_dim_v] = call.rows(request.layout.from_bhsd(dlse.unsqueeze(-1))).squeeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64)
     dq, dk, dv, _ = _backward(
         dout,

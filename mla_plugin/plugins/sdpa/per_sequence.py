@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import empty_output, to_bhsd
+from mla_plugin.arguments.layout import empty_output
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.ragged import sequences
@@ -18,10 +18,10 @@ from mla_plugin.plugins.sdpa.terms import Terms
 
 def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool) -> AttentionOutput:
     """Attention of every sequence, by the flash kernel or by blocked mathematics."""
-    q, k, v = (to_bhsd(x, request.qkv_format) for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (request.layout.to_bhsd(x) for x in (tensors.q, tensors.k, tensors.v))
     out = empty_output(tensors.q, v.shape[-1]).zero_()
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    out_rows = to_bhsd(out, request.qkv_format)
+    out_rows = request.layout.to_bhsd(out)
     terms = Terms.of(request, tensors, wants_dbias=False)
     route = flash.forward if use_kernel else blocked.forward
     for sequence in sequences(request, tensors):
@@ -39,8 +39,8 @@ def backward(
     tensors, is_thd = residuals.tensors, request.qkv_format == "thd"
     inputs = (tensors.q, tensors.k, tensors.v)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    q, k, v, out, dout = (to_bhsd(x, request.qkv_format) for x in (*inputs, residuals.out, dout))
-    dq, dk, dv = (to_bhsd(x, request.qkv_format) for x in gradients)
+    q, k, v, out, dout = (request.layout.to_bhsd(x) for x in (*inputs, residuals.out, dout))
+    dq, dk, dv = (request.layout.to_bhsd(x) for x in gradients)
     lse = residuals.lse.unsqueeze(0) if is_thd else residuals.lse
     dlse = dlse.unsqueeze(0) if is_thd and dlse is not None else dlse
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.hooks.attention import AttentionRequest
 
 
@@ -39,7 +38,7 @@ class Sequence:
 
 def sequences(request: AttentionRequest, tensors: AttentionTensors) -> Iterator[Sequence]:
     """The sequences of a batch whose offsets lie on the CPU."""
-    q, k = (to_bhsd(x, request.qkv_format) for x in (tensors.q, tensors.k))
+    q, k = (request.layout.to_bhsd(x) for x in (tensors.q, tensors.k))
     if not is_ragged(request):
         yield from (Sequence(b, b, 0, q.shape[2], 0, k.shape[2]) for b in range(q.shape[0]))
         return
@@ -169,6 +168,6 @@ def _packed(x: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, longes
 
 
 def _rectangle(request: AttentionRequest, x: torch.Tensor, lengths: torch.Tensor) -> Ragged:
-    batch_size, _, extent, _ = to_bhsd(x, request.qkv_format).shape
+    batch_size, _, extent, _ = request.layout.to_bhsd(x).shape
     starts = torch.arange(batch_size, device=x.device) * extent
     return Ragged(starts, lengths, batch_size * extent, extent, is_packed=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks.attention import AttentionRequest
 
 
@@ -81,7 +81,7 @@ class Rows:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
         if self.request.qkv_format == "thd":
             return x
-        x = to_bhsd(x, self.request.qkv_format).transpose(1, 2)
+        x = self.request.layout.to_bhsd(x).transpose(1, 2)
         return x if self.q is None else x.flatten(0, 1)
 
     def clean_queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Rows:
             return x
         if side is not None:
             x = x.view(self.request.batch_size, -1, *x.shape[1:])
-        return from_bhsd(x.transpose(1, 2), self.request.qkv_format)
+        return self.request.layout.from_bhsd(x.transpose(1, 2))
 
     def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
@@ -151,6 +151,6 @@ def _side(
         if padded is None or not request.pad_between_seqs:
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
-    extent = to_bhsd(x, request.qkv_format).shape[2]
+    extent = request.layout.to_bhsd(x).shape[2]
     starts = torch.arange(request.batch_size + 1, dtype=torch.int32, device=x.device) * extent
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)

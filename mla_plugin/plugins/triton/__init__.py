@@ -101,9 +101,9 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    from mla_plugin.kernels.prefill import launch_forward as prefill
+    from mla_plugin.kernels.prefill import launch_forward
 
-    out, lse = prefill.forward(
+    out, lse = launch_forward.forward(
         tensors.q,
         tensors.k,
         tensors.v,
@@ -117,11 +117,11 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
-    from mla_plugin.kernels.prefill import launch_backward as prefill_backward
+    from mla_plugin.kernels.prefill import launch_backward
 
     tensors = residuals.tensors
     return Gradients(
-        *prefill_backward.backward(
+        *launch_backward.backward(
             tensors.q,
             tensors.k,
             tensors.v,

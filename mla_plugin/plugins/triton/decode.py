@@ -45,6 +45,6 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 
 def forward(tensors: DecodeTensors) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
-    from mla_plugin.kernels.decode import launch as decode_launch
+    from mla_plugin.kernels.decode import launch
 
-    return DecodeOutput(*decode_launch.decode(tensors, known_of(tensors)))
+    return DecodeOutput(*launch.decode(tensors, known_of(tensors)))
