@@ -112,8 +112,9 @@ def _check(
             f"qkv_format={qkv_format!r}; accepted: bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-    if not isinstance(is_causal, bool):
+        if type(x) is not torch.Tensor or x.is_nested or x.layout != torch.strided:
+            check_tensor(name, x)
+    if type(is_causal) is not bool:
         raise TypeError(f"is_causal={is_causal!r}; True or False is needed")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; {qkv_format} has 4")
@@ -140,6 +141,8 @@ def _check(
         )
     if softmax_scale is not None:
         check_softmax_scale(softmax_scale)
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
         strides = ", ".join(str(x.stride(-1)) for x in (q, k, v))
         raise ValueError(
