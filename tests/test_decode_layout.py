@@ -109,7 +109,9 @@ def by_hand(arguments: Call) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-RUNS: dict[str, Callable[[Call], Any]] = {"q_nope_abs.type": by_hand}
+RUNS: dict[str, Callable[[Call], Any]] = dict.fromkeys(
+    ("q_nope_abs.type", "q_nope_abs.device", "c_kv.type", "c_kv.device"), by_hand
+)
 
 
 def same(found: Any, wanted: Any) -> bool:
