@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
@@ -144,3 +144,7 @@ class DecodeTensors(NamedTuple):
     seqlens_kv: torch.Tensor | None = None
     leftpad_kv: torch.Tensor | None = None
     lengths: DecodeLengths | None = None
+
+
+OPERATOR_FIELDS = {name: hint for name, hint in get_type_hints(DecodeTensors).items() if name != "lengths"}
+"""What an operator takes of ``DecodeTensors``, in its order: all but the lengths on the host."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import request_of
 from mla_plugin.operations.attention.operator import Call
-from mla_plugin.operations.attention.run import is_traced, run_call, run_traced
+from mla_plugin.operations.attention.run import is_traced, run_said, run_traced
 
 
 def attention(
@@ -100,23 +97,24 @@ def attention(
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
     )
-    options: dict[str, Any] = {
-        "qkv_format": qkv_format,
-        "attn_mask_type": attn_mask_type,
-        "window_size": window_size,
-        "bottom_right_diagonal": bottom_right_diagonal,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_kv,
-        "pad_between_seqs": pad_between_seqs,
-        "bias_type": core_attention_bias_type,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic,
-        "return_lse": return_lse,
-        "host": host,
-    }
-    call = Call(tensors, CallOptions.of(tensors, **options), backend)
-    # sizes may be symbols where a call is traced, which are not for a request
-    output = run_traced(call) if is_traced() else run_call(request_of(tensors, call.options), call)
+    options = CallOptions(
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        bottom_right_diagonal=bottom_right_diagonal,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        pad_between_seqs=pad_between_seqs,
+        bias_type=core_attention_bias_type,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        host=host,
+    )
+    if is_traced():  # sizes may be symbols, which are not for a request
+        output = run_traced(Call(tensors, options.completed(tensors), backend))
+    else:
+        output = run_said(tensors, options, backend)
     return (output.out, output.lse) if return_lse else output.out
 
 

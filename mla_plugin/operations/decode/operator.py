@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +9,17 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, Known, known_of, starts_aligned
 from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.arguments.schema import schema_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.decode import resolve_decode
 
-_SCHEMA_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", bool: "bool"}
-_FIELDS = {
-    name: _SCHEMA_TYPES[kind] for name, kind in typing.get_type_hints(DecodeTensors).items() if kind in _SCHEMA_TYPES
-}
-"""What the operator takes of ``DecodeTensors``, in this order: all but the lengths on the host."""
-
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
 _library.define(
-    f"decode({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}, str host, str? backend) "
-    "-> (Tensor out, Tensor lse)"
+    f"decode{schema_of(OPERATOR_FIELDS | {'host': str, 'backend': str | None})} -> (Tensor out, Tensor lse)"
 )
 
 
@@ -106,14 +99,14 @@ def run(tensors: DecodeTensors, known: Known, host: str, backend: str | None) ->
 
 def run_traced(tensors: DecodeTensors, host: str, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` by the operator, which costs as much time on the host as a launch: it is for tracing alone."""
-    arguments = {name: getattr(tensors, name) for name in _FIELDS}
+    arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
     out, lse = decode_operator(**arguments, host=host, backend=backend)
     return out, lse
 
 
 def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
     """The operator's arguments but the last two as a call."""
-    return DecodeCall(**dict(zip(_FIELDS, arguments, strict=True)))
+    return DecodeCall(**dict(zip(OPERATOR_FIELDS, arguments, strict=True)))
 
 
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
