@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.prefill.packing import Packing
 from tests.kernels.prefill_oracle import Call
 
@@ -141,13 +142,11 @@ def draw(seed: int) -> Draw:
         layout,
         longest["q"],
         longest["kv"],
-        window_left=left,
-        window_right=right,
-        bottom_right=rng.random() < 0.5,
+        mask=Band(left, right, rng.random() < 0.5),
         **given,
     )
     ends = tuple(tuple(values) for values in (starts["q"], starts["kv"], lengths["q"], lengths["kv"]))
-    call = Call(layout, *ends, left, right, packing.bottom_right, head_dim_qk**-0.5)
+    call = Call(layout, *ends, left, right, packing.mask.bottom_right, head_dim_qk**-0.5)
 
     def tensor(side: str, heads: int, width: int, any_last: bool = False) -> torch.Tensor:
         sizes = {"b": batch, "s": rows[side], "h": heads}

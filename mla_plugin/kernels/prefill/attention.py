@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as fwAD
 
 from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number
 from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.mask import Band
 from mla_plugin.arguments.schema import schema_of_function
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.packing import Packing
@@ -18,7 +19,7 @@ from mla_plugin.kernels.prefill.packing import Packing
 
 @functools.lru_cache(maxsize=1024)
 def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) -> Packing:
-    return Packing(qkv_format, seqlen_q, seqlen_kv, window_right=0 if is_causal else -1, bottom_right=is_causal)
+    return Packing(qkv_format, seqlen_q, seqlen_kv, mask=Band(-1, 0 if is_causal else -1, bottom_right=is_causal))
 
 
 def _forward(

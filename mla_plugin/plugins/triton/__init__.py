@@ -81,7 +81,6 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
     from mla_plugin.kernels.prefill.packing import Packing
 
-    band = request.band
     return Packing(
         qkv_format=request.qkv_format,
         max_seqlen_q=request.max_seqlen_q,
@@ -90,9 +89,7 @@ def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
         cu_seqlens_kv=tensors.cu_seqlens_kv,
         cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
         cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
-        window_left=band.left,
-        window_right=band.right,
-        bottom_right=band.bottom_right,
+        mask=request.band,
     )
 
 
