@@ -214,7 +214,7 @@ def decode(tensors: DecodeTensors, *, compute_dtype: torch.dtype = torch.float64
     batch, seqlen_q, heads, _ = q.shape
     rank = tensors.c_kv.shape[-1]
     out = q.new_zeros((batch, seqlen_q, heads, rank))
-    lse = q.new_full((batch, heads, seqlen_q), -torch.inf)
+    lse = q.new_full(tensors.lse_shape, -torch.inf)
     leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
     for b, leftpad in enumerate(leftpads):
         rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)

@@ -35,8 +35,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     decode_checks.check_tensors(tensors, launch.DTYPES)
     decode_checks.check_query_strides(tensors)
     q = tensors.q_nope_abs
-    batch, seqlen_q, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(tensors.lse_shape, dtype=torch.float32)
 
 
 _library.impl("decode_attention", _run, "CompositeExplicitAutograd")
