@@ -1,6 +1,7 @@
 """Shapes, strides and sizes of every layout, as the kernels' launchers see them."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_whether_every_query_sees_a_key_is_known_from_the_shapes(
             assert kind(q, k, how).every_query_sees_a_key == bool(call.seen(0).any(1).all())
     lengths = torch.tensor([0, 1], dtype=torch.int32)
     assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).every_query_sees_a_key
+
+
+@pytest.mark.parametrize("mask", [Band(*mask) for mask in itertools.product((-1, 0, 2), (-1, 0, 2), (False, True))])
+def test_rows_are_masked_where_lengths_allow_that_one_sees_no_key(mask: Band) -> None:
+    """Of a sequence without keys nothing is read at all."""
+    q = torch.empty(SHAPES["thd"])
+    lengths = range(1, 6)
+    unequal = Packing("thd", 5, 5, CU, CU, mask=mask)
+    some_miss = any(not mask.shows_every_query_a_key(m, n) for m in lengths for n in lengths)
+    assert kind(q, q, unequal).some_query_may_see_no_key == some_miss
+    equal = dataclasses.replace(unequal, same_lengths=True)
+    assert all(mask.shows_every_query_a_key(n, n) for n in lengths)
+    assert not kind(q, q, equal).some_query_may_see_no_key
 
 
 def test_a_window_beyond_every_token_is_none() -> None:

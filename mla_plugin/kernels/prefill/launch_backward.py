@@ -48,7 +48,7 @@ class _Kind(NamedTuple):
     def code(self) -> tuple[object, ...]:
         """What decides about the code of the kernels, lengths and strides aside; few of them in a program."""
         call = self.call
-        mask = (call.band.left >= 0, call.band.right >= 0, call.band.bottom_right)
+        mask = (call.some_query_may_see_no_key, call.band.left >= 0, call.band.right >= 0, call.band.bottom_right)
         widths = (call.q_shape[-1], call.v_shape[-1], call.num_heads // call.num_kv_heads)
         tensors = (call.dtype, call.device, call.qkv_format, call.has_lengths, self.has_dlse, self.by_descriptors)
         return (*tensors, *widths, *mask)
@@ -206,6 +206,7 @@ def _fixed(
     dout_strides = kind.call.pick(kind.dout_strides)
     return {
         **kind.call.arguments(tile),
+        "SOME_SEE_NO_KEY": kind.call.some_query_may_see_no_key,
         **named_strides("d", "bhm", dout_strides),
         "HEADS_TOGETHER": _heads_together(kind.call.num_sequences * num_heads),
         "WIDE": kind.call.is_wide(dout_strides, *output_strides),

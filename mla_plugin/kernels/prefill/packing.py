@@ -33,6 +33,7 @@ class Packing:
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], first token of each sequence; ``thd`` only, None: as
             the true lengths.
         mask: the keys that a query sees.
+        same_lengths: each sequence has as many queries as keys.
     """
 
     qkv_format: str
@@ -43,6 +44,7 @@ class Packing:
     cu_seqlens_q_padded: torch.Tensor | None = None
     cu_seqlens_kv_padded: torch.Tensor | None = None
     mask: Band = OPEN
+    same_lengths: bool = False
 
     @property
     def band(self) -> Band:
@@ -166,7 +168,7 @@ class Kind(NamedTuple):
 
     Attributes:
         dtype, device: of q, k and v.
-        qkv_format, band: see ``Packing``.
+        qkv_format, band, same_lengths: see ``Packing``.
         has_lengths: ``Packing`` has lengths.
         q_shape, k_shape, v_shape, q_strides, k_strides, v_strides: as the tensors say.
         num_sequences: B.
@@ -189,6 +191,7 @@ class Kind(NamedTuple):
     seqlen_kv: int
     band: Band
     has_lengths: bool
+    same_lengths: bool
     softmax_scale: float
 
     @classmethod
@@ -213,6 +216,7 @@ class Kind(NamedTuple):
             *sizes,
             packing.band,
             cu_seqlens is not None,
+            packing.same_lengths,
             softmax_scale,
         )
 
@@ -240,6 +244,14 @@ class Kind(NamedTuple):
     def every_query_sees_a_key(self) -> bool:
         """Known from the shapes alone; False when lengths decide."""
         return not self.has_lengths and self.band.shows_every_query_a_key(self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def some_query_may_see_no_key(self) -> bool:
+        """A query of a sequence that has keys may see none of them, as far as the host knows."""
+        if not self.has_lengths:
+            return not self.every_query_sees_a_key
+        left, right, bottom_right = self.band
+        return not self.same_lengths and (right if bottom_right else left) >= 0
 
     @property
     def lse_strides(self) -> tuple[int, int]:

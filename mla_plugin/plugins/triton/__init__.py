@@ -90,6 +90,7 @@ def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
         cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
         cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
         mask=request.band,
+        same_lengths=not request.lengths_may_differ,
     )
 
 
