@@ -46,7 +46,7 @@ class Packing:
     mask: Band = OPEN
     same_lengths: bool = False
 
-    @property
+    @functools.cached_property
     def band(self) -> Band:
         """``mask``; a side that reaches beyond every token is open: kernels add windows to positions, in int32."""
         return self.mask.within(self.max_seqlen_q + self.max_seqlen_kv)

@@ -7,8 +7,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.operations.attention.operator import Call
-from mla_plugin.operations.attention.run import is_traced, run_said, run_traced
+from mla_plugin.operations.attention.run import run_said
 
 
 def attention(
@@ -111,10 +110,7 @@ def attention(
         return_lse=return_lse,
         host=host,
     )
-    if is_traced():  # sizes may be symbols, which are not for a request
-        output = run_traced(Call(tensors, options.completed(tensors), backend))
-    else:
-        output = run_said(tensors, options, backend)
+    output = run_said(tensors, options, backend)
     return (output.out, output.lse) if return_lse else output.out
 
 
@@ -160,8 +156,8 @@ def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
-    if not isinstance(q, torch.Tensor):
-        return q, k, v, bias  # type: ignore[unreachable]
+    if not torch._C._is_any_autocast_enabled() or not isinstance(q, torch.Tensor):
+        return q, k, v, bias
     device_type = q.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return q, k, v, bias

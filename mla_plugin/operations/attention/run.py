@@ -39,20 +39,27 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
 def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
     """``run`` for a request, or for what a caller says beside the tensors."""
     if is_observed(tensors):
-        return run_traced(Call(tensors, options_of(request_for(tensors, said)), backend))
+        return _run_observed(tensors, said, backend)
     known = known_of(tensors, said, backend)
     tensors = compute.with_contiguous_rows(tensors)
     if known.request.is_training:
-        return AttentionOutput(*_Attention.apply(known, *vars(tensors).values()))  # type: ignore[no-untyped-call]
+        out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
+        return AttentionOutput(out, lse)
     if not torch.is_grad_enabled():
         return compute.forward(known, tensors)
     with torch.no_grad():
         return compute.forward(known, tensors)
 
 
-def run_traced(call: Call) -> AttentionOutput:
+def _run_observed(
+    tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None
+) -> AttentionOutput:
     """The same through the operator, which whoever watches the dispatcher can see."""
-    return AttentionOutput(*attention_forward(*call.arguments))
+    if isinstance(said, CallOptions) and is_traced():  # sizes may be symbols, which are not for a request
+        options = said.completed(tensors)
+    else:
+        options = options_of(request_for(tensors, said))
+    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
 
 
 def is_traced() -> bool:
@@ -81,25 +88,29 @@ def is_observed(tensors: AttentionTensors) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient of a call that nobody observes. ``fields`` are those of ``AttentionTensors``."""
+    """The gradient of a call that nobody observes.
+
+    Autograd looks at every argument, several times, so it gets no more than the tensors that may have a gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, known: Known, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = AttentionTensors(*fields)
+    def forward(
+        ctx: Any, known: Known, tensors: AttentionTensors, *differentiable: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         output = compute.forward(known, tensors)
-        q, k, v, softmax_scale, *rest = fields
-        ctx.save_for_backward(output.out, output.lse, q, k, v, *rest)
-        ctx.known, ctx.softmax_scale = known, softmax_scale
+        fields = vars(tensors).values()
+        ctx.save_for_backward(output.out, output.lse, *(x for x in fields if x is None or isinstance(x, torch.Tensor)))
+        ctx.known, ctx.softmax_scale = known, tensors.softmax_scale
         ctx.set_materialize_grads(False)
         return output.out, output.lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 6
         known: Known = ctx.known
         out, lse, q, k, v, *rest = ctx.saved_tensors
         tensors = AttentionTensors(q, k, v, ctx.softmax_scale, *rest)
-        if dout is None and dlse is None:
-            return (None,) * (1 + len(vars(tensors)))
         dout = torch.zeros_like(out) if dout is None else dout
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
             call = Call(tensors, options_of(known.request), known.backend)
@@ -107,5 +118,4 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
         else:
             dq, dk, dv, dbias = compute.backward(known, Residuals(tensors, out, lse), dout, dlse)
-        given = {"q": dq, "k": dk, "v": dv, "bias": dbias if known.request.bias_requires_grad else None}
-        return (None, *(given.get(name) for name in vars(tensors)))
+        return None, None, dq, dk, dv, dbias if known.request.bias_requires_grad else None

@@ -5,13 +5,14 @@ Refusals are about the request and the device alone; nothing here imports Triton
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from mla_plugin import environment
-from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
@@ -79,18 +80,26 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
+    return _dense_packing(request) if tensors.cu_seqlens_q is None else _packing_of(request, tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_packing(request: AttentionRequest) -> Packing:
+    """Of calls without lengths: it holds no tensor."""
+    return _packing_of(request, None)
+
+
+def _packing_of(request: AttentionRequest, tensors: AttentionTensors | None) -> Packing:
     from mla_plugin.kernels.prefill.packing import Packing
 
+    lengths = {} if tensors is None else {name: getattr(tensors, name) for name in LENGTHS}
     return Packing(
         qkv_format=request.qkv_format,
         max_seqlen_q=request.max_seqlen_q,
         max_seqlen_kv=request.max_seqlen_kv,
-        cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_kv=tensors.cu_seqlens_kv,
-        cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
         mask=request.band,
         same_lengths=not request.lengths_may_differ,
+        **lengths,
     )
 
 
