@@ -45,7 +45,7 @@ def install_flash_attention_3(peers: Path, site: Path) -> None:
 
 
 def install_flash_attention_4(peers: Path, site: Path) -> None:
-    """An archive of installed wheels; a ``.pth`` file has no effect in a folder of PYTHONPATH, so links take its place."""
+    """An archive of installed wheels; links do what their ``.pth`` file, without effect here, would do."""
     packed = peers / "fa4.tar.xz"
     if not packed.exists():
         return

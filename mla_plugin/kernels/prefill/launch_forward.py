@@ -70,9 +70,10 @@ def forward(
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
 
-    def launch(tile: tiles.Tile | None) -> None:
-        _forward_launch(kind, tile)(q, k, v, out, lse, *packing.offsets())
-
+    arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
-        launch(measured_tile("forward", q, v, packing, launch) if tuned else None)
+        tile = None
+        if tuned:
+            tile = measured_tile("forward", q, v, packing, lambda tile: _forward_launch(kind, tile)(*arguments))
+        _forward_launch(kind, tile)(*arguments)
     return out, lse

@@ -83,7 +83,8 @@ def attention(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
-    check_number("dropout_p", dropout_p)
+    if type(dropout_p) is not float:
+        check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     tensors = _tensors_of(

@@ -92,6 +92,7 @@ def _own(x: torch.Tensor, tensors: AttentionTensors) -> torch.Tensor:
     """x contiguous, in memory of its own, and no view, which PyTorch would not let the caller change in place."""
     x = x.contiguous()
     is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # missing in PyTorch's stubs
-    if is_alias(x, tensors.q) or is_alias(x, tensors.k) or is_alias(x, tensors.v):
+    q = tensors.q
+    if x.dtype == q.dtype and (is_alias(x, q) or is_alias(x, tensors.k) or is_alias(x, tensors.v)):
         return x.clone()
     return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]

@@ -6,8 +6,8 @@ Refusals are about the request and the device alone; nothing here imports Triton
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -79,6 +79,14 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     return Refused(reasons) if reasons else Accepted()
 
 
+@functools.cache
+def _launches() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward; imported at the first call, because Triton is slow to import."""
+    from mla_plugin.kernels.prefill import launch_backward, launch_forward
+
+    return launch_forward.forward, launch_backward.backward
+
+
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
     return _dense_packing(request) if tensors.cu_seqlens_q is None else _packing_of(request, tensors)
 
@@ -108,9 +116,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    from mla_plugin.kernels.prefill import launch_forward
-
-    out, lse = launch_forward.forward(
+    out, lse = _launches()[0](
         tensors.q,
         tensors.k,
         tensors.v,
@@ -124,11 +130,9 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
-    from mla_plugin.kernels.prefill import launch_backward
-
     tensors = residuals.tensors
     return Gradients(
-        *launch_backward.backward(
+        *_launches()[1](
             tensors.q,
             tensors.k,
             tensors.v,
