@@ -213,7 +213,7 @@ def passes(problem: Problem, row: dict[str, Any]) -> dict[str, dict[str, Callabl
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     problem = Problem(case)
-    row: dict[str, Any] = {**case._asdict(), "refused": {}}
+    row: dict[str, Any] = {**case._asdict(), "longest": max(problem.lengths), "refused": {}}
     plan = mla_plugin.resolve(problem.requests["backward"])
     inference = mla_plugin.resolve(problem.requests["forward"]).forward_backend
     row["choice"] = {"forward": inference, "training": [plan.forward_backend, plan.backward_backend]}
