@@ -79,8 +79,6 @@ CASES = (
     *(Case((96, 64), 40, 40, 1, s) for s in (1024, 8192)),
     *(Case(dims, 16, 16, 1, s, deterministic=True) for dims in (MLA, EVEN) for s in (1024, 8192)),
     *(Case(dims, 16, 16, 8, 4096, "causal", True, deterministic=True) for dims in (MLA, EVEN)),
-)
-BETWEEN = (
     *(Case(MLA, h, h, b, s) for h, b, s in ((32, 1, 3000), (64, 4, 2048), (8, 1, 700), (40, 2, 6000), (16, 1, 32768))),
     *(Case(MLA, h, h, b, s, "full") for h, b, s in ((32, 2, 2000), (64, 1, 6000))),
     *(Case(MLA, h, h, b, s, "causal", True) for h, b, s in ((32, 16, 1000), (64, 4, 8000), (16, 3, 20000))),
@@ -93,6 +91,23 @@ BETWEEN = (
     Case((192, 192), 16, 16, 1, 3000),
     Case((256, 256), 8, 2, 2, 3000),
     Case(MLA, 32, 32, 1, 3000, deterministic=True),
+)
+BETWEEN = (
+    *(Case(MLA, h, h, b, s) for h, b, s in ((24, 1, 5000), (128, 2, 1500), (16, 8, 400), (64, 1, 12000))),
+    *(Case(MLA, h, h, b, s, "full") for h, b, s in ((48, 1, 3000), (16, 4, 900), (24, 1, 10000))),
+    *(Case(MLA, h, h, b, s, "causal", True) for h, b, s in ((24, 32, 700), (64, 16, 2500), (128, 3, 6000))),
+    Case(MLA, 32, 32, 12, 1500, "full", True),
+    *(Case(MLA, h, kv, 1, s) for h, kv, s in ((48, 4, 5000), (32, 2, 1200))),
+    *(Case(MLA, h, h, 2, s, w) for h, s, w in ((16, 6000, 2048), (64, 3000, 700))),
+    *(Case(EVEN, h, kv, b, s) for h, kv, b, s in ((40, 40, 1, 5000), (48, 8, 1, 3500), (32, 4, 8, 700))),
+    *(Case(EVEN, 24, 24, 1, s, "full") for s in (2500, 12000)),
+    Case(EVEN, 24, 24, 10, 1500, "causal", True),
+    Case((160, 128), 24, 24, 1, 3500),
+    Case((80, 80), 24, 24, 2, 2500),
+    Case((192, 192), 24, 24, 2, 1500),
+    Case(WIDE, 24, 24, 1, 3000),
+    Case(SMALL, 24, 24, 4, 2500),
+    *(Case(dims, 24, 24, 1, 5000, deterministic=True) for dims in (MLA, EVEN)),
 )
 """Shapes that the resolver's table does not hold."""
 QUICK = (Case(MLA, 16, 16, 1, 4096), Case(MLA, 16, 16, 1, 4096, "full"), Case(MLA, 16, 16, 8, 4096, "causal", True))
