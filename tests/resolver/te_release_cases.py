@@ -129,6 +129,8 @@ MASK_AND_BIAS = (
     Span("32", "fused", "2.10-2.11", {**NO_MASK, "window": [128, 128]}),
     Span("32", "fused", ALL, {**LOCAL, "dropout": 0.1}),
     Span("33", "flash2", "2.12-2.20", {**TOP_LEFT_CROSS, **LOCAL, **dims(64, 64)}),
+    # Rule 29 has removed FlashAttention already; up to 2.19 rule 33 speaks up all the same.
+    Span("33", "FlashAttention", "2.12-2.19", {**CROSS, **LOCAL, **dims(64, 64)}),
     Span("33", "flash3", "2.20-2.20", {**TOP_LEFT_CROSS, **LOCAL, **ONLY_FA3}),
     Span("34", "flash2", "2.12-2.20", {**ALIBI, **TOP_LEFT_CROSS, **dims(64, 64)}),
     Span("37", "fused", "2.10-2.12", {**SHAPE, "bias_shape": "bhss"}),

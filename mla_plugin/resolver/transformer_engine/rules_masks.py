@@ -246,7 +246,7 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         lambda q: f"sliding window needs flash-attn 2.3, found {q.flash_versions['flash2']}",
         subject="FlashAttention",
     ),
-    # Asked only while FlashAttention 2 could run, although it removes every version, up to 2.19: defect 3 in
+    # Up to 2.19 asked only while FlashAttention 2 could run, although it removes every version: defect 3 in
     # docs/te_selection.md.
     Rule(
         "33",
@@ -255,6 +255,7 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         _window_alignment,
         asked_while=installed_fa2_on,
         since="2.12",
+        until="2.19",
     ),
     Rule(
         "33",
