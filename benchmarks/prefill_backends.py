@@ -2,6 +2,7 @@
 
     python benchmarks/prefill_backends.py             every shape
     python benchmarks/prefill_backends.py --quick     a few shapes
+    python benchmarks/prefill_backends.py --between   shapes between those of the resolver's table
     python benchmarks/prefill_backends.py --check     exit 1 where the choice is below 0.95 of the best
 
 bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
@@ -45,12 +46,14 @@ class Case(NamedTuple):
     seqlen: int
     mask: str | int = "causal"
     packed: bool = False
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
         """In the table."""
         shape = f"{self.dims[0]}/{self.dims[1]} H {self.heads}/{self.kv_heads} B {self.batch} S {self.seqlen}"
-        return f"{shape} {self.mask}{' packed' if self.packed else ''}"
+        flags = (name for name in ("packed", "deterministic") if getattr(self, name))
+        return " ".join((shape, str(self.mask), *flags))
 
 
 MLA, EVEN, WIDE, SMALL = (192, 128), (128, 128), (256, 256), (64, 64)
@@ -74,7 +77,24 @@ CASES = (
     *(Case(SMALL, 16, 16, 1, s) for s in (1024, 8192)),
     Case(SMALL, 16, 16, 8, 4096, "causal", True),
     *(Case((96, 64), 40, 40, 1, s) for s in (1024, 8192)),
+    *(Case(dims, 16, 16, 1, s, deterministic=True) for dims in (MLA, EVEN) for s in (1024, 8192)),
+    *(Case(dims, 16, 16, 8, 4096, "causal", True, deterministic=True) for dims in (MLA, EVEN)),
 )
+BETWEEN = (
+    *(Case(MLA, h, h, b, s) for h, b, s in ((32, 1, 3000), (64, 4, 2048), (8, 1, 700), (40, 2, 6000), (16, 1, 32768))),
+    *(Case(MLA, h, h, b, s, "full") for h, b, s in ((32, 2, 2000), (64, 1, 6000))),
+    *(Case(MLA, h, h, b, s, "causal", True) for h, b, s in ((32, 16, 1000), (64, 4, 8000), (16, 3, 20000))),
+    *(Case(MLA, 32, kv, 1, 3000) for kv in (1, 8)),
+    *(Case(MLA, 32, 32, 1, s, w) for s, w in ((4096, 1024), (12000, 512))),
+    *(Case(EVEN, h, kv, 2, s) for h, kv, s in ((32, 32, 3000), (64, 8, 5000), (16, 2, 900))),
+    Case(EVEN, 32, 32, 6, 2500, "causal", True),
+    *(Case((160, 128), 16, 16, 2, s) for s in (1500, 6000)),
+    Case((96, 96), 32, 32, 2, 3000),
+    Case((192, 192), 16, 16, 1, 3000),
+    Case((256, 256), 8, 2, 2, 3000),
+    Case(MLA, 32, 32, 1, 3000, deterministic=True),
+)
+"""Shapes that the resolver's table does not hold."""
 QUICK = (Case(MLA, 16, 16, 1, 4096), Case(MLA, 16, 16, 1, 4096, "full"), Case(MLA, 16, 16, 8, 4096, "causal", True))
 
 
@@ -112,7 +132,9 @@ class Problem:
             options |= {"qkv_format": "thd", "max_seqlen_q": max(self.lengths), "max_seqlen_kv": max(self.lengths)}
         self.tensors = AttentionTensors(q, k, v, dim_qk**-0.5, **given)
         self.requests = {
-            name: AttentionRequest.of(self.tensors, **options, is_training=name == "backward")
+            name: AttentionRequest.of(
+                self.tensors, **options, is_training=name == "backward", deterministic=case.deterministic
+            )
             for name in ("forward", "backward")
         }
 
@@ -259,16 +281,18 @@ def main() -> None:
     """Measure every case, write, print."""
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="a few shapes")
+    arguments.add_argument("--between", action="store_true", help="shapes between those of the resolver's table")
     arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     rows: list[dict[str, Any]] = []
+    name = "prefill_backends_between" if options.between else "prefill_backends"
     with torch.no_grad():
-        for case in QUICK if options.quick else CASES:
+        for case in QUICK if options.quick else BETWEEN if options.between else CASES:
             rows.append(measure(case, options.rounds))
             packages = dict(device.installed_packages())
-            path = write("prefill_backends", {"packages": packages, "rows": rows}, options.commit)
+            path = write(name, {"packages": packages, "rows": rows}, options.commit)
             torch.cuda.empty_cache()
     print(path)
     print(table(rows))
