@@ -16,8 +16,9 @@ from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, 
 from mla_plugin.resolver import choice, preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, decide
-from mla_plugin.resolver.transformer_engine.request import te_params, te_platform
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, te_decide
+from mla_plugin.resolver.transformer_engine.release import read_release
+from mla_plugin.resolver.transformer_engine.request import installed_release, te_params, te_platform
 
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
@@ -41,6 +42,7 @@ class _Survey:
 
     request: AttentionRequest
     asked: Inquiry
+    te_release: str
     cascade: CascadeDecision | None
 
     @property
@@ -57,7 +59,15 @@ class _Survey:
             given = (asked.platform, asked.environ, asked.priorities, asked.builtin)
             return choice.order(self.request, *given, direction)
         survivors = [preference.CASCADE_NAMES[name] for name in self.cascade.survivors] if self.cascade else None
-        return preference.order(self.request, asked.platform, asked.environ, survivors, asked.priorities, asked.builtin)
+        return preference.order(
+            self.request,
+            asked.platform,
+            asked.environ,
+            survivors,
+            asked.priorities,
+            asked.builtin,
+            te_release=self.te_release,
+        )
 
     def verdict(self, name: str, tried: bool) -> tuple[TraceEntry, str | None]:
         """One backend's line of the trace, and the backend of its backward when it can run."""
@@ -113,7 +123,7 @@ class _Survey:
             return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
         if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", environ):
             return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
-        if switch := preference.flash_switched_off(name, environ):
+        if switch := preference.flash_switched_off(name, environ, self.te_release):
             return TraceEntry(name, False, "environment", (switch,))
         if name == "triton" and self.asked.platform.device_type != "cuda":
             return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
@@ -130,6 +140,7 @@ def survey(
     backend: str | None = None,
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
 ) -> Decision:
     """Decide, uncached, and keep everything that led to the decision.
 
@@ -138,22 +149,25 @@ def survey(
         backend: use this backend and no other.
         platform: a hypothetical platform; None probes the request's device.
         environ: a hypothetical environment; None reads the process's.
+        te_release: the release of TransformerEngine whose rules apply, such as ``"2.14"``; None for the installed one
+            where TransformerEngine is the host, and for the newest anywhere else.
 
     Raises:
         EnvironmentVariableError: a variable has a value that is not accepted.
         TypeError: ``backend`` is neither a name nor None.
-        ValueError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered, or ``te_release`` is not known or cannot express the request.
     """
     environ = dict(environment.gates()) if environ is None else environ
     if not environment.parse("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ):
         request = request.replace(deterministic=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
+    te_release = installed_release(request.host, platform) if te_release is None else read_release(te_release)[0]
     cascade = None
     if platform.device_type == "cuda":
-        cascade = decide(te_params(request), asked.environ, te_platform(platform))
+        cascade = te_decide(te_params(request), asked.environ, te_platform(platform, te_release), release=te_release)
 
-    known = _Survey(request, asked, cascade)
+    known = _Survey(request, asked, te_release, cascade)
     tried = known.order("forward")
     trace, plan_backends = [], None
     for name in (*tried, *(name for name in asked.names if name not in tried)):
