@@ -42,7 +42,6 @@ class _Survey:
 
     request: AttentionRequest
     asked: Inquiry
-    te_release: str
     cascade: CascadeDecision | None
 
     @property
@@ -59,15 +58,7 @@ class _Survey:
             given = (asked.platform, asked.environ, asked.priorities, asked.builtin)
             return choice.order(self.request, *given, direction)
         survivors = [preference.CASCADE_NAMES[name] for name in self.cascade.survivors] if self.cascade else None
-        return preference.order(
-            self.request,
-            asked.platform,
-            asked.environ,
-            survivors,
-            asked.priorities,
-            asked.builtin,
-            te_release=self.te_release,
-        )
+        return preference.order(self.request, asked.platform, asked.environ, survivors, asked.priorities, asked.builtin)
 
     def verdict(self, name: str, tried: bool) -> tuple[TraceEntry, str | None]:
         """One backend's line of the trace, and the backend of its backward when it can run."""
@@ -113,20 +104,12 @@ class _Survey:
 
     def _left_out(self, name: str) -> TraceEntry:
         """Why a backend that could run is not even tried."""
-        asked, environ = self.asked, self.asked.environ
+        asked = self.asked
         if asked.backend is not None:
             return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was asked for by name",))
-        if self.is_free:
-            reason = choice.switched_off(name, self.request, asked.platform, environ) or "it is not tried"
-            return TraceEntry(name, False, "environment" if "=" in reason else "host", (reason,))
-        if name == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "0":
-            return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
-        if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", environ):
-            return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
-        if switch := preference.flash_switched_off(name, environ, self.te_release):
-            return TraceEntry(name, False, "environment", (switch,))
-        if name == "triton" and self.asked.platform.device_type != "cuda":
-            return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
+        off = choice.switched_off(name, self.request, asked.platform, asked.environ)
+        if off is not None and (self.is_free or name in ("triton", preference.FALLBACK)):
+            return off
         if name == "triton":
             reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))
@@ -167,7 +150,7 @@ def survey(
     if platform.device_type == "cuda":
         cascade = te_decide(te_params(request), asked.environ, te_platform(platform, te_release), release=te_release)
 
-    known = _Survey(request, asked, te_release, cascade)
+    known = _Survey(request, asked, cascade)
     tried = known.order("forward")
     trace, plan_backends = [], None
     for name in (*tried, *(name for name in asked.names if name not in tried)):

@@ -6,11 +6,12 @@ who does. The two passes are chosen apart, because nothing but out and lse ties 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
-from mla_plugin.hooks.types import Platform
+from mla_plugin.hooks.types import Platform, TraceEntry
 from mla_plugin.resolver.attention_speed import fastest_first
 from mla_plugin.resolver.preference import FALLBACK, by_priority, triton_opt_in_obstacles
 
@@ -29,16 +30,20 @@ def is_as_strict_as_te(request: AttentionRequest, environ: Mapping[str, str]) ->
     return request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
 
 
-def switched_off(name: str, request: AttentionRequest, platform: Platform, environ: Mapping[str, str]) -> str | None:
+def switched_off(
+    name: str, request: AttentionRequest, platform: Platform, environ: Mapping[str, str]
+) -> TraceEntry | None:
     """What keeps a built-in backend off whatever it can compute; None when nothing does."""
     if name == "triton" and platform.device_type != "cuda":
-        return "Triton's interpreter is slow; it runs when asked for by name"
+        return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
     if name == "triton":
-        return "NVTE_MLA_TRITON=0" if environment.parse("NVTE_MLA_TRITON", environ) == "0" else None
-    if name == FALLBACK and _is_without_transformer_engine(request, environ):
-        return None
-    switches = (switch for switch in _SWITCHES.get(name, ()) if not environment.parse(switch, environ))
-    return next((f"{switch}={environ[switch]}" for switch in switches), None)
+        off = ["NVTE_MLA_TRITON=0"] if environment.parse("NVTE_MLA_TRITON", environ) == "0" else []
+    elif name == FALLBACK and _is_without_transformer_engine(request, environ):
+        off = []
+    else:
+        switches = (switch for switch in _SWITCHES.get(name, ()) if not environment.parse(switch, environ))
+        off = [f"{switch}={environ[switch]}" for switch in itertools.islice(switches, 1)]  # the next is not parsed then
+    return TraceEntry(name, False, "environment", tuple(off)) if off else None
 
 
 def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
