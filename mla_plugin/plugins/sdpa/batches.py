@@ -14,48 +14,57 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import empty_output
+from mla_plugin.arguments.layout import empty_output, lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.groups import Group, groups
-from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import Terms
 
-PARTS = 16
-"""Parts that a large call aims at."""
-LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 18
-"""Bounds of a part's largest tensor, unless a single sequence or head has more."""
+LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 20, 1 << 22
+"""A call is cut into parts as if its largest tensor had no less and no more elements."""
+PARTS, PARTS_OF_COPIES = 4, 16
+"""Parts of a call; the second number is for inputs of 16 bits, which are all copied, to twice their size."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
 
 
 def _parts(
-    request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool, is_backward: bool
+    request: AttentionRequest, tensors: AttentionTensors, whole: list[Group], *, use_kernel: bool, is_backward: bool
 ) -> Iterator[Group]:
-    """The call's sequences in parts; those of the blocks are the same in both passes, whose dropout is drawn by part."""
-    threads = torch.get_num_threads()
+    """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
-    whole = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
-    limit = min(max(whole // PARTS, LEAST_ELEMENTS), MOST_ELEMENTS)
+    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+    count = PARTS_OF_COPIES if tensors.q.element_size() < 4 else PARTS
+    limit = min(max(largest, LEAST_ELEMENTS), MOST_ELEMENTS) // count
     head_dim = max(request.head_dim_qk, request.head_dim_v)
-    for group in groups(request, tensors):
+    for group in whole:
         len_q, len_kv = group.q.length, group.kv.length
         elements = max(len_q * num_heads, len_kv * num_kv_heads) * head_dim
-        if not use_kernel or elements <= limit:
-            yield from group.by_sequences(max(1, limit // elements))
-            continue
-        busy = num_heads // num_kv_heads * (1 if is_backward else -(-len_q // ROWS_PER_THREAD))
-        heads = max(limit * num_kv_heads // elements, -(-threads // busy))
-        for sequence in group.by_sequences(max(1, heads // num_kv_heads)):
-            if len(sequence.q.firsts) > 1:
-                yield sequence
-            else:
-                yield from sequence.by_heads(heads, num_heads, num_kv_heads)
+        if elements * len(group.q.firsts) <= limit:
+            yield group
+        elif not use_kernel or elements <= limit:
+            yield from group.by_sequences(limit // elements)
+        else:
+            busy = num_heads // num_kv_heads * (1 if is_backward else -(-len_q // ROWS_PER_THREAD))
+            heads = max(limit * num_kv_heads // elements, -(-torch.get_num_threads() // busy))
+            for sequences in group.by_sequences(heads // num_kv_heads):
+                if len(sequences.q.firsts) > 1:
+                    yield sequences
+                else:
+                    yield from sequences.by_heads(heads, num_heads, num_kv_heads)
 
 
-def _is_whole(request: AttentionRequest, parts: list[Group]) -> bool:
-    """One part has every row of the call."""
-    return len(parts) == 1 and not is_ragged(request)
+def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """One part is all of the call, and its results are the call's."""
+    return len(parts) == 1 and parts[0].q.is_all_of(q) and parts[0].kv.is_all_of(k)
+
+
+def _have_all(whole: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """The groups have every query and every key."""
+    return (
+        sum(group.q.num_tokens for group in whole) == q.shape[0] * q.shape[2]
+        and sum(group.kv.num_tokens for group in whole) == k.shape[0] * k.shape[2]
+    )
 
 
 def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool) -> AttentionOutput:
@@ -64,17 +73,22 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
     terms = Terms.of(request, tensors, wants_dbias=False)
     route = flash.forward if use_kernel else blocked.forward
-    parts = list(_parts(request, tensors, use_kernel=use_kernel, is_backward=False))
-    if _is_whole(request, parts):
-        rows, lse = route(q, k, v, terms)
-        return AttentionOutput(layout.from_bhsd(rows).to(q.dtype).contiguous(), lse.contiguous())
-    out = empty_output(tensors.q, v.shape[-1]).zero_()
-    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    out_rows = layout.to_bhsd(out)
-    for part in parts:
-        part_out, part_lse = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
-        part.write_queries(out_rows, part_out)
-        part.write_queries(lse, part_lse)
+    whole = list(groups(request, tensors))
+    parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
+    if _is_one(parts, q, k):
+        part_out, part_lse = route(parts[0].queries(q), parts[0].keys(k), parts[0].keys(v), terms)
+        out = layout.from_bhsd(parts[0].q.joined(part_out)).to(q.dtype).contiguous()
+        lse = parts[0].q.joined(part_lse).contiguous()
+    else:
+        out, lse = empty_output(tensors.q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
+        if not _have_all(whole, q, k):
+            out.zero_()
+            lse.fill_(-torch.inf)
+        out_rows = layout.to_bhsd(out)
+        for part in parts:
+            part_out, part_lse = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
+            part.write_queries(out_rows, part_out)
+            part.write_queries(lse, part_lse)
     return AttentionOutput(out, lse.squeeze(0) if layout.is_packed else lse)
 
 
@@ -88,16 +102,11 @@ def backward(
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
     dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
-    route = flash.backward if use_kernel else blocked.backward
-    parts = list(_parts(request, tensors, use_kernel=use_kernel, is_backward=True))
-    if _is_whole(request, parts):
-        results = route(q, k, v, out, lse, dout, dlse, terms)
-        dq, dk, dv = (layout.from_bhsd(x).to(q.dtype).contiguous() for x in results)
-        return Gradients(dq, dk, dv, dbias=terms.dbias_like(tensors.bias))
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
-    dq_rows, dk_rows, dv_rows = layout.to_bhsd(dq), layout.to_bhsd(dk), layout.to_bhsd(dv)
-    for part in parts:
-        results = route(
+    whole = list(groups(request, tensors))
+    parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=True))
+
+    def gradients_of(part: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (flash.backward if use_kernel else blocked.backward)(
             part.queries(q),
             part.keys(k),
             part.keys(v),
@@ -107,7 +116,18 @@ def backward(
             None if dlse is None else part.queries(dlse),
             terms.of_part(part),
         )
-        part.write_queries(dq_rows, results[0])
-        part.write_keys(dk_rows, results[1])
-        part.write_keys(dv_rows, results[2])
-    return Gradients(dq, dk, dv, dbias=terms.dbias_like(tensors.bias))
+
+    if _is_one(parts, q, k):
+        results = gradients_of(parts[0])
+        places = (parts[0].q, parts[0].kv, parts[0].kv)
+        found = [layout.from_bhsd(p.joined(x)).to(q.dtype).contiguous() for p, x in zip(places, results, strict=True)]
+    else:
+        make = torch.empty_like if _have_all(whole, q, k) else torch.zeros_like
+        found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
+        dq, dk, dv = (layout.to_bhsd(x) for x in found)
+        for part in parts:
+            dq_part, dk_part, dv_part = gradients_of(part)
+            part.write_queries(dq, dq_part)
+            part.write_keys(dk, dk_part)
+            part.write_keys(dv, dv_part)
+    return Gradients(found[0], found[1], found[2], dbias=terms.dbias_like(tensors.bias))

@@ -113,7 +113,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
         the kernel may have lost NaN, the blocks' mathematics gives all of a sequence's result; a query and a value of
         zeros in a row that sees one key look the same, and are right both ways.
     """
-    given = (q, k, v)
+    given_q, given_k, given_v = q, k, v
     dtype = torch.promote_types(q.dtype, torch.float32)
     len_q, len_kv, head_dim_v = q.shape[2], v.shape[2], v.shape[3]
     head_dim = max(q.shape[3], head_dim_v)
@@ -134,7 +134,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             rows = (slice(None), slice(None), piece.queries)
             _merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
     for i in set(lost):
-        out[i : i + 1], lse[i : i + 1] = blocked.forward(*(x[i : i + 1] for x in given), terms)
+        one = slice(i, i + 1)
+        out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
     lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
     return out, lse
 

@@ -44,7 +44,7 @@ class Rows:
         if not self.is_packed:
             return x[:, :, : self.length].index_select(0, torch.tensor(firsts))
         tokens = x[0].transpose(0, 1).index_select(0, self._tokens())
-        return tokens.unflatten(0, (-1, self.length)).transpose(1, 2)
+        return tokens.view(-1, self.length, *tokens.shape[1:]).transpose(1, 2)
 
     def write(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """The inverse of ``read``: value [n, H, length, ...] into x [N, H, S, ...], in x's dtype."""
@@ -57,10 +57,26 @@ class Rows:
             tokens = value.to(x.dtype).transpose(1, 2).flatten(0, 1)
             x[0].transpose(0, 1).index_copy_(0, self._tokens(), tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences together."""
+        return len(self.firsts) * self.length
+
+    def is_all_of(self, x: torch.Tensor) -> bool:
+        """They are every token of x [N, H, S, ...], in order."""
+        firsts = self.firsts
+        if not isinstance(firsts, range) or firsts.start or self.num_tokens != x.shape[0] * x.shape[2]:
+            return False
+        return firsts.step == (self.length if self.is_packed and len(firsts) > 1 else 1)
+
+    def joined(self, value: torch.Tensor) -> torch.Tensor:
+        """[n, H, length, ...] as the [N, H, S, ...] that they are all of; a view where strides allow it."""
+        return value.transpose(0, 1).flatten(1, 2).unsqueeze(0) if self.is_packed else value
+
     def _view(self, x: torch.Tensor, firsts: range) -> torch.Tensor:
         if not self.is_packed:
             if len(firsts) == x.shape[0] and self.length == x.shape[2]:
-                return x
+                return x  # a slice of everything is another tensor, and takes a microsecond
             return x[firsts.start : firsts.stop : firsts.step, :, : self.length]
         _, head, token, *rest = x.stride()
         return x.as_strided(
@@ -131,8 +147,8 @@ def groups(request: AttentionRequest, tensors: AttentionTensors) -> Iterator[Gro
         return
     cu_q, cu_kv = (x.tolist() for x in cu_seqlens(request, tensors))
     lengths = list(zip(_steps(cu_q), _steps(cu_kv), strict=True))
-    numbers = range(len(lengths))
-    firsts_q = firsts_kv = numbers
+    firsts_q: Sequence[int] = range(len(lengths))
+    firsts_kv = firsts_q
     is_packed = request.qkv_format == "thd"
     if is_packed:
         padded_q, padded_kv = tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded
@@ -150,18 +166,18 @@ def _steps(offsets: list[int]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(offsets)]
 
 
-def _alike(
-    lengths: list[tuple[int, int]], *, neighbours_only: bool
-) -> Iterator[tuple[tuple[int, int], list[int]]]:
+def _alike(lengths: list[tuple[int, int]], *, neighbours_only: bool) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
     """The sequences of each pair of lengths, ascending."""
-    if neighbours_only:
+    if len(set(lengths)) == 1:
+        yield lengths[0], range(len(lengths))
+    elif neighbours_only:
         for pair, run in itertools.groupby(range(len(lengths)), key=lengths.__getitem__):
             yield pair, list(run)
-        return
-    members: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for i, pair in enumerate(lengths):
-        members[pair].append(i)
-    yield from members.items()
+    else:
+        members: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i, pair in enumerate(lengths):
+            members[pair].append(i)
+        yield from members.items()
 
 
 def _evenly(firsts: list[int]) -> Sequence[int]:
