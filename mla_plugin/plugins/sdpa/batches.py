@@ -10,6 +10,7 @@ but not so small that the host's time for a part counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -20,10 +21,24 @@ from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.terms import Terms
 
-LEAST_ELEMENTS, MOST_ELEMENTS = 1 << 20, 1 << 22
-"""A call is cut into parts as if its largest tensor had no less and no more elements."""
-PARTS, PARTS_OF_COPIES = 4, 16
-"""Parts of a call; the second number is for inputs of 16 bits, which are all copied, to twice their size."""
+@dataclass(frozen=True)
+class Sizes:
+    """How large a part of a call is.
+
+    Attributes:
+        count: parts of a call, unless the bounds say otherwise.
+        least, most: elements of a part's largest tensor; more only where a single sequence or head has more.
+    """
+
+    count: int
+    least: int
+    most: int
+
+
+COPIED = Sizes(16, 1 << 16, 1 << 18)
+"""16-bit inputs: all of a part is copied, to twice its size."""
+AS_GIVEN = Sizes(8, 1 << 18, 1 << 19)
+"""Others: the queries are copied, and what has the smaller head dim."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
 
@@ -33,9 +48,9 @@ def _parts(
 ) -> Iterator[Group]:
     """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
+    sizes = COPIED if tensors.q.element_size() < 4 else AS_GIVEN
     largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
-    count = PARTS_OF_COPIES if tensors.q.element_size() < 4 else PARTS
-    limit = min(max(largest, LEAST_ELEMENTS), MOST_ELEMENTS) // count
+    limit = min(max(largest // sizes.count, sizes.least), sizes.most)
     head_dim = max(request.head_dim_qk, request.head_dim_v)
     for group in whole:
         len_q, len_kv = group.q.length, group.kv.length
