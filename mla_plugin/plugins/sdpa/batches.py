@@ -21,6 +21,7 @@ from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.terms import Terms
 
+
 @dataclass(frozen=True)
 class Sizes:
     """How large a part of a call is.
@@ -101,9 +102,10 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
             lse.fill_(-torch.inf)
         out_rows = layout.to_bhsd(out)
         for part in parts:
-            part_out, part_lse = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
-            part.write_queries(out_rows, part_out)
-            part.write_queries(lse, part_lse)
+            results = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
+            part.write_queries(out_rows, results[0])
+            part.write_queries(lse, results[1])
+            del results  # before the next part allocates its own
     return AttentionOutput(out, lse.squeeze(0) if layout.is_packed else lse)
 
 
@@ -141,8 +143,9 @@ def backward(
         found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
         dq, dk, dv = (layout.to_bhsd(x) for x in found)
         for part in parts:
-            dq_part, dk_part, dv_part = gradients_of(part)
-            part.write_queries(dq, dq_part)
-            part.write_keys(dk, dk_part)
-            part.write_keys(dv, dv_part)
+            results = gradients_of(part)
+            part.write_queries(dq, results[0])
+            part.write_keys(dk, results[1])
+            part.write_keys(dv, results[2])
+            del results
     return Gradients(found[0], found[1], found[2], dbias=terms.dbias_like(tensors.bias))
