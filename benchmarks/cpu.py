@@ -6,7 +6,8 @@
 packed sequences of different lengths PyTorch gets the better of two ways, packing and unpacking included: a padded
 batch, or a loop over the sequences. The two take turns in shuffled order, each figure is the best of the turns, because
 others use the machine. Memory is the peak of what PyTorch allocates during a call, with and without its inputs.
-Nothing is timed whose error against float64 is more than twice that of plain PyTorch in the same dtype.
+Nothing is timed whose error against float64 is more than twice that of plain PyTorch in the same dtype and a few
+roundings.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ import mla_plugin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
-TURNS = 15
+ROUNDINGS = 4
+TURNS = 7
 SECONDS_PER_TURN = 0.02
-RAGGED = tuple(random.Random(0).randint(24, 40) for _ in range(128))
+RAGGED = tuple(random.Random(0).choices(range(24, 41), k=128))
 TO_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3), "bhsd": (0, 1, 2, 3)}
 FROM_BHSD = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3), "bhsd": (0, 1, 2, 3)}
 
@@ -164,7 +166,7 @@ def passes(point: Point) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]
 
 
 def check(point: Point) -> None:
-    """Refuse to time what is wrong: every error is at most twice plain PyTorch's, plus a rounding."""
+    """Refuse to time what is wrong: every error is at most twice plain PyTorch's, plus a few roundings."""
     qkv, dout = inputs(point)
     ours = passes(point)["ours"][1]()
     is_key = torch.arange(max(point.lengths)) < torch.tensor(point.lengths)[:, None]
@@ -177,10 +179,10 @@ def check(point: Point) -> None:
         scores = leaves[0] @ leaves[1].transpose(-1, -2) * point.dims[0] ** -0.5
         out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ leaves[2]
         gradient = dout.to(dtype).masked_fill(~is_key[:, None, :, None], 0)
-        results.append([packed(x, point).double() for x in (out, *torch.autograd.grad(out, leaves, gradient))])
+        results.append([packed(x.detach(), point).double() for x in (out, *torch.autograd.grad(out, leaves, gradient))])
     for name, found, exact, plain in zip(("out", "dq", "dk", "dv"), ours, *results, strict=True):
-        error, budget = (float((x.double() - exact).abs().max()) for x in (found, plain))
-        budget = 2 * budget + torch.finfo(point.dtype).eps * float(exact.abs().max())
+        error, budget = (float((x.detach().double() - exact).abs().max()) for x in (found, plain))
+        budget = 2 * budget + ROUNDINGS * torch.finfo(point.dtype).eps * float(exact.detach().abs().max())
         if not error <= budget:
             raise SystemExit(f"{point.name}: the error of {name} is {error:.2g} > {budget:.2g}; nothing was measured")
 

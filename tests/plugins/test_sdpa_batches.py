@@ -77,7 +77,7 @@ def test_a_large_batch_takes_its_parts_and_no_more() -> None:
     call = request(batch_size=256, max_seqlen_q=16, max_seqlen_kv=16, num_heads=4, num_kv_heads=4, head_dim_qk=192)
     with Calls() as calls:
         both_passes(call, tensors(call))
-    most = batches.AS_GIVEN.count + 1
+    most = batches.COPIED.count + 1
     assert 1 < calls.count[FORWARD] <= most
     assert 1 < calls.count[BACKWARD] <= most
 
@@ -124,7 +124,7 @@ def test_parts_and_neighbours_change_nothing(
 
 def test_dropout_is_the_same_in_both_passes_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """With V = I, out is the dropped weights; dv of dout = I is their transpose."""
-    monkeypatch.setattr(batches, "AS_GIVEN", batches.Sizes(1, 2000, 2000))
+    monkeypatch.setattr(batches, "COPIED", batches.Sizes(1, 2000, 2000))
     call = request(batch_size=7, max_seqlen_q=16, max_seqlen_kv=16, head_dim_v=16, num_heads=1, dropout_p=0.3)
     given = tensors(call, dropout_seed=torch.tensor([3]))
     eye = torch.eye(16).view(1, 16, 1, 16).expand(7, -1, -1, -1).contiguous()

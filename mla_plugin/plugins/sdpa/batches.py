@@ -19,6 +19,7 @@ from mla_plugin.arguments.layout import empty_output, lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked, flash
 from mla_plugin.plugins.sdpa.groups import Group, groups
+from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import Terms
 
 
@@ -37,11 +38,24 @@ class Sizes:
 
 
 COPIED = Sizes(16, 1 << 16, 1 << 18)
-"""16-bit inputs: all of a part is copied, to twice its size."""
+"""16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
 AS_GIVEN = Sizes(8, 1 << 18, 1 << 19)
-"""Others: the queries are copied, and what has the smaller head dim."""
+"""Others, of which only the queries are copied."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
+
+
+def _sizes(request: AttentionRequest, tensors: AttentionTensors) -> tuple[int, Sizes]:
+    """Elements of the call's largest tensor, and how it is cut."""
+    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+    is_copied = tensors.q.element_size() < 4 or request.head_dim_qk != request.head_dim_v
+    return largest, COPIED if is_copied else AS_GIVEN
+
+
+def _is_tiny(request: AttentionRequest, tensors: AttentionTensors) -> bool:
+    """The tensors as they are make one part; nothing has to be looked for, which takes as long as the kernel."""
+    largest, sizes = _sizes(request, tensors)
+    return largest <= sizes.least and not is_ragged(request)
 
 
 def _parts(
@@ -49,8 +63,7 @@ def _parts(
 ) -> Iterator[Group]:
     """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
-    sizes = COPIED if tensors.q.element_size() < 4 else AS_GIVEN
-    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+    largest, sizes = _sizes(request, tensors)
     limit = min(max(largest // sizes.count, sizes.least), sizes.most)
     head_dim = max(request.head_dim_qk, request.head_dim_v)
     for group in whole:
@@ -89,6 +102,9 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
     terms = Terms.of(request, tensors, wants_dbias=False)
     route = flash.forward if use_kernel else blocked.forward
+    if _is_tiny(request, tensors):
+        rows, lse = route(q, k, v, terms)
+        return AttentionOutput(layout.from_bhsd(rows).to(q.dtype).contiguous(), lse.contiguous())
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
     if _is_one(parts, q, k):
