@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from mla_plugin import device, environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.resolver.transformer_engine.flash import why_not_installed
+from mla_plugin.resolver.transformer_engine.flash import DISTRIBUTIONS, compared_version, why_not_installed
+from mla_plugin.resolver.transformer_engine.inputs import SWITCHES
+from mla_plugin.resolver.transformer_engine.release import NEWEST, read_release
 
 CASCADE_NAMES: Mapping[str, str] = {
     "flash2": "fa2",
@@ -20,31 +22,32 @@ CASCADE_NAMES: Mapping[str, str] = {
 
 FALLBACK = "sdpa"
 
-_FLASH: Mapping[str, tuple[str, str, str]] = {
-    "fa2": ("flash2", "flash-attn", "NVTE_FLASH_ATTN_V2"),
-    "fa3": ("flash3", "flash-attn-3", "NVTE_FLASH_ATTN_V3"),
-}
-"""TransformerEngine's name, the one distribution that it looks for, and its switch."""
+_FLASH: Mapping[str, str] = {"fa2": "flash2", "fa3": "flash3"}
+"""TransformerEngine's names of the versions of FlashAttention that come in packages unknown to it too."""
 
 
-def flash_switched_off(name: str, environ: Mapping[str, str]) -> str | None:
+def flash_switched_off(name: str, environ: Mapping[str, str], te_release: str = NEWEST) -> str | None:
     """The variable that switches a FlashAttention backend off, with its text; None when none does."""
     if name not in _FLASH:
         return None
-    switches = ("NVTE_FLASH_ATTN", _FLASH[name][2])
+    _, minor = read_release(te_release)
+    own = [switch.name for switch in SWITCHES if switch.backend == _FLASH[name] and switch.holds_in(minor)]
+    switches = ("NVTE_FLASH_ATTN", *own)
     return next((f"{switch}={environ[switch]}" for switch in switches if not environment.parse(switch, environ)), None)
 
 
-def _is_outside_te(name: str, platform: Platform, environ: Mapping[str, str]) -> bool:
+def _is_outside_te(name: str, platform: Platform, environ: Mapping[str, str], te_release: str) -> bool:
     """The backend has a provider that TransformerEngine does not know, so its selection says nothing about it.
 
     That is FlashAttention 3 as vLLM and SGLang ship it, and PyTorch's own FlashAttention 2. The user's switches hold.
     """
-    version, distribution, _ = _FLASH[name]
+    version = _FLASH[name]
     capability = platform.compute_capability or (0, 0)
-    is_unknown = why_not_installed(version, platform.version(distribution), capability) is not None
+    _, minor = read_release(te_release)
+    found = compared_version(version, platform.version(DISTRIBUTIONS[version]), minor)
+    is_unknown = why_not_installed(version, found, capability, release=minor) is not None
     others = name == "fa2" or any(platform.version(other) for other, _ in device.FLASH_ATTENTION_PROVIDERS[name])
-    return is_unknown and others and flash_switched_off(name, environ) is None
+    return is_unknown and others and flash_switched_off(name, environ, te_release) is None
 
 
 def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
@@ -94,6 +97,7 @@ def order(
     survivors: Sequence[str] | None,
     priorities: Mapping[str, int],
     builtin: Sequence[str],
+    te_release: str = NEWEST,
 ) -> list[str]:
     """Backends in the order in which they are tried; those that are left out are not in the list.
 
@@ -103,12 +107,13 @@ def order(
             is as strict as TransformerEngine, come those of which its selection knows nothing (``OUTSIDE_TE``).
         priorities: the priority that each backend of another package asked for.
         builtin: names of the built-in backends.
+        te_release: the release of TransformerEngine whose cascade it is.
     """
     strict = request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
     opt_in = environment.parse("NVTE_MLA_TRITON", environ)
     triton_first = opt_in == "1" and not triton_opt_in_obstacles(request, platform)
     beyond_te = not strict and platform.device_type == "cuda"  # Triton's interpreter is for tests
-    outside = {name: beyond_te and _is_outside_te(name, platform, environ) for name in _FLASH}
+    outside = {name: beyond_te and _is_outside_te(name, platform, environ, te_release) for name in _FLASH}
     outside["triton"] = beyond_te and opt_in != "0" and not triton_first
     fallback = FALLBACK in survivors if survivors is not None and strict else True
     if not environment.parse("NVTE_UNFUSED_ATTN", environ):

@@ -69,7 +69,7 @@ class Rows:
             tensors: its tensors.
             takes_dense: the kernel takes dense tensors; otherwise they are laid end to end too.
         """
-        if takes_dense and request.qkv_format != "thd" and not request.has_padding:
+        if takes_dense and not request.layout.is_packed and not request.has_padding:
             return cls(request, None, None)
         return cls(
             request,
@@ -79,7 +79,7 @@ class Rows:
 
     def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
-        if self.request.qkv_format == "thd":
+        if self.request.layout.is_packed:
             return x
         x = self.request.layout.to_bhsd(x).transpose(1, 2)
         return x if self.q is None else x.flatten(0, 1)
@@ -115,7 +115,7 @@ class Rows:
     def _back(self, x: torch.Tensor, side: Side | None) -> torch.Tensor:
         if side is not None:
             side.clear(x)
-        if self.request.qkv_format == "thd":
+        if self.request.layout.is_packed:
             return x
         if side is not None:
             x = x.view(self.request.batch_size, -1, *x.shape[1:])
@@ -123,7 +123,7 @@ class Rows:
 
     def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
-        if self.q is None or self.request.qkv_format == "thd":
+        if self.q is None or self.request.layout.is_packed:
             return lse.contiguous()
         return lse.transpose(0, 1).flatten(1, 2)
 
@@ -136,7 +136,7 @@ class Rows:
         lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
         if self.q is not None:
             self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
-        if self.q is None or self.request.qkv_format == "thd":
+        if self.q is None or self.request.layout.is_packed:
             return lse
         return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
 
@@ -144,7 +144,7 @@ class Rows:
 def _side(
     request: AttentionRequest, x: torch.Tensor, offsets: torch.Tensor | None, padded: torch.Tensor | None
 ) -> Side:
-    if request.qkv_format == "thd":
+    if request.layout.is_packed:
         assert offsets is not None  # arguments.attention.check_lengths
         # Without padding between sequences padded offsets differ in their last entry at most, the end of the tail;
         # kernels that know no true lengths would take that for the end of the last sequence.
