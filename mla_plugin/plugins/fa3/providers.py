@@ -230,9 +230,9 @@ def call_by_schema(operator: Any, **given: object) -> Any:
     """
     places = _places(operator)
     arguments = [neutral for _, neutral in neutral_arguments(operator)]
-    unknown = [name for name in given if name not in places]
+    unknown = ", ".join(name for name in given if name not in places)
     if unknown:
-        raise RuntimeError(f"{operator} has no argument {', '.join(unknown)}; this build of FlashAttention 3 is unknown")
+        raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown")
     for name, value in given.items():
         arguments[places[name]] = value
     return operator(*arguments)  # by name PyTorch would look for each of some forty arguments
