@@ -4,8 +4,8 @@
                                              benchmarks/results/dispatch_<device>.json
 
 bfloat16, causal, 192/128: on a GPU [1, 512, 16, D], the time until a call returns, with the GPU idle at first; on a CPU
-[1, 16, 2, D], which computes meanwhile. Under the layers lies a backend that does nothing, so that only the way to it is
-timed; each layer's figure is what it adds. Microseconds, best of many short runs, without gradients and with them.
+[1, 16, 2, D], which computes meanwhile. Under the layers lies a backend that does nothing, so that only the way to it
+is timed; each layer's figure is what it adds. Microseconds, best of many short runs, without gradients and with them.
 ``x.add_`` says how fast the host is.
 """
 
