@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,6 +50,10 @@ class AttentionTensors:
     attention_mask: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout_seed: torch.Tensor | None = None
+
+    kept: ClassVar[dict[str, Any] | None] = None
+    """Where a backend may keep, by its name, what it worked out for calls that are alike in everything but values and
+    memory; set on the tensors of such a call, None on others. It must hold no tensor of a call."""
 
     @property
     def needs_gradient(self) -> bool:

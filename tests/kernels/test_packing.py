@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels import tiles
@@ -214,3 +215,18 @@ class TestAlignedRows:
         monkeypatch.setattr(packing, "card_of", lambda device: tiles.INTERPRETED)
         for x, expected in zip(found, run(), strict=True):
             assert torch.equal(x, expected)
+
+
+def test_a_call_that_is_like_an_earlier_one_finds_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kinds of calls are worked out once; other strides, or memory that is not aligned, are other calls."""
+    worked_out = []
+    kind_of = Kind.of
+    monkeypatch.setattr(Kind, "of", lambda *arguments: worked_out.append(1) or kind_of(*arguments))
+    memory = torch.randn(4 * 2 * 24 + 2)
+    q, aligned, shifted = torch.randn(1, 4, 2, 24), memory[:-2].view(1, 4, 2, 24), memory[1:-1].view(1, 4, 2, 24)
+    strided = torch.randn(1, 4, 4, 24)[:, :, ::2]
+    v = torch.randn(1, 4, 2, 16)
+    for k, times in ((q, 1), (aligned, 1), (q, 1), (shifted, 2), (strided, 3), (strided, 3)):
+        out = mla_plugin.attention(q, k, v, backend="triton")
+        torch.testing.assert_close(out, mla_plugin.attention(q, k, v, backend="sdpa"), rtol=1e-4, atol=1e-5)
+        assert len(worked_out) == times

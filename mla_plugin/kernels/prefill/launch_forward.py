@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -42,6 +43,10 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
     return Launch(attention_forward_kernel, grid, ("Q", "K", "V", "Out", "Lse", *OFFSETS), fixed, launch_options(tile))
 
 
+_KEPT = "triton"
+"""The backend's name, under which it keeps its launch."""
+
+
 def heads_together(batch_heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
     """How many heads advance side by side: as many as have keys and values that fit half the L2 cache.
 
@@ -57,19 +62,34 @@ def heads_together(batch_heads: int, group: int, kv_bytes: int, l2_bytes: int) -
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing, tuned: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    packing: Packing,
+    tuned: bool = False,
+    kept: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (*q.shape[:-1], head_dim_v) and lse ([B, H, S_q] or [H, T]), one kernel.
 
-    The strides of q, k, v are free. ``softmax_scale`` > 0. ``tuned``: the
-    tile is measured at the first call of each kind, see tuning.py; otherwise it is the table's.
+    The strides of q, k, v are free. ``softmax_scale`` > 0. ``tuned``: the tile is measured at the first call of each
+    kind, see tuning.py; otherwise it is the table's. ``kept`` belongs to calls that are alike in all of this but their
+    memory: the launch is looked up there.
     """
     out, lse = output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     if out.numel() == 0:
         return out, lse
+    if kept is not None and not tuned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+        launch = kept.get(_KEPT)
+        if launch is not None:
+            with on_device_of(q):
+                launch(q, k, v, out, lse, *packing.offsets())
+            return out, lse
+    given = (q, k, v)
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
-
+    if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
+        kept[_KEPT] = _forward_launch(kind, None)
     arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
         tile = None

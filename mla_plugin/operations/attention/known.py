@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Known:
         backend: the backend asked for by name.
         plan: the decision; None for a call without queries or keys, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
+        kept: what backends keep for these calls, see ``AttentionTensors.kept``.
     """
 
     request: AttentionRequest
@@ -36,6 +37,7 @@ class Known:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     lse_dtype: torch.dtype
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 _known: dict[tuple[Any, ...], Known] = {}
@@ -82,8 +84,16 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
             has_lengths and tensors.lengths_may_differ,
             bias is not None and bias.requires_grad,
         )
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    return said, backend, facts, kind_of(tensors), is_deterministic, environment.gates(), get_manager().generation
+    return (
+        said,
+        backend,
+        facts,
+        kind_of(tensors),
+        (tensors.q.stride(), tensors.k.stride(), tensors.v.stride()),
+        torch.are_deterministic_algorithms_enabled(),
+        environment.gates(),
+        get_manager().generation,
+    )
 
 
 def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:

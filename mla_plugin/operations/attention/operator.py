@@ -7,6 +7,7 @@ made of two declarations: the fields of ``AttentionTensors`` and those of ``Call
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import fields
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -19,7 +20,7 @@ from mla_plugin.hooks.attention import Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of
 
-_TENSORS = get_type_hints(AttentionTensors)
+_TENSORS = {field.name: get_type_hints(AttentionTensors)[field.name] for field in fields(AttentionTensors)}
 _DECLARED = {**_TENSORS, **get_type_hints(CallOptions), "backend": str | None}
 _NAMES, _TENSOR_FIELDS = tuple(_DECLARED), len(_TENSORS)
 _GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "out": torch.Tensor, "lse": torch.Tensor}

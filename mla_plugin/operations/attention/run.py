@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
     if is_observed(tensors):
         return _run_observed(tensors, said, backend)
     known = known_of(tensors, said, backend)
+    vars(tensors)["kept"] = known.kept
     tensors = compute.with_contiguous_rows(tensors)
     if known.request.is_training:
         out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
@@ -87,6 +90,9 @@ def is_observed(tensors: AttentionTensors) -> bool:
     )
 
 
+_tensors = operator.attrgetter(*(field.name for field in fields(AttentionTensors) if field.name != "softmax_scale"))
+
+
 class _Attention(torch.autograd.Function):
     """The gradient of a call that nobody observes.
 
@@ -98,8 +104,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, known: Known, tensors: AttentionTensors, *differentiable: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = compute.forward(known, tensors)
-        fields = vars(tensors).values()
-        ctx.save_for_backward(output.out, output.lse, *(x for x in fields if x is None or isinstance(x, torch.Tensor)))
+        ctx.save_for_backward(output.out, output.lse, *_tensors(tensors))
         ctx.known, ctx.softmax_scale = known, tensors.softmax_scale
         ctx.set_materialize_grads(False)
         return output.out, output.lse

@@ -123,6 +123,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         tensors.softmax_scale,
         _packing(plan.request, tensors),
         tuned=environment.is_autotuning_requested(),
+        kept=tensors.kept,
     )
     return AttentionOutput(out, lse)
 
