@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,11 @@ from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BackendManager, get_manager
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+
+
+CaseT = TypeVar("CaseT")
+_made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""The cases of each suite class: they are asked for by every test, and made of a thousand decisions."""
 
 
 class Suite:
@@ -37,6 +42,22 @@ class Suite:
         """The platform that requests are judged for; override it where the backend's library is replaced in a test."""
         device = torch.device(self.device)
         return platform(device.type, device.index)
+
+    def takes(self, request: AttentionRequest | DecodeRequest) -> bool:
+        """Whether the backend takes a request; one whose answer is an error is taken, so that a test shows it."""
+        try:
+            return not isinstance(self._answer(request), Refused)
+        except Exception:
+            return True
+
+    def _once(self, make: Callable[[], tuple[CaseT, ...]], otherwise: tuple[CaseT, ...]) -> tuple[CaseT, ...]:
+        """What ``make`` gives, made once for a backend; ``otherwise`` where its device is not there to be asked about."""
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            return otherwise
+        key = (type(self), self.backend, self.device, self.quick, id(self.manager))
+        if key not in _made:
+            _made[key] = make()
+        return _made[key]
 
     def expected(self, labels: frozenset[str]) -> tuple[str, ...]:
         """Texts that the reasons must contain for a case of these tags."""

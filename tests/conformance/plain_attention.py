@@ -10,7 +10,7 @@ from mla_plugin import Accepted, AttentionOutput, DecodeRequest, Gradients, Refu
 
 EXACT = None
 WEIGHTS = None
-BEFORE = []
+BEFORE, CACHE = [], {}
 
 
 def exact_of(dtype):

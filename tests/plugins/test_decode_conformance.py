@@ -24,8 +24,8 @@ class TestTritonInterpreted(DecodeConformance):
     refuses = MappingProxyType({"bf16": "Triton's interpreter has no bfloat16 product"})
 
     def cases(self) -> tuple[DecodeCase, ...]:
-        """A selection: the interpreter takes a tenth of a second for each."""
-        return decode_cases()[::5]
+        """The cheap ones: the interpreter takes a tenth of a second for each million multiplications."""
+        return tuple(case for case in super().cases() if case.cost < 2.5 and case.dtype != torch.bfloat16)[::2]
 
 
 class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):

@@ -35,7 +35,7 @@ class NanPadding(BackendConformance):
 
 
 class TestCpuWithNanPadding(NanPadding, TestCpu):
-    pass
+    quick = True
 
 
 @pytest.mark.gpu
@@ -71,6 +71,7 @@ class CudaRoad:
 
 class TestCudaRoad(BackendConformance):
     backend = "cuda_road"
+    quick = True
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(CudaRoad(), "cuda_road")
 

@@ -28,12 +28,12 @@ REFUSES: Mapping[str, str] = {
 
 
 def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """The fewest float32 and float16 cases, found greedily, that have every tag: the interpreter is slow."""
-    candidates = [case for case in cases if case.dtype in (torch.float32, torch.float16)]
+    """Few cheap float32 and float16 cases, found greedily, that have every tag: the interpreter is slow."""
+    candidates = [case for case in cases if case.dtype in (torch.float32, torch.float16) and case.cost < 2.5]
     missing = {tag for case in candidates for tag in case.tags}
     chosen = []
     while missing:
-        best = max(candidates, key=lambda case: len(case.tags & missing))
+        best = max(candidates, key=lambda case: len(case.tags & missing) / (0.5 + case.cost))
         chosen.append(best)
         missing -= best.tags
     return tuple(chosen)

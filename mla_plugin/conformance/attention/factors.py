@@ -13,7 +13,7 @@ from mla_plugin.conformance.covering import Row, Space
 
 _Q: tuple[Storage, ...] = ("contiguous", "transposed", "sliced_heads", "sliced_tokens", "odd_rows", "offset")
 _K: tuple[Storage, ...] = (*_Q[:4], "expanded_heads", "expanded_batch", "odd_rows")
-_V: tuple[Storage, ...] = ("contiguous", "sliced_dims", "transposed", "sliced_heads", "expanded_heads", "offset")
+_V: tuple[Storage, ...] = ("contiguous", "sliced_dims", "transposed", "sliced_heads", "expanded_batch", "offset")
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "qkv_format": ("bshd", "sbhd", "bhsd", "thd"),
@@ -36,7 +36,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bias": (None, "post_scale_bias", "pre_scale_bias"),
     "bias_shape": ("1hss", "b1ss", "11ss", "bhss", "111s"),
     "bias_requires_grad": (True, False),
-    "bias_storage": ("contiguous", "transposed", "sliced_dims"),
+    "bias_storage": ("contiguous", "sliced_tokens", "sliced_dims"),
     "offsets": ("contiguous", "strided"),
     "scale": (None, 0.1353),
     "scores": ("normal", "large", "overflow"),

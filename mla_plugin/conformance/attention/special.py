@@ -68,7 +68,7 @@ def check_hopeless(suite: BackendConformance) -> None:
             words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
             checks.fail(
                 f"{suite.backend} accepts {words}, for which no hook is given tensors; refuse it. "
-                "mla_plugin.beyond_plain_attention(request) yields the reasons for all that a plain backend cannot do"
+                "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"
             )
         checks.check_reasons(decision.reasons)
     decode = DecodeRequest(request.dtype, torch.device(suite.device).type, 2, 1, 16, 512, 64, 1024, 64)

@@ -38,12 +38,12 @@ class BackendConformance(Suite):
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        small = cases_for(self._accepts, is_quick=self.quick)
+        small = self._once(lambda: cases_for(self._accepts, is_quick=self.quick), cases())
         return small + (cases("large") if torch.device(self.device).type == "cuda" and not self.quick else ())
 
     def _accepts(self, case: Case) -> bool:
         """Whether the backend takes the case, without any check of its answer."""
-        return isinstance(self._answer(case.request(self.device)), Accepted)
+        return any(self.takes(case.request(self.device, is_training=way)) for way in (True, False))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test for each case."""
@@ -109,8 +109,9 @@ class BackendConformance(Suite):
         for results in (kept_output, *kept):
             results.check()
         if case.deterministic:
-            checks.check_equal_bits(output, hooks.forward(plan, first))
-            checks.check_equal_bits(gradients, hooks.backward(plan, first, residuals))
+            for _ in range(2):  # a fault may come at every second call
+                checks.check_equal_bits(output, hooks.forward(plan, first))
+                checks.check_equal_bits(gradients, hooks.backward(plan, first, partial))
         if self._goes_through_the_library():
             library.check(self, plan, first)
         self._check_decision_again(plan)

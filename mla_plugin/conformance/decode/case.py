@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.decode import DecodeRequest
@@ -116,7 +117,7 @@ class DecodeCase:
         """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
         extra = 8 if self.cache_storage == "sliced_dims" else 0
         whole = self.rank + self.rope
-        steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + extra)
+        steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + extra or 1)
         return all(step * self.dtype.itemsize % 16 == 0 for step in steps)
 
     def request(self, device: torch.device | str) -> DecodeRequest:
@@ -164,7 +165,7 @@ class DecodeCase:
         stored = [self._cache(draw, x) for x in whole_or_parts[0]]
         c_kv, k_rope = (stored[0][..., : self.rank], stored[0][..., self.rank :]) if self.is_packed else stored
         parts = [queries] if self.is_packed else [queries[..., : self.rank], queries[..., self.rank :]]
-        placed = [draw.placed(x.contiguous(), self.query_storage) for x in parts]
+        placed = [draw.placed(x.contiguous(), self.query_storage, LAYOUTS["bshd"]) for x in parts]
         q_nope, q_rope = (placed[0][..., : self.rank], placed[0][..., self.rank :]) if self.is_packed else placed
         seqlens_kv = lengths = leftpad_kv = None
         if self.has_seqlens_kv:
