@@ -19,7 +19,6 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BackendManager, get_manager
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 
-
 CaseT = TypeVar("CaseT")
 _made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 """The cases of each suite class: they are asked for by every test, and made of a thousand decisions."""
@@ -51,7 +50,7 @@ class Suite:
             return True
 
     def _once(self, make: Callable[[], tuple[CaseT, ...]], otherwise: tuple[CaseT, ...]) -> tuple[CaseT, ...]:
-        """What ``make`` gives, made once for a backend; ``otherwise`` where its device is not there to be asked about."""
+        """What ``make`` gives, made once for a backend; ``otherwise`` where there is no such device."""
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             return otherwise
         key = (type(self), self.backend, self.device, self.quick, id(self.manager))

@@ -77,7 +77,7 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
     if not count and not ratio.numel():
         return
     worst = float(ratio.max())
-    if worst == torch.inf and not float((error * (sigma == 0)).max()) == 0:
+    if worst == torch.inf and float((error * (sigma == 0)).max()) != 0:
         fail(f"{name}: an element that must be exactly 0 is not")
     if not worst <= LARGEST:
         where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))

@@ -1,4 +1,4 @@
-"""What results of attention are checked for: shapes, zeros and -inf, errors. A check raises ConformanceError or returns."""
+"""What results are checked for: shapes, zeros and -inf, errors. A check raises ConformanceError or returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from mla_plugin.hooks.types import Platform
 
 __all__ = ["ConformanceError", "check_error", "fail"]
 
-_FACTS = (*(f.name.removeprefix("has_") for kind in (AttentionRequest, DecodeRequest, Platform) for f in fields(kind)), *DISTRIBUTIONS)
+_FACTS = (
+    *(f.name.removeprefix("has_") for kind in (AttentionRequest, DecodeRequest, Platform) for f in fields(kind)),
+    *DISTRIBUTIONS,
+)
 Inputs = Mapping[str, torch.Tensor | None]
 
 
@@ -32,9 +35,7 @@ def check_reasons(reasons: tuple[str, ...]) -> None:
             fail(f"the reason {reason!r} says neither what was found nor the limit; such as 'head_dim_qk=320 > 256'")
 
 
-def check_output(
-    case: Case, inputs: Inputs, output: object, expected: tuple[Yardstick, Yardstick]
-) -> AttentionOutput:
+def check_output(case: Case, inputs: Inputs, output: object, expected: tuple[Yardstick, Yardstick]) -> AttentionOutput:
     """A forward's result: fresh tensors of the right shapes, zeros and -inf where no key is seen, errors in budget.
 
     Args:

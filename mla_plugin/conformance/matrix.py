@@ -118,7 +118,7 @@ def _own_reason(feature: Feature, total: Feature) -> str:
 
 
 class Recorder:
-    """A pytest plugin: it hears of each case, prints the matrix at the end and fails a backend that computed nothing."""
+    """A pytest plugin: hears of each case, prints the matrix and fails a backend that computed nothing."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config

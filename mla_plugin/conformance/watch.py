@@ -87,9 +87,7 @@ def _random_state(device_type: str) -> dict[str, Any]:
 
 
 @contextmanager
-def as_the_library(
-    device_type: str, inputs: Mapping[str, torch.Tensor | None], *, is_poisoned: bool
-) -> Iterator[None]:
+def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], *, is_poisoned: bool) -> Iterator[None]:
     """Around a hook: autograd and autocast off, as in the library, and everything watched."""
     with ExitStack() as stack:
         enter = stack.enter_context

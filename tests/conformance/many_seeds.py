@@ -1,6 +1,6 @@
 """Run the correct backends with fresh data until the count is reached: none of the runs may fail.
 
-    python -m tests.conformance.many_seeds 5000 [attention|decode]
+python -m tests.conformance.many_seeds 5000 [attention|decode]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import torch
 
 from tests.conformance.test_suite import CORRECT
-from tests.conformance.whole_table import GENERAL, SUITES, suite_of, runs_of
+from tests.conformance.whole_table import GENERAL, SUITES, runs_of, suite_of
 
 
 def main(count: int, operations: list[str]) -> int:

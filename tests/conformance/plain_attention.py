@@ -1,4 +1,4 @@
-"""A correct attention backend in plain PyTorch, one step a line, so that ``broken_attention`` can break it line by line.
+"""A correct attention backend in plain PyTorch, one step a line: ``broken_attention`` breaks it line by line.
 
 ``EXACT`` is the dtype that everything is computed in and ``WEIGHTS`` the one that softmax weights and their gradients
 are rounded to; None for the call's own.
@@ -96,7 +96,7 @@ def sequences(request, t):
 @hookimpl
 def forward(plan, tensors):
     request, t = plan.request, tensors
-    layout, exact = request.layout, exact_of(request.dtype)
+    layout = request.layout
     out = t.q.new_zeros((*t.q.shape[:-1], t.v.shape[-1]))
     lse = t.q.new_full(layout.to_bhsd(t.q).shape[:-1], -torch.inf, dtype=torch.promote_types(t.q.dtype, torch.float32))
     for (_, row, rows, _), (_, _, v), scores, _ in sequences(request, t):

@@ -32,9 +32,9 @@ def lengths_of(t):
 
 @hookimpl
 def forward(plan, tensors):
-    t, request = tensors, plan.request
+    t, request = tensors, plan.request  # noqa: F841, a fault may use it
     exact = EXACT or torch.promote_types(t.c_kv.dtype, torch.float32)
-    batch, seqlen_q, heads, rank = t.q_nope_abs.shape
+    batch, seqlen_q, heads, rank = t.q_nope_abs.shape  # noqa: RUF059
     out = t.q_nope_abs.new_zeros(t.q_nope_abs.shape)
     lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.promote_types(t.c_kv.dtype, torch.float32))
     lengths = lengths_of(t)

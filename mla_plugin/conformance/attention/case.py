@@ -30,7 +30,7 @@ _BIAS_AXES = {"bhss": (True, True, True), "1hss": (False, True, True), "b1ss": (
     "111s": (False, False, False),
 }
 _SCORES = {"normal": (1.0, 1.0), "large": (40.0, 1.0), "overflow": (64.0, 64.0)}
-"""What q and k are multiplied by: scores of 100 and more, and products that float16 cannot hold before they are scaled."""
+"""What q and k are multiplied by: scores of 100 and more, and products that float16 cannot hold unscaled."""
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ class Case:
     @property
     def _scale(self) -> float:
         if self.scores == "overflow":
-            return 1.7 / (64.0 * 64.0 * self.head_dim_qk**0.5)
-        return self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+            return float(1.7 / (64.0 * 64.0 * self.head_dim_qk**0.5))
+        return float(self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale)
 
     def cotangents(
         self,

@@ -88,9 +88,10 @@ def _layouts() -> Iterator[Case]:
 
 def _sizes() -> Iterator[Case]:
     for head_dim_qk, head_dim_v in EDGE_HEAD_DIMS:
-        name, lengths = f"head_dims_{head_dim_qk}_{head_dim_v}", {"seqlens_q": (19, 19), "seqlens_kv": (35, 35)}
+        name = f"head_dims_{head_dim_qk}_{head_dim_v}"
         dims: dict[str, Any] = {"head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v}
-        yield Case(name, **dims, **lengths, attn_mask_type="causal_bottom_right")
+        dims |= {"seqlens_q": (19, 19), "seqlens_kv": (35, 35)}
+        yield Case(name, **dims, attn_mask_type="causal_bottom_right")
     yield Case("softmax_scale", softmax_scale=0.1353)  # DeepSeek-V3: YaRN multiplies 192 ** -0.5 by 1.87
     yield Case("one_head", num_heads=1, num_kv_heads=1, seqlens_q=(37,), seqlens_kv=(41,))
     yield Case("packed", storage="packed", attn_mask_type="causal", seqlens_q=(37,) * 2, seqlens_kv=(37,) * 2)

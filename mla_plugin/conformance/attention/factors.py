@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -72,9 +72,7 @@ def settle(row: Row) -> Row:
         drop("padded", "window", "bottom_right")
     if "causal" in row["mask"]:
         row["window"] = (row["window"][0], -1)
-    if row["window"] == (-1, -1):
-        drop("bottom_right")
-    elif "causal" in row["mask"]:
+    if row["window"] == (-1, -1) or "causal" in row["mask"]:
         drop("bottom_right")
     if row["bias"] is None:
         drop("bias_shape", "bias_requires_grad")
@@ -137,10 +135,15 @@ def case_of(name: str, row: Row) -> Case:
         return_lse=row["dlse"] is not None,
         bias_storage=row["bias_storage"],
         offsets_storage=row["offsets"],
-        max_seqlen=row["max_seqlen"] if is_packed else {"exact": "extent", "extent": "exact"}[row["max_seqlen"]],
+        max_seqlen=_said(row["max_seqlen"], is_packed),
         needs_gradient=row["needs"],
         deterministic=row["deterministic"],
     )
+
+
+def _said(level: str, is_packed: bool) -> Literal["exact", "extent"]:
+    """The plain level is what callers say: the longest packed sequence, the extent of padded rows."""
+    return "exact" if (level == "exact") == is_packed else "extent"
 
 
 def _lengths(row: Row) -> dict[str, Any]:

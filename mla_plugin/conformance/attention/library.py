@@ -86,9 +86,7 @@ def differentiate(call: Call, out: torch.Tensor, lse: torch.Tensor | None) -> di
     return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), weights), strict=True))
 
 
-def check_results(
-    call: Call, out: torch.Tensor, lse: torch.Tensor | None, gradients: dict[str, torch.Tensor]
-) -> None:
+def check_results(call: Call, out: torch.Tensor, lse: torch.Tensor | None, gradients: dict[str, torch.Tensor]) -> None:
     """By the budgets of the hooks' own results."""
     expected_out, expected_lse = call.expected()
     checks.check_tensor("out", out, expected_out.exact, call.case.dtype)
@@ -98,5 +96,3 @@ def check_results(
     yardsticks = call.expected_gradients()
     for name, x in gradients.items():
         checks.check_error(f"d{name}", x, yardsticks[f"d{name}"])
-
-

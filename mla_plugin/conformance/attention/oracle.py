@@ -1,7 +1,7 @@
 """Attention and its gradients in float64, each with the error that roundings explain; see ``budget``.
 
-The formulas are written out, one sequence at a time, so that the backward can be given any out and lse: those of all the
-keys while it sees some of them, as context parallelism has it.
+The formulas are written out, one sequence at a time, so that the backward can be given any out and lse: those of all
+the keys while it sees some of them, as context parallelism has it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class Oracle:
             total += part_out.square() * (spread.sum(-1, keepdim=True))
             total = total.clamp(min=0) + (roundings.sum * (p @ part.v.abs())).square()
             finite = part_lse.abs().nan_to_num(posinf=0.0)
-            common = roundings.sum * (1 + finite)[..., None]  # of exp(score - lse), when nothing divides by the sum again
+            common = (
+                roundings.sum * (1 + finite)[..., None]
+            )  # of exp(score - lse), when nothing divides by the sum again
             total += (common * part_out).square() + roundings.tiny**2
             exact[part.row, :, part.rows] = part_out
             variance[part.row, :, part.rows] = total * sees_a_key[..., None]
@@ -152,7 +154,8 @@ class Oracle:
         request, tensors = self.request, self.tensors
         layout = request.layout
         views = [layout.to_bhsd(x) for x in (out.exact, out.sigma, dout)]
-        lse, dlse = (x[None] if x is not None and layout.is_packed else x for x in (lse, dlse))
+        if layout.is_packed:
+            lse, dlse = lse[None], None if dlse is None else dlse[None]
         found = {name: _Accumulated.like(getattr(tensors, name)) for name in ("q", "k", "v")}
         wants_bias = request.bias_requires_grad and tensors.bias is not None
         if wants_bias:
@@ -161,7 +164,6 @@ class Oracle:
             at = (part.row, slice(None), part.rows)
             part_out, out_error, part_dout = (x[at].double() for x in views)
             part_dlse = torch.zeros_like(part_out[..., 0]) if dlse is None else dlse[at].double()
-            assert lse is not None
             step = _Backward(part, self, part_out, out_error, lse[at].double(), part_dout, part_dlse)
             for name, (exact, variance) in step.gradients().items():
                 target, columns = found[name], part.rows if name == "q" else part.columns
@@ -198,7 +200,9 @@ class _Backward:
         delta_error = ((dout * out_error).square().sum(-1) + (r * delta).square() + (r * dlse).square()).sqrt()
         delta_error = delta_error + sums * ((dout * out).abs().sum(-1) + dlse.abs())
         self.ds = self.p * (dp - delta[..., None])
-        exponent = 2 * r**2 + part.score_error.square() + (sums * (1 + lse.abs().nan_to_num(posinf=0.0)[..., None])) ** 2
+        exponent = (
+            2 * r**2 + part.score_error.square() + (sums * (1 + lse.abs().nan_to_num(posinf=0.0)[..., None])) ** 2
+        )
         tiny = self.roundings.tiny**2 * part.visible
         self.p_variance = self.p.square() * exponent + tiny
         dp_error = (r * dp).square() + (sums * (dout.abs() @ part.v.abs().mT)).square()

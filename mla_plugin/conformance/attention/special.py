@@ -135,9 +135,7 @@ def _check_dropped_backward(
     given = suite.hooks().backward(plan, call, output)
     if not isinstance(given, Gradients):
         checks.fail(f"backward returns Gradients, not {type(given).__name__}")
-    out, dout, q, k, v = (
-        layout.to_bhsd(x.detach()).double() for x in (output.out, call.dout, *_qkv(call))
-    )
+    out, dout, q, k, v = (layout.to_bhsd(x.detach()).double() for x in (output.out, call.dout, *_qkv(call)))
     if layout.is_packed:
         out, dout, q, k, v = (x.squeeze(0).unflatten(1, (-1, keys)).transpose(0, 1) for x in (out, dout, q, k, v))
     weights = _weights(call, keys)

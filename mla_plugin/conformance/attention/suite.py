@@ -138,7 +138,11 @@ class BackendConformance(Suite):
         """Accepted cases, at most one of each layout, as plain as there are."""
         found: dict[str, Case] = {}
         for case in sorted(self.cases(), key=lambda case: (len(case.tags), case.name)):
-            if case.qkv_format not in found and not {"large", "no_tokens", "dropout"} & case.tags and self._accepts(case):
+            if (
+                case.qkv_format not in found
+                and not {"large", "no_tokens", "dropout"} & case.tags
+                and self._accepts(case)
+            ):
                 found[case.qkv_format] = case
         return list(found.values())
 
