@@ -1,4 +1,4 @@
-"""Decode over the compressed cache, a sequence at a time, in plain PyTorch: a decode backend of a package of its own."""
+"""Decode over the compressed cache, a sequence at a time, in plain PyTorch: a backend of a package of its own."""
 
 from collections.abc import Iterator
 

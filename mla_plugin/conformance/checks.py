@@ -19,8 +19,10 @@ from mla_plugin.hooks.types import Platform
 
 __all__ = ["ConformanceError", "check_error", "fail"]
 
+_REQUESTS = (AttentionRequest, DecodeRequest)
 _FACTS = (
-    *(f.name.removeprefix("has_") for kind in (AttentionRequest, DecodeRequest, Platform) for f in fields(kind)),
+    *(f.name.removeprefix("has_") for kind in (*_REQUESTS, Platform) for f in fields(kind)),
+    *(kind.__name__ for kind in _REQUESTS),
     *DISTRIBUTIONS,
 )
 Inputs = Mapping[str, torch.Tensor | None]

@@ -96,7 +96,7 @@ def sequences(request, t):
 @hookimpl
 def forward(plan, tensors):
     request, t = plan.request, tensors
-    layout = request.layout
+    layout, exact = request.layout, exact_of(request.dtype)  # noqa: F841, a fault may use it
     out = t.q.new_zeros((*t.q.shape[:-1], t.v.shape[-1]))
     lse = t.q.new_full(layout.to_bhsd(t.q).shape[:-1], -torch.inf, dtype=torch.promote_types(t.q.dtype, torch.float32))
     for (_, row, rows, _), (_, _, v), scores, _ in sequences(request, t):

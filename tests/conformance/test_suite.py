@@ -272,7 +272,7 @@ class TestBudget:
 
     def test_a_single_wrong_element_fails(self):
         got = self.exact.bfloat16()
-        got[3, 5] += 0.1
+        got[3, 5] += 0.5
         with pytest.raises(ConformanceError, match=r"of the element \(3, 5\)"):
             check_error("out", got, self.yardstick())
 
