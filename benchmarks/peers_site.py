@@ -1,4 +1,4 @@
-"""Make a folder for PYTHONPATH in which FlashInfer and FlashAttention 3 look installed, from loose peer files.
+"""Make a folder for PYTHONPATH in which FlashInfer and FlashAttention 3 and 4 look installed, from loose peer files.
 
     python benchmarks/peers_site.py PEERS SITE
     PYTHONPATH=SITE python -m pytest -m gpu tests/plugins/test_decode_gpu.py
@@ -6,6 +6,7 @@
 
 PEERS holds wheels, which are installed without their dependencies, and ``_vllm_fa3_C.abi3.so.xz``, vLLM's build of
 FlashAttention 3, for which the folder gets a package ``vllm`` that does nothing but load it. vLLM itself is not needed.
+``fa4.tar.xz`` holds a folder of FlashAttention 4's wheels, unpacked.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def install_flash_attention_3(peers: Path, site: Path) -> None:
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}\n")
 
 
+def install_flash_attention_4(peers: Path, site: Path) -> None:
+    """An archive of installed wheels; links do what their ``.pth`` file, without effect here, would do."""
+    packed = peers / "fa4.tar.xz"
+    if not packed.exists():
+        return
+    subprocess.run(["tar", "-C", str(site), "--strip-components", "1", "-xf", str(packed)], check=True)
+    for package in (site / "nvidia_cutlass_dsl" / "dsl_packages").iterdir():
+        link = site / package.name
+        if not link.exists():
+            link.symlink_to(package)
+
+
 def main() -> None:
     """Fill the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,6 +66,7 @@ def main() -> None:
     site.mkdir(parents=True, exist_ok=True)
     install_wheels(options.peers.resolve(), site)
     install_flash_attention_3(options.peers.resolve(), site)
+    install_flash_attention_4(options.peers.resolve(), site)
     print(site)
 
 

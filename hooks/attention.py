@@ -153,7 +153,7 @@ class AttentionRequest:
 
         Args:
             tensors: of the call. What they say (shapes, dtype, device) is taken from them.
-            **options: those of ``CallOptions.of``; a request that ``torch.use_deterministic_algorithms`` covers is
+            **options: those of ``CallOptions``; a request that ``torch.use_deterministic_algorithms`` covers is
                 deterministic too.
 
         Returns:
@@ -162,7 +162,7 @@ class AttentionRequest:
         Raises:
             ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         """
-        return request_of(tensors, CallOptions.of(tensors, **options))
+        return request_of(tensors, CallOptions(**options).completed(tensors))
 
     @functools.cached_property
     def band(self) -> Band:
@@ -188,6 +188,15 @@ class AttentionRequest:
     def has_sliding_window(self) -> bool:
         """True when the window removes more than a causal mask does."""
         return self.band.has_window
+
+    @property
+    def every_query_sees_a_key(self) -> bool:
+        """True where the shapes, or lengths that are the same of both sides, say so; padded rows are no queries."""
+        if self.has_padding:
+            return not self.lengths_may_differ
+        if self.attn_mask_type == "arbitrary":
+            return False
+        return self.band.shows_every_query_a_key(self.max_seqlen_q, self.max_seqlen_kv)
 
     def replace(self, **changes: Any) -> AttentionRequest:
         """A copy with some attributes changed; with another mask the window's right side and the diagonal follow it."""
@@ -218,7 +227,7 @@ _requests: dict[tuple[Any, ...], AttentionRequest] = {}
 
 
 def request_of(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
-    """The request of tensors and options; what was checked once is looked up."""
+    """The request of tensors and of completed options; what was checked once is looked up."""
     try:
         key = (kind_of(tensors), options, tuple(map(type, options)), torch.are_deterministic_algorithms_enabled())
         request = _requests.get(key)
@@ -237,14 +246,20 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
 
     Memory and strides are left out. softmax_scale is not: it is checked too.
     """
-    t = tensors
-    rest = (t.cu_seqlens_q, t.cu_seqlens_kv, t.cu_seqlens_q_padded, t.cu_seqlens_kv_padded, t.attention_mask, t.bias)
+    q, k, v, scale = tensors.q, tensors.k, tensors.v, tensors.softmax_scale
+    rest = (
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_kv, tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded),
+        *(tensors.attention_mask, tensors.bias),
+    )
+    others = tuple([None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest])
     return (
-        *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in (t.q, t.k, t.v)],
-        *[None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest],
-        type(t.dropout_seed),
-        type(t.softmax_scale),
-        t.softmax_scale,
+        *(type(q), q.shape, q.dtype, q.device, q.layout),
+        *(type(k), k.shape, k.dtype, k.device, k.layout),
+        *(type(v), v.shape, v.dtype, v.device, v.layout),
+        others,
+        type(tensors.dropout_seed),
+        type(scale),
+        scale,
     )
 
 
@@ -281,16 +296,16 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         attn_mask_type=mask,
         window_size=window,
         bottom_right_diagonal=bottom_right,
-        pad_between_seqs=given.pad_between_seqs,
+        pad_between_seqs=bool(given.pad_between_seqs),
         bias_type=given.bias_type,
         bias_shape=checks.bias_shape(tensors.bias),
-        bias_requires_grad=given.bias_requires_grad,
+        bias_requires_grad=bool(given.bias_requires_grad),
         dropout_p=given.dropout_p,
-        is_training=given.is_training,
+        is_training=bool(given.is_training),
         deterministic=given.deterministic or torch.are_deterministic_algorithms_enabled(),
         return_lse=given.return_lse,
         host=given.host,
-        lengths_may_differ=given.lengths_may_differ,
+        lengths_may_differ=bool(given.lengths_may_differ),
     )
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.hooks.types import Platform, TraceEntry
 
 _LEAST = {"batch_size": 0, "seqlen_q": 0, "max_seqlen_kv": 0, "num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 0}
@@ -61,6 +63,32 @@ class DecodeRequest:
                 raise ValueError(f"{name}={getattr(self, name)}; at least {least} is needed")
         if self.page_size is not None and self.page_size < 1:
             raise ValueError(f"page_size={self.page_size}; at least 1 is needed, or None for a contiguous cache")
+
+    @classmethod
+    def of(cls, tensors: DecodeTensors, *, host: str = "direct") -> DecodeRequest:
+        """The request that checked tensors make."""
+        q, c_kv, k_rope, page_table = tensors.q_nope_abs, tensors.c_kv, tensors.k_rope, tensors.page_table
+        batch, seqlen_q, heads, rank = q.shape
+        steps = [stride * x.element_size() for x in (c_kv, k_rope) for stride in x.stride()[:-1]]
+        return cls(
+            dtype=q.dtype,
+            device_type=q.device.type,
+            device_index=q.device.index,
+            batch_size=batch,
+            seqlen_q=seqlen_q,
+            num_heads=heads,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=tensors.q_rope.shape[-1],
+            max_seqlen_kv=1 << (tensors.capacity - 1).bit_length() if tensors.capacity else 0,
+            page_size=None if page_table is None else c_kv.shape[1],
+            causal=tensors.causal,
+            has_seqlens_kv=tensors.seqlens_kv is not None,
+            has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
+            has_leftpad_kv=tensors.leftpad_kv is not None,
+            has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),
+            return_lse=tensors.return_lse,
+            host=host,
+        )
 
     def replace(self, **changes: object) -> DecodeRequest:
         """A copy with some attributes changed."""

@@ -19,6 +19,7 @@ class Platform:
         shared_memory_per_block: largest opt-in shared memory of one thread block, in bytes; None on the CPU.
         multi_processor_count: number of SMs; None on the CPU.
         tools: build tools found on the PATH (``nvcc``, ``ninja``); ``triton-interpreter`` when Triton runs on the CPU.
+        device_name: what the driver calls the device, such as ``"NVIDIA H200"``; None where it is not known.
     """
 
     device_type: str = "cpu"
@@ -29,6 +30,7 @@ class Platform:
     shared_memory_per_block: int | None = None
     multi_processor_count: int | None = None
     tools: frozenset[str] = field(default_factory=frozenset)
+    device_name: str | None = None
 
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or None."""

@@ -139,4 +139,5 @@ def _cuda_platform(device_index: int) -> Platform:
         shared_memory_per_block=getattr(properties, "shared_memory_per_block_optin", None),
         multi_processor_count=properties.multi_processor_count,
         tools=build_tools(),
+        device_name=properties.name,
     )

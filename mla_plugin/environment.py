@@ -305,15 +305,18 @@ def cuda_homes() -> tuple[str, ...]:
 
 def is_autotuning_requested() -> bool:
     """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
-    return not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+    return _may_be_set("NVTE_DISABLE_TRITON_AUTOTUNING") and not read("NVTE_DISABLE_TRITON_AUTOTUNING")
 
 
 def is_value_check_requested() -> bool:
-    """True when MLA_PLUGIN_CHECK is "1"; asked at every call, so it is looked up as in ``gates``."""
+    """True when MLA_PLUGIN_CHECK is "1"."""
+    return _may_be_set("MLA_PLUGIN_CHECK") and bool(read("MLA_PLUGIN_CHECK"))
+
+
+def _may_be_set(name: str) -> bool:
+    """False for a variable that is not set; asked at every call, so it is looked up as in ``gates``."""
     data = getattr(os.environ, "_data", None)
-    if data is not None and _encoded("MLA_PLUGIN_CHECK") not in data:
-        return False
-    return bool(read("MLA_PLUGIN_CHECK"))
+    return data is None or _encoded(name) in data
 
 
 def check_selection(environ: Mapping[str, str]) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.layout import to_bhsd
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients
 from mla_plugin.hooks.decode import DecodeOutput
@@ -54,13 +53,13 @@ def attention(
         ValueError: the request asks for what the oracle does not compute, or a tensor that it needs is missing.
     """
     _check(request, tensors)
-    q, k, v = (to_bhsd(x.to(compute_dtype), request.qkv_format) for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (request.layout.to_bhsd(x.to(compute_dtype)) for x in (tensors.q, tensors.k, tensors.v))
     bias = None if tensors.bias is None else tensors.bias.to(compute_dtype)
     out = q.new_zeros((*tensors.q.shape[:-1], v.shape[-1]))
     out_bhsd = request.layout.to_bhsd(out)
     lse = q.new_full(q.shape[:-1], -torch.inf)
 
-    is_packed = request.qkv_format == "thd"
+    is_packed = request.layout.is_packed
     spans_q = _spans(request, q.shape[2], tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded)
     spans_kv = _spans(request, k.shape[2], tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded)
     for b, ((start_q, seqlen_q), (start_kv, seqlen_kv)) in enumerate(zip(spans_q, spans_kv, strict=True)):
@@ -157,7 +156,7 @@ def _spans(
     request: AttentionRequest, extent: int, cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None
 ) -> Spans:
     """Where each sequence lies: packed one after the other, at its row's start, or filling its row."""
-    if request.qkv_format != "thd" and not request.has_padding:
+    if not request.layout.is_packed and not request.has_padding:
         return [(0, extent)] * request.batch_size
     if cu_seqlens is None:
         raise ValueError(
@@ -165,7 +164,7 @@ def _spans(
             "length; give cu_seqlens_q and cu_seqlens_kv"
         )
     lengths = cu_seqlens.diff().tolist()
-    if request.qkv_format != "thd":
+    if not request.layout.is_packed:
         return [(0, length) for length in lengths]
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded)[:-1].tolist()
     return list(zip(starts, lengths, strict=True))
@@ -176,7 +175,7 @@ def _of_sequence(
 ) -> torch.Tensor:
     """The part [H, S_q, S_kv] of a bias or a mask that broadcasts to [B, H, S_q, S_kv]."""
     extents = (q.shape[2], k.shape[2])
-    if request.qkv_format == "thd":
+    if request.layout.is_packed:
         extents = (request.max_seqlen_q, request.max_seqlen_kv)
     return x.expand(request.batch_size, request.num_heads, *extents)[sequence]
 
@@ -215,7 +214,7 @@ def decode(tensors: DecodeTensors, *, compute_dtype: torch.dtype = torch.float64
     batch, seqlen_q, heads, _ = q.shape
     rank = tensors.c_kv.shape[-1]
     out = q.new_zeros((batch, seqlen_q, heads, rank))
-    lse = q.new_full((batch, heads, seqlen_q), -torch.inf)
+    lse = q.new_full(tensors.lse_shape, -torch.inf)
     leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
     for b, leftpad in enumerate(leftpads):
         rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)

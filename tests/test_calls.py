@@ -103,6 +103,21 @@ def test_a_variable_that_changes_before_the_backward_does_not_move_it(
     assert spy.passes == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_like_call_under_another_environment_does_not_move_the_backward_of_an_earlier_one(
+    way: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = Q.clone().requires_grad_()
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "spy")
+    first = call(way, q, K, V)
+    monkeypatch.setenv("MLA_PLUGIN_BACKEND", "sdpa")
+    second = call(way, q, K, V)
+    second.sum().backward()
+    assert spy.passes == ["forward"]
+    first.sum().backward()
+    assert spy.passes == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("later", ["another backend", "another shape", "another bias"])
 def test_a_later_call_does_not_move_the_backward_of_an_earlier_one(way: str, later: str, spy: Spy) -> None:

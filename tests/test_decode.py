@@ -11,6 +11,7 @@ import torch
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors, reference
 from mla_plugin.arguments import decode_layout
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.operations.decode import operator as decode_ops
@@ -405,7 +406,7 @@ def test_where_rows_start_is_part_of_the_request() -> None:
         tensors = DecodeTensors(
             torch.zeros(B, 1, H, R), torch.zeros(B, 1, H, DR), cache[..., :R], cache[..., R:], SCALE
         )
-        assert decode_ops.request_of(tensors).has_aligned_rows == wanted
+        assert DecodeRequest.of(tensors).has_aligned_rows == wanted
 
 
 def test_a_cache_that_moves_off_16_bytes_is_decided_on_anew(other: Other) -> None:

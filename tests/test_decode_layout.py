@@ -19,9 +19,9 @@ import mla_plugin
 from mla_plugin import DecodeLengths, DecodeOutput, DecodeTensors
 from mla_plugin.arguments import decode_layout
 from mla_plugin.arguments.decode_layout import TENSOR_ATTRIBUTES, DecodeCall, DecodeLayout, known_of, layout_of
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted
-from mla_plugin.operations.decode import operator as decode_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, S_Q, H, R, DR, PAGES, PAGE = 2, 2, 3, 16, 8, 8, 4
@@ -41,7 +41,7 @@ class Honest:
 
     @mla_plugin.hookimpl
     def forward(self, plan: Any, tensors: DecodeTensors) -> DecodeOutput:
-        assert plan.request == decode_ops.request_of(tensors, plan.request.host)
+        assert plan.request == DecodeRequest.of(tensors, host=plan.request.host)
         q = tensors.q_nope_abs
         return DecodeOutput(torch.zeros_like(q), q.new_zeros(B, H, S_Q) if tensors.return_lse else None)
 
@@ -104,7 +104,7 @@ def by_hand(arguments: Call) -> Any:
 
     tensors = tensors_of(arguments)
     try:
-        return triton.forward(mla_plugin.resolve(decode_ops.request_of(tensors), backend="triton"), tensors)
+        return triton.forward(mla_plugin.resolve(DecodeRequest.of(tensors), backend="triton"), tensors)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -246,7 +246,7 @@ def test_what_is_known_belongs_to_these_tensors_alone() -> None:
     known = known_of(first)
     assert first.known is known
     assert known_of(first) is known
-    plan = mla_plugin.resolve(decode_ops.request_of(first), backend="triton")
+    plan = mla_plugin.resolve(DecodeRequest.of(first), backend="triton")
     triton.forward(plan, first)
     other = first._replace(q_nope_abs=strided(first.q_nope_abs)[:, :1], q_rope=strided(first.q_rope)[:, :1])
     assert isinstance(other, DecodeCall)
@@ -261,7 +261,7 @@ def test_hooks_may_be_called_by_hand() -> None:
     from mla_plugin.plugins import triton
 
     calls = [call(), call(causal=False), call(q_rope=strided(call()["q_rope"])), call(backend="honest")]
-    plan = mla_plugin.resolve(decode_ops.request_of(tensors_of(calls[0])), backend="triton")
+    plan = mla_plugin.resolve(DecodeRequest.of(tensors_of(calls[0])), backend="triton")
     for arguments in (*calls, *calls):
         wanted = outcome(arguments | {"backend": "triton"})
         assert same(triton.forward(plan, tensors_of(arguments)), wanted)

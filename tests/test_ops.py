@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Plan, attention, hookimpl
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.operations.attention import compute
+from mla_plugin.operations.attention import compute, known
 from mla_plugin.operations.attention import operator as ops
 from mla_plugin.operations.attention.run import run
 from mla_plugin.resolver.attention import resolve
@@ -91,7 +91,7 @@ def test_opcheck(layout: str) -> None:
     given = options(layout)
     lengths = {name: given.pop(name) for name in list(given) if name.startswith("cu_seqlens")}
     tensors = AttentionTensors(q, k, v, 0.2, **lengths)
-    call = ops.Call(tensors, CallOptions.of(tensors, **given, return_lse=True), None)
+    call = ops.Call(tensors, CallOptions(**given, return_lse=True).completed(tensors), None)
     torch.library.opcheck(ops.attention_forward, call.arguments)
     detached = replace(tensors, q=q.detach(), k=k.detach(), v=v.detach())
     output = run(AttentionRequest.of(detached, **given, return_lse=True), detached)
@@ -289,14 +289,15 @@ def test_a_variable_takes_effect_at_the_next_call(monkeypatch: pytest.MonkeyPatc
 def watch_requests(monkeypatch: pytest.MonkeyPatch) -> list[AttentionRequest]:
     """The requests of the plans that calls get from here on."""
     seen: list[AttentionRequest] = []
-    resolve = compute.resolve
+    resolve = known.resolve
 
     def watched(request: AttentionRequest, backend: str | None) -> Plan:
         plan = resolve(request, backend=backend)
         seen.append(plan.request)
         return plan
 
-    monkeypatch.setattr(compute, "resolve", watched)
+    monkeypatch.setattr(known, "resolve", watched)
+    monkeypatch.setattr(known, "_known", {})
     return seen
 
 
@@ -356,10 +357,11 @@ def test_one_tensor_of_offsets_for_both_sides_says_that_lengths_agree(monkeypatc
         seen.append(request.lengths_may_differ)
         return resolve(request, backend=backend)
 
-    monkeypatch.setattr(compute, "resolve", spy)
+    monkeypatch.setattr(known, "resolve", spy)
+    monkeypatch.setattr(known, "_known", {})
     q = torch.randn(9, 2, 8, requires_grad=True)
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     for cu_seqlens_kv in (None, offsets, offsets.clone()):
         out = attention(q, q, q, qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=5)
         out.sum().backward()
-    assert seen == [False, False, True]  # a backward keeps to its forward's decision
+    assert seen == [False, True]  # the second call is like the first, and a backward keeps to its forward's decision

@@ -53,9 +53,9 @@ class AttentionTensors:
     @property
     def needs_gradient(self) -> bool:
         """A backward will follow."""
-        return torch.is_grad_enabled() and any(
-            x.requires_grad for x in (self.q, self.k, self.v, self.bias) if isinstance(x, torch.Tensor)
-        )
+        if not torch.is_grad_enabled():
+            return False
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in (self.q, self.k, self.v, self.bias))
 
     @property
     def pads_between_sequences(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
@@ -144,3 +144,19 @@ class DecodeTensors(NamedTuple):
     seqlens_kv: torch.Tensor | None = None
     leftpad_kv: torch.Tensor | None = None
     lengths: DecodeLengths | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the cache has room for in a sequence."""
+        rows = self.c_kv.shape[1]
+        return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Shape of the log-sum-exp: [B, H, S_q]."""
+        batch, seqlen_q, heads, _ = self.q_nope_abs.shape
+        return batch, heads, seqlen_q
+
+
+OPERATOR_FIELDS = {name: hint for name, hint in get_type_hints(DecodeTensors).items() if name != "lengths"}
+"""What an operator takes of ``DecodeTensors``, in its order: all but the lengths on the host."""

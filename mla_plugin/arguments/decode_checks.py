@@ -211,7 +211,7 @@ def check_values(tensors: DecodeTensors) -> None:
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
     if seqlens_kv is None or not may_read(seqlens_kv):
         return
-    capacity = c_kv.shape[1] * (1 if page_table is None else page_table.shape[1])
+    capacity = tensors.capacity
     lengths = seqlens_kv.tolist()
     if any(not 0 <= length <= capacity for length in lengths):
         raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys a sequence")

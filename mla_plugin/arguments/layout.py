@@ -61,6 +61,13 @@ class Layout:
         order[self.batch], order[self.heads], order[self.tokens] = 0, 1, 2
         return x.permute(order)
 
+    def contiguous_strides(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """(sequence, head, token) strides of a contiguous tensor of this shape."""
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * size)
+        return self.pick(strides[::-1])
+
     def lse_shape(self, q_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the log-sum-exp: [B, H, S_q], packed [H, T_q]."""
         batch, heads, tokens = self.pick(q_shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ _UNLIMITED = 2**31 - 1
 """No sequence is longer, so a window of as many tokens or more is as good as this one."""
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """The keys around the diagonal that a query sees: i sees j when ``i + offset - left <= j <= i + offset + right``.
 
     Attributes:
@@ -56,9 +55,20 @@ class Band:
         """The band is narrower than a causal mask makes it."""
         return self.left >= 0 or self.right > 0
 
+    def within(self, tokens: int) -> Band:
+        """The same band for sequences of at most so many queries and keys together: a side beyond them is open."""
+        left, right = (side if side < tokens else -1 for side in (self.left, self.right))
+        return Band(left, right, self.bottom_right)
+
     def offset(self, len_q: int, len_kv: int) -> int:
         """Column of the diagonal in row 0."""
         return len_kv - len_q if self.bottom_right else 0
+
+    def shows_every_query_a_key(self, len_q: int, len_kv: int) -> bool:
+        """No query of a sequence of these lengths is left without a key."""
+        offset = self.offset(len_q, len_kv)
+        ends = (self.keys(slice(row, row + 1), offset, len_kv) for row in (0, len_q - 1))
+        return all(keys.start < keys.stop for keys in ends)
 
     def keys(self, rows: slice, offset: int, len_kv: int) -> slice:
         """The keys that at least one of the rows sees; empty (stop <= start) when there are none."""
@@ -82,6 +92,10 @@ class Band:
             return None if self.right < 0 else distance > self.right
         before = distance < -self.left
         return before if self.right < 0 else before | (distance > self.right)
+
+
+OPEN = Band(left=-1, right=-1, bottom_right=False)
+"""Every query sees every key."""
 
 
 def canonical_mask(

@@ -172,6 +172,12 @@ def _add_platform(group: Any) -> None:
         metavar="NAME=VALUE",
         help="an environment variable, such as NVTE_FLASH_ATTN=0",
     )
+    group.add_argument(
+        "--te-release",
+        metavar="X.Y",
+        help="TransformerEngine's release whose rules apply, such as 2.14; the newest known by default, with --host "
+        "transformer_engine the installed one",
+    )
 
 
 def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequest:
@@ -294,9 +300,12 @@ def run(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"backend": arguments.backend, "platform": platform, "environ": environ}
     decision: Decision | DecodeDecision
     if arguments.decode:
+        if arguments.te_release is not None:
+            raise ValueError("--te-release has no meaning with --decode: TransformerEngine has no absorbed decode")
         decision = survey_decode(decode_request_of(arguments, platform.device_type), **options)
         text = describe_decode(decision)
     else:
+        options["te_release"] = arguments.te_release
         decision = survey(request_of(arguments, platform.device_type), **options)
         text = describe(decision)
     print(as_json(decision) if arguments.json else text)

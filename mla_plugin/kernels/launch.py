@@ -13,12 +13,14 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_HERE = contextlib.nullcontext()
+
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes x's device the current one, which is where Triton launches; costs nothing when it is already."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
+    return _HERE
 
 
 class _Address:
@@ -90,12 +92,15 @@ class Launch:
         ``arguments`` are those that ``given`` names: tensors, descriptors, None, numbers; their types are always the
         same.
         """
-        addresses, bits = [], 0
+        addresses: list[object] = []
+        bits = 0
         for x in arguments:
-            if isinstance(x, torch.Tensor):
-                x = x.data_ptr()
-                bits |= x
-            addresses.append(x)
+            if x is not None and isinstance(x, torch.Tensor):
+                address = x.data_ptr()
+                bits |= address
+                addresses.append(address)
+            else:
+                addresses.append(x)
         if bits % 16 == 0 and self.run is not None:
             self.run(*addresses, *self.arguments)
             return

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import Layout, aligned
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
@@ -126,22 +126,18 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     return accepted_without_dlse(request)
 
 
-def _kernel_input(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
+def _kernel_input(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """x as [B, H, S, D], copied where it is not aligned or a dimension is broadcast: cuDNN wants real strides."""
-    return addressable(to_bhsd(x, qkv_format))
-
-
-def _kernel_output(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    return from_bhsd(x, qkv_format).contiguous()
+    return addressable(layout.to_bhsd(x))
 
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention; cuDNN's softmax statistics are the natural-log log-sum-exp, [B, H, S_q] in float32."""
     request = plan.request
-    q, k, v = (_kernel_input(x, request.qkv_format) for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (_kernel_input(x, request.layout) for x in (tensors.q, tensors.k, tensors.v))
     out, lse, *_ = _forward(q, k, v, None, True, 0.0, request.is_causal, False, scale=tensors.softmax_scale)
-    return AttentionOutput(_kernel_output(out, request.qkv_format), lse.view(q.shape[:-1]))
+    return AttentionOutput(request.layout.from_bhsd(out).contiguous(), lse.view(q.shape[:-1]))
 
 
 @hookimpl
@@ -158,7 +154,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     refuse_dlse("cudnn", dlse)
     request, tensors = plan.request, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (to_bhsd(aligned(x.contiguous()), request.qkv_format) for x in inputs)
+    dout, q, k, v, out = (request.layout.to_bhsd(aligned(x.contiguous())) for x in inputs)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv = _backward(
         dout,
@@ -178,4 +174,4 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         request.is_causal,
         scale=tensors.softmax_scale,
     )
-    return Gradients(*(_kernel_output(x, request.qkv_format) for x in (dq, dk, dv)))
+    return Gradients(*(request.layout.from_bhsd(x).contiguous() for x in (dq, dk, dv)))

@@ -12,8 +12,18 @@ from mla_plugin.resolver.attention import resolve as resolve_attention
 from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
+from mla_plugin.resolver.transformer_engine.cascade import te_decide
 
-__all__ = ["Decision", "DecodeDecision", "describe_decode", "explain", "resolve", "survey", "survey_decode"]
+__all__ = [
+    "Decision",
+    "DecodeDecision",
+    "describe_decode",
+    "explain",
+    "resolve",
+    "survey",
+    "survey_decode",
+    "te_decide",
+]
 
 
 @overload
@@ -66,8 +76,12 @@ def explain(
     backend: str | None = None,
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
 ) -> str:
-    """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey."""
+    """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey.
+
+    ``te_release`` has no meaning for decode, about which TransformerEngine has no say.
+    """
     if isinstance(request, DecodeRequest):
         return describe_decode(survey_decode(request, backend=backend, platform=platform, environ=environ))
-    return describe(survey(request, backend=backend, platform=platform, environ=environ))
+    return describe(survey(request, backend=backend, platform=platform, environ=environ, te_release=te_release))

@@ -125,6 +125,7 @@ class Inquiry:
         names: of all backends, those that MLA_PLUGIN_BLOCK kept from being imported last.
         blocked: of those that were not asked.
         answers: of the others.
+        forward_answers: of the built-in ones, to the same request without a backward to follow.
     """
 
     platform: Platform
@@ -133,6 +134,7 @@ class Inquiry:
     names: tuple[str, ...]
     blocked: frozenset[str]
     answers: Mapping[str, Accepted | Refused]
+    forward_answers: Mapping[str, Accepted | Refused]
 
     @property
     def builtin(self) -> list[str]:
@@ -189,5 +191,9 @@ def ask_all(
     _warn_of_unknown_names(blocked, environ, manager)
     asked = {name: caller for name, caller in callers.items() if name not in blocked}
     answers = {name: ask(name, caller, request, platform, frozenset(names)) for name, caller in asked.items()}
+    forward_answers = {name: answers[name] for name in BUILTIN_BACKENDS if name in asked}
+    if isinstance(request, AttentionRequest) and request.is_training:
+        alone = request.replace(is_training=False)
+        forward_answers = {name: ask(name, asked[name], alone, platform, frozenset(names)) for name in forward_answers}
     environment.check_selection(environ)
-    return Inquiry(platform, environ, backend, names, blocked, answers)
+    return Inquiry(platform, environ, backend, names, blocked, answers, forward_answers)

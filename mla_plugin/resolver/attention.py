@@ -13,11 +13,12 @@ from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
-from mla_plugin.resolver import preference
+from mla_plugin.resolver import choice, preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, decide
-from mla_plugin.resolver.transformer_engine.request import te_params, te_platform
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, te_decide
+from mla_plugin.resolver.transformer_engine.release import read_release
+from mla_plugin.resolver.transformer_engine.request import installed_release, te_params, te_platform
 
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
@@ -31,11 +32,8 @@ def _cascade_reasons(cascade: CascadeDecision, name: str) -> tuple[str, ...]:
     )
 
 
-def _backward_backend(name: str, accepted: Accepted, answers: Mapping[str, Accepted | Refused]) -> str | None:
-    """The backend of the backward, or None when the one that was named does not take the request."""
-    if accepted.backward_by is None:
-        return name
-    return accepted.backward_by if isinstance(answers.get(accepted.backward_by), Accepted) else None
+def _computes_backward(answer: Accepted | Refused) -> bool:
+    return isinstance(answer, Accepted) and answer.backward_by is None
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,19 @@ class _Survey:
     asked: Inquiry
     cascade: CascadeDecision | None
 
-    def tried(self) -> list[str]:
-        """Names in the order in which they are tried."""
+    @property
+    def is_free(self) -> bool:
+        """The fastest backends run; otherwise a name, or TransformerEngine's order, decides."""
+        return self.asked.backend is None and not choice.is_as_strict_as_te(self.request, self.asked.environ)
+
+    def order(self, direction: str) -> list[str]:
+        """Names in the order in which they are tried for one pass."""
         asked = self.asked
         if asked.backend is not None:
             return [asked.backend]
+        if self.is_free:
+            given = (asked.platform, asked.environ, asked.priorities, asked.builtin)
+            return choice.order(self.request, *given, direction)
         survivors = [preference.CASCADE_NAMES[name] for name in self.cascade.survivors] if self.cascade else None
         return preference.order(self.request, asked.platform, asked.environ, survivors, asked.priorities, asked.builtin)
 
@@ -59,30 +65,51 @@ class _Survey:
         if name in self.asked.blocked:
             return TraceEntry(name, False, "environment", ("MLA_PLUGIN_BLOCK names it",)), None
         answer = self.asked.answers[name]
-        if isinstance(answer, Refused):
-            return TraceEntry(name, False, "backend", answer.reasons), None
+        forward = answer
+        if isinstance(answer, Refused) and self._takes_passes_apart(name):
+            forward = self.asked.forward_answers[name]
+        if isinstance(forward, Refused):
+            return TraceEntry(name, False, "backend", forward.reasons), None
         if not tried:
             return self._left_out(name), None
-        backward = _backward_backend(name, answer, self.asked.answers)
+        backward = self._backward(name, answer)
         if backward is None and self.request.is_training:
-            why = "MLA_PLUGIN_BLOCK leaves out" if answer.backward_by in self.asked.blocked else "refuses the request"
-            reason = f"its backward runs on {answer.backward_by!r}, which {why}"
-            return TraceEntry(name, False, "backend", (reason,)), None
-        return TraceEntry(name, True, "backend", answer.notes), backward or name
+            return TraceEntry(name, False, "backend", (self._why_no_backward(answer),)), None
+        notes = forward.notes
+        if isinstance(answer, Refused):
+            notes += (f"the forward alone: {'; '.join(answer.reasons)}",)
+        return TraceEntry(name, True, "backend", notes), backward or name
+
+    def _takes_passes_apart(self, name: str) -> bool:
+        """Out and lse tie the passes of our backends and nothing else does, but for the generator behind dropout."""
+        return self.is_free and name in self.asked.builtin and not self.request.dropout_p
+
+    def _backward(self, name: str, answer: Accepted | Refused) -> str | None:
+        """The backend of the backward behind this forward; None when there is none."""
+        answers = self.asked.answers
+        if self._takes_passes_apart(name) and self.request.is_training:
+            able = [other for other in self.asked.builtin if _computes_backward(answers[other])]
+            return next((other for other in self.order("backward") if other in able), None)
+        if isinstance(answer, Refused) or answer.backward_by is None:
+            return name
+        return answer.backward_by if isinstance(answers.get(answer.backward_by), Accepted) else None
+
+    def _why_no_backward(self, answer: Accepted | Refused) -> str:
+        if isinstance(answer, Refused):
+            return f"the forward alone, and no backend may run the backward: {'; '.join(answer.reasons)}"
+        if answer.backward_by is None:
+            return "no backend may run the backward"
+        why = "MLA_PLUGIN_BLOCK leaves out" if answer.backward_by in self.asked.blocked else "refuses the request"
+        return f"its backward runs on {answer.backward_by!r}, which {why}"
 
     def _left_out(self, name: str) -> TraceEntry:
         """Why a backend that could run is not even tried."""
-        environ = self.asked.environ
-        if self.asked.backend is not None:
-            return TraceEntry(name, False, "host", (f"backend {self.asked.backend!r} was asked for by name",))
-        if name == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "0":
-            return TraceEntry(name, False, "environment", ("NVTE_MLA_TRITON=0",))
-        if name == preference.FALLBACK and not environment.parse("NVTE_UNFUSED_ATTN", environ):
-            return TraceEntry(name, False, "environment", ("NVTE_UNFUSED_ATTN=0",))
-        if switch := preference.flash_switched_off(name, environ):
-            return TraceEntry(name, False, "environment", (switch,))
-        if name == "triton" and self.asked.platform.device_type != "cuda":
-            return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
+        asked = self.asked
+        if asked.backend is not None:
+            return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was asked for by name",))
+        off = choice.switched_off(name, self.request, asked.platform, asked.environ)
+        if off is not None and (self.is_free or name in ("triton", preference.FALLBACK)):
+            return off
         if name == "triton":
             reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))
@@ -96,6 +123,7 @@ def survey(
     backend: str | None = None,
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
 ) -> Decision:
     """Decide, uncached, and keep everything that led to the decision.
 
@@ -104,23 +132,26 @@ def survey(
         backend: use this backend and no other.
         platform: a hypothetical platform; None probes the request's device.
         environ: a hypothetical environment; None reads the process's.
+        te_release: the release of TransformerEngine whose rules apply, such as ``"2.14"``; None for the installed one
+            where TransformerEngine is the host, and for the newest anywhere else.
 
     Raises:
         EnvironmentVariableError: a variable has a value that is not accepted.
         TypeError: ``backend`` is neither a name nor None.
-        ValueError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered, or ``te_release`` is not known or cannot express the request.
     """
     environ = dict(environment.gates()) if environ is None else environ
     if not environment.parse("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ):
         request = request.replace(deterministic=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
+    te_release = installed_release(request.host, platform) if te_release is None else read_release(te_release)[0]
     cascade = None
     if platform.device_type == "cuda":
-        cascade = decide(te_params(request), asked.environ, te_platform(platform))
+        cascade = te_decide(te_params(request), asked.environ, te_platform(platform, te_release), release=te_release)
 
     known = _Survey(request, asked, cascade)
-    tried = known.tried()
+    tried = known.order("forward")
     trace, plan_backends = [], None
     for name in (*tried, *(name for name in asked.names if name not in tried)):
         entry, backward = known.verdict(name, name in tried)

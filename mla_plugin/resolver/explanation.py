@@ -100,7 +100,7 @@ def describe(decision: Decision) -> str:
     """The whole decision: the request, each backend in the order tried with its reasons, and what runs."""
     text = [f"{_describe_request(decision.request)}  on {describe_platform(decision.platform)}"]
     if decision.cascade is not None:
-        text.append(f"TransformerEngine's own selection: {decision.cascade.selected}")
+        text.append(f"TransformerEngine {decision.cascade.release}'s own selection: {decision.cascade.selected}")
     text += lines(decision.trace)
     if decision.plan is None:
         text.append("=> no backend")

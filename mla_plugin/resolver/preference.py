@@ -1,13 +1,12 @@
-"""The order in which backends are tried, once TransformerEngine's cascade has spoken."""
+"""TransformerEngine's order of the backends, once its cascade has spoken; and what every host's order shares."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mla_plugin import device, environment
+from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.resolver.transformer_engine.flash import why_not_installed
 
 CASCADE_NAMES: Mapping[str, str] = {
     "flash2": "fa2",
@@ -19,45 +18,6 @@ CASCADE_NAMES: Mapping[str, str] = {
 """TransformerEngine's backends and ours that stand for them."""
 
 FALLBACK = "sdpa"
-
-_FLASH: Mapping[str, tuple[str, str, str]] = {
-    "fa2": ("flash2", "flash-attn", "NVTE_FLASH_ATTN_V2"),
-    "fa3": ("flash3", "flash-attn-3", "NVTE_FLASH_ATTN_V3"),
-}
-"""TransformerEngine's name, the one distribution that it looks for, and its switch."""
-
-
-def flash_switched_off(name: str, environ: Mapping[str, str]) -> str | None:
-    """The variable that switches a FlashAttention backend off, with its text; None when none does."""
-    if name not in _FLASH:
-        return None
-    switches = ("NVTE_FLASH_ATTN", _FLASH[name][2])
-    return next((f"{switch}={environ[switch]}" for switch in switches if not environment.parse(switch, environ)), None)
-
-
-def _is_outside_te(name: str, platform: Platform, environ: Mapping[str, str]) -> bool:
-    """The backend has a provider that TransformerEngine does not know, so its selection says nothing about it.
-
-    That is FlashAttention 3 as vLLM and SGLang ship it, and PyTorch's own FlashAttention 2. The user's switches hold.
-    """
-    version, distribution, _ = _FLASH[name]
-    capability = platform.compute_capability or (0, 0)
-    is_unknown = why_not_installed(version, platform.version(distribution), capability) is not None
-    others = name == "fa2" or any(platform.version(other) for other, _ in device.FLASH_ATTENTION_PROVIDERS[name])
-    return is_unknown and others and flash_switched_off(name, environ) is None
-
-
-def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
-    """Megatron-Core sets all three switches to 0 for ``attention_backend=local``, in the place of which we attend."""
-    switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-    return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)
-
-
-OUTSIDE_TE = ("fa3", "triton", "fa2")
-"""Backends of which TransformerEngine's selection may know nothing, by measured speed.
-
-B 1, H 128, S 4096, causal, forward on an H200: 631, 480 and, V padded, 234 TFLOP/s.
-"""
 
 
 def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> list[str]:
@@ -95,32 +55,25 @@ def order(
     priorities: Mapping[str, int],
     builtin: Sequence[str],
 ) -> list[str]:
-    """Backends in the order in which they are tried; those that are left out are not in the list.
+    """Backends in TransformerEngine's order; those that are left out are not in the list.
 
     Args:
+        request, platform, environ: what is decided on.
         survivors: our names of what TransformerEngine's cascade left, best first; None where the cascade does not
-            apply (not a CUDA device), which leaves every built-in backend in table order. Behind them, unless the host
-            is as strict as TransformerEngine, come those of which its selection knows nothing (``OUTSIDE_TE``).
+            apply (not a CUDA device), which leaves every built-in backend in table order.
         priorities: the priority that each backend of another package asked for.
         builtin: names of the built-in backends.
     """
-    strict = request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
     opt_in = environment.parse("NVTE_MLA_TRITON", environ)
     triton_first = opt_in == "1" and not triton_opt_in_obstacles(request, platform)
-    beyond_te = not strict and platform.device_type == "cuda"  # Triton's interpreter is for tests
-    outside = {name: beyond_te and _is_outside_te(name, platform, environ) for name in _FLASH}
-    outside["triton"] = beyond_te and opt_in != "0" and not triton_first
-    fallback = FALLBACK in survivors if survivors is not None and strict else True
-    if not environment.parse("NVTE_UNFUSED_ATTN", environ):
-        fallback = not strict and _is_without_transformer_engine(request, environ)
-    fused = [name for name in (builtin if survivors is None else survivors) if name not in (FALLBACK, "triton")]
+    left = builtin if survivors is None else survivors
+    fallback = FALLBACK in left and environment.parse("NVTE_UNFUSED_ATTN", environ)
     others = by_priority(priorities)
     tried = [
         *(name for name in others if priorities[name] > 0),
         *(["triton"] if triton_first else []),
-        *fused,
+        *(name for name in left if name not in (FALLBACK, "triton")),
         *(name for name in others if priorities[name] == 0),
-        *(name for name in OUTSIDE_TE if outside[name]),
         *([FALLBACK] if fallback else []),
         *(name for name in others if priorities[name] < 0),
     ]

@@ -62,6 +62,25 @@ def test_text_and_json_tell_what_the_library_decides(capsys: pytest.CaptureFixtu
     assert found["error"] is None
 
 
+def test_the_release_of_transformer_engine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    inside = (*A100, "--host", "transformer_engine", "--package", "transformer-engine=2.14.1")
+    for arguments, release in (
+        (A100, "2.20.2"),
+        ((*A100, "--te-release", "2.16"), "2.16"),
+        (inside, "2.14.1"),
+        ((*inside, "--te-release", "2.20.2+abc"), "2.20.2"),
+    ):
+        assert f"TransformerEngine {release}'s own selection: " in explain(capsys, *arguments)[1]
+        assert decision(capsys, *arguments)["transformer_engine"]["release"] == release
+
+
+def test_the_release_of_transformer_engine_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    """FlashAttention 2 takes unequal head dimensions from 2.17 on."""
+    arguments = (*A100, "--package", "flash-attn=2.8.3", "--te-release")
+    assert decision(capsys, *arguments, "2.17")["transformer_engine"]["selected"] == "flash2"
+    assert decision(capsys, *arguments, "2.16")["transformer_engine"]["selected"] == "unfused"
+
+
 def test_every_flag_reaches_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--head-dim-qk 96 --head-dim-v 64 --heads 12 --kv-heads 4 --batch-size 3 --seqlen-q 7 --seqlen-kv 11 "
@@ -135,6 +154,12 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
         ("--pad-between-seqs", "--pad-between-seqs needs --format thd; the format is bshd"),
         ("--device cpu --capability 8.0", "--capability describes a CUDA device"),
         ("--window -2 0", "window_size=(-2, 0)"),
+        (
+            "--capability 8.0 --te-release 2.9",
+            "release='2.9': TransformerEngine's selection is known for 2.10 to 2.20.2",
+        ),
+        ("--device cpu --te-release latest", "release='latest': accepted is a version of TransformerEngine"),
+        ("--decode --te-release 2.20", "--te-release has no meaning with --decode"),
     ],
 )
 def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:

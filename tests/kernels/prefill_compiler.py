@@ -146,7 +146,14 @@ def _arguments(job: Job, names: list[str]) -> tuple[dict[str, str], dict[str, An
     constants: dict[str, Any] = {} if packed else dict.fromkeys(offsets)
     constants |= columns | {"D_QK": job.head_dim_qk, "D_V": job.head_dim_v, "GROUP": 1, "WIDE": False}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PRECISION": "ieee" if dtype == "fp32" else "tf32"}
-    constants |= {"PACKED": packed, "HAS_LENGTHS": packed, "BOTTOM_RIGHT": True, "HAS_LEFT": packed, "HAS_RIGHT": True}
+    constants |= {
+        "PACKED": packed,
+        "HAS_LENGTHS": packed,
+        "SOME_SEE_NO_KEY": packed,
+        "BOTTOM_RIGHT": True,
+        "HAS_LEFT": packed,
+        "HAS_RIGHT": True,
+    }
     constants |= {"EVEN_M": not packed, "EVEN_N": not packed, "HEADS_TOGETHER": 8, "TMA": descriptors}
     return types, {name: value for name, value in constants.items() if name in names}
 

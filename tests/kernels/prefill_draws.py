@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.prefill.packing import Packing
 from tests.kernels.prefill_oracle import Call
 
@@ -120,10 +121,14 @@ def draw(seed: int) -> Draw:
     batch, kv_heads, group = rng.choice((1, 2, 3, 5)), rng.choice((1, 2)), rng.choice((1, 2, 3))
     has_lengths, is_padded = layout == "thd" or rng.random() < 0.5, rng.random() < 0.5
     head_dim_qk, head_dim_v = rng.choice(_HEAD_DIMS)
+    has_same_lengths = has_lengths and rng.random() < 0.3
     given: dict[str, torch.Tensor] = {}
     rows, lengths, starts, longest = {}, {}, {}, {}
     for side in ("q", "kv"):
-        lengths[side], slots, rows[side] = _side(rng, batch, layout, is_padded)
+        if side == "q" or not has_same_lengths:
+            lengths[side], slots, rows[side] = _side(rng, batch, layout, is_padded)
+        else:
+            lengths[side], rows[side] = lengths["q"], rows["q"]
         if not has_lengths:
             lengths[side] = [rows[side]] * batch
         starts[side] = [0] * batch
@@ -141,13 +146,12 @@ def draw(seed: int) -> Draw:
         layout,
         longest["q"],
         longest["kv"],
-        window_left=left,
-        window_right=right,
-        bottom_right=rng.random() < 0.5,
+        mask=Band(left, right, rng.random() < 0.5),
+        same_lengths=has_same_lengths,
         **given,
     )
     ends = tuple(tuple(values) for values in (starts["q"], starts["kv"], lengths["q"], lengths["kv"]))
-    call = Call(layout, *ends, left, right, packing.bottom_right, head_dim_qk**-0.5)
+    call = Call(layout, *ends, left, right, packing.mask.bottom_right, head_dim_qk**-0.5)
 
     def tensor(side: str, heads: int, width: int, any_last: bool = False) -> torch.Tensor:
         sizes = {"b": batch, "s": rows[side], "h": heads}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -27,7 +28,14 @@ def test_another_length_is_another_kind_of_the_same_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"heads": 8}, {"dlse": True}, {"window_right": 0}, {"window_left": 5}, {"bottom_right": True}]
+    "changes",
+    [
+        {"heads": 8},
+        {"dlse": True},
+        {"mask": Band(-1, 0, False)},
+        {"mask": Band(5, -1, False)},
+        {"mask": Band(-1, -1, True)},
+    ],
 )
 def test_another_code_is_compiled_on_its_own(changes: dict[str, object]) -> None:
     assert kind(**changes).code != kind().code  # type: ignore[arg-type]
@@ -44,8 +52,8 @@ def told(launch: Launch) -> dict[str, object]:
         (32, 128, {}, (True, True)),
         (32, 127, {}, (True, False)),
         (33, 128, {}, (False, True)),
-        (128, 64, {"window_right": 0}, (True, True)),
-        (128, 64, {"window_right": 0, "bottom_right": True}, (False, True)),  # queries without a key
+        (128, 64, {"mask": Band(-1, 0, False)}, (True, True)),
+        (128, 64, {"mask": Band(-1, 0, True)}, (False, True)),  # queries without a key
         (32, 128, {"cu_seqlens_q": torch.tensor([0, 32]), "cu_seqlens_kv": torch.tensor([0, 128])}, (False, False)),
     ],
 )

@@ -1,10 +1,13 @@
 """Shapes, strides and sizes of every layout, as the kernels' launchers see them."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -29,14 +32,14 @@ CU_PADDED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
 )
 def test_strides_are_those_of_sequence_head_and_token(layout: str, strides: tuple[int, int, int]) -> None:
     x = torch.empty(SHAPES[layout])
-    assert packing.pick(x.stride(), layout) == strides
-    assert packing.contiguous_strides(x.shape, layout) == strides
+    assert LAYOUTS[layout].pick(x.stride()) == strides
+    assert LAYOUTS[layout].contiguous_strides(x.shape) == strides
 
 
 def test_strides_of_a_slice_are_its_own() -> None:
     x = torch.empty(B, 2 * S, H, 2 * D)[:, ::2, :, :D]
-    assert packing.pick(x.stride(), "bshd") == (x.stride(0), x.stride(2), x.stride(1))
-    assert packing.contiguous_strides(x.shape, "bshd") == (S * H * D, D, H * D)
+    assert LAYOUTS["bshd"].pick(x.stride()) == (x.stride(0), x.stride(2), x.stride(1))
+    assert LAYOUTS["bshd"].contiguous_strides(x.shape) == (S * H * D, D, H * D)
 
 
 def kind(q: torch.Tensor, k: torch.Tensor, how: Packing) -> Kind:
@@ -69,9 +72,10 @@ def test_sequences_start_at_the_true_lengths_unless_padded_offsets_say_otherwise
 
 def test_what_a_launch_is_cached_on_holds_every_mask_argument() -> None:
     q, k = torch.empty(SHAPES["thd"]), torch.empty(SHAPES["thd"])
-    changes = ({}, {"max_seqlen_q": 5}, {"max_seqlen_kv": 4}, {"window_left": 2}, {"window_right": 2})
+    changes = ({}, {"max_seqlen_q": 5}, {"max_seqlen_kv": 4}, {"mask": Band(2, -1, False)})
     plain = Packing("thd", 4, 5, CU, CU)
-    kinds = {kind(q, k, dataclasses.replace(plain, **change)) for change in (*changes, {"bottom_right": True})}
+    masks = ({"mask": Band(-1, 2, False)}, {"mask": Band(-1, -1, True)})
+    kinds = {kind(q, k, dataclasses.replace(plain, **change)) for change in (*changes, *masks)}
     assert len(kinds) == 6
 
 
@@ -83,28 +87,41 @@ def test_whether_every_query_sees_a_key_is_known_from_the_shapes(
     q, k = torch.empty(1, seqlen_q, 1, 8), torch.empty(1, seqlen_kv, 1, 8)
     for left in range(-1, 6):
         for right in range(-1, 6):
-            how = Packing("bshd", seqlen_q, seqlen_kv, window_left=left, window_right=right, bottom_right=bottom_right)
+            how = Packing("bshd", seqlen_q, seqlen_kv, mask=Band(left, right, bottom_right))
             call = Call("bshd", (0,), (0,), (seqlen_q,), (seqlen_kv,), left, right, bottom_right, 0.5)
             assert kind(q, k, how).every_query_sees_a_key == bool(call.seen(0).any(1).all())
     lengths = torch.tensor([0, 1], dtype=torch.int32)
     assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).every_query_sees_a_key
 
 
+@pytest.mark.parametrize("mask", [Band(*mask) for mask in itertools.product((-1, 0, 2), (-1, 0, 2), (False, True))])
+def test_rows_are_masked_where_lengths_allow_that_one_sees_no_key(mask: Band) -> None:
+    """Of a sequence without keys nothing is read at all."""
+    q = torch.empty(SHAPES["thd"])
+    lengths = range(1, 6)
+    unequal = Packing("thd", 5, 5, CU, CU, mask=mask)
+    some_miss = any(not mask.shows_every_query_a_key(m, n) for m in lengths for n in lengths)
+    assert kind(q, q, unequal).some_query_may_see_no_key == some_miss
+    equal = dataclasses.replace(unequal, same_lengths=True)
+    assert all(mask.shows_every_query_a_key(n, n) for n in lengths)
+    assert not kind(q, q, equal).some_query_may_see_no_key
+
+
 def test_a_window_beyond_every_token_is_none() -> None:
     """The kernels add windows to positions in int32, where 2**31 - 1 would come out negative."""
     for furthest in (9, 2**31 - 1, 2**40):
-        assert Packing("bshd", 4, 5, window_left=furthest, window_right=furthest).window == (-1, -1)
-    assert Packing("bshd", 4, 5, window_left=8, window_right=8).window == (8, 8)
+        assert Packing("bshd", 4, 5, mask=Band(furthest, furthest, True)).band == (-1, -1, True)
+    assert Packing("bshd", 4, 5, mask=Band(8, 8, False)).band == (8, 8, False)
 
 
 def test_room_for_the_results_of_a_dense_batch() -> None:
     dense = Packing("bshd", S, S)
     q = torch.empty(SHAPES["bshd"], dtype=torch.float16)
-    lse = packing.lse_like(q, dense)
+    lse = packing.lse_like(q, dense.layout)
     assert lse.shape == (B, H, S)
     assert lse.dtype == torch.float32
     assert kind(q, q, dense).lse_strides == lse.stride()[:2]
-    out = packing.output_like(q, 4, dense)
+    out = packing.output_like(q, 4, dense.layout)
     assert out.shape == (B, S, H, 4)
     assert out.dtype == torch.float16
 
@@ -112,10 +129,10 @@ def test_room_for_the_results_of_a_dense_batch() -> None:
 def test_results_of_tokens_outside_of_all_packed_sequences_are_there_from_the_start() -> None:
     thd = Packing("thd", 3, 3, CU, CU)
     q = torch.full((7, H, D), torch.nan)
-    lse = packing.lse_like(q, thd)
+    lse = packing.lse_like(q, thd.layout)
     assert torch.equal(lse, torch.full((H, 7), -torch.inf))
     assert kind(q, q, thd).lse_strides == (0, lse.stride(0))
-    assert torch.equal(packing.output_like(q, 4, thd), torch.zeros(7, H, 4))
+    assert torch.equal(packing.output_like(q, 4, thd.layout), torch.zeros(7, H, 4))
 
 
 def test_a_token_stride_that_int32_offsets_do_not_reach_is_wide() -> None:
@@ -180,7 +197,7 @@ class TestAlignedRows:
         original = packing._are_aligned
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (torch.randn(1, 9, 3, width, generator=generator).half() for width in (24, 24, 40, 40))
-        how = Packing("bshd", 9, 9, window_right=0)
+        how = Packing("bshd", 9, 9, mask=Band(-1, 0, False))
 
         def run() -> list[torch.Tensor]:
             out, lse = prefill.forward(q, k, v, 0.2, how)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -86,7 +87,7 @@ def test_gradients_by_descriptors(
     v, dout = tensor(layout, seqlen_kv, 1, head_dim_v), tensor(layout, seqlen_q, 2, head_dim_v)
     memory = Memory(q, k, v, dout)
     monkeypatch.setattr(prefill_backward, "descriptor", memory.descriptor)
-    packing = Packing(layout, seqlen_q, seqlen_kv, window_left=left, window_right=right, bottom_right=True)
+    packing = Packing(layout, seqlen_q, seqlen_kv, mask=Band(left, right, True))
     out, lse = prefill.forward(q, k, v, 0.2, packing)
     found = prefill_backward.backward(q, k, v, out, lse, dout, None, 0.2, packing)
     call = Call(layout, (0, 0), (0, 0), (seqlen_q,) * 2, (seqlen_kv,) * 2, left, right, True, 0.2)
@@ -125,7 +126,7 @@ def test_what_descriptors_cannot_read_is_read_by_pointers(changes: dict[str, obj
     v = torch.randn(80 * 2 * row + call["offset"])[call["offset"] :].view(1, 80, 2, row)[..., :24]
     v = v[:, :, :1].expand(1, 80, 2, 24) if call["expanded"] else v
     offsets = torch.tensor([0, 30], dtype=torch.int32) if call["lengths"] else None
-    masks = {"window_left": call["left"], "window_right": call["right"], "bottom_right": call["bottom_right"]}
-    packing = Packing("bshd", call["seqlen_q"], 80, offsets, offsets, **masks)
+    mask = Band(call["left"], call["right"], call["bottom_right"])
+    packing = Packing("bshd", call["seqlen_q"], 80, offsets, offsets, mask=mask)
     kind = prefill_backward._kind_of((q, k, v, torch.empty_like(q)), q, None, 0.2, packing)
     assert kind.by_descriptors == described

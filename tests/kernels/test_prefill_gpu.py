@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels import mla_attention
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -111,7 +112,7 @@ def test_twenty_runs_agree_bit_for_bit(deterministic_on_purpose: bool) -> None:
     q = torch.randn(1500, 8, 192, **BFLOAT16)
     k, v = torch.randn(1500, 2, 192, **BFLOAT16), torch.randn(1500, 2, 128, **BFLOAT16)
     dout = torch.randn(1500, 8, 128, **BFLOAT16)
-    packing = Packing("thd", 800, 800, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, window_right=0)
+    packing = Packing("thd", 800, 800, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, mask=Band(-1, 0, False))
 
     def run() -> list[torch.Tensor]:
         out, lse = prefill.forward(q, k, v, SCALE, packing)

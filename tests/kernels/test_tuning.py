@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 
+from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -166,12 +167,12 @@ def test_a_tile_that_a_card_cannot_hold_is_never_the_fastest(
 
 def test_the_key_of_a_call() -> None:
     q, v = torch.empty(1, 100, 2, 24, dtype=torch.float16), torch.empty(1, 300, 2, 16, dtype=torch.float16)
-    assert Key.of("forward", q, v, Packing("bshd", 100, 300, window_right=0)) == Key(
+    assert Key.of("forward", q, v, Packing("bshd", 100, 300, mask=Band(-1, 0, False))) == Key(
         "forward", "float16", 24, 16, True, False, False, 128, 512
     )
-    packed = Packing("thd", 128, 129, window_left=3, window_right=4)
+    packed = Packing("thd", 128, 129, mask=Band(3, 4, False))
     assert Key.of("backward_q", q, v, packed)[4:] == (True, True, True, 128, 256)
-    beyond = Packing("bshd", 100, 300, window_left=400, window_right=400)
+    beyond = Packing("bshd", 100, 300, mask=Band(400, 400, False))
     assert Key.of("forward", q, v, beyond)[4:6] == (False, False)
 
 
@@ -222,7 +223,7 @@ def passes(dtype: torch.dtype, tuned: bool) -> list[torch.Tensor]:
         torch.randn(1, 70, heads, width, generator=generator).to(device, dtype)
         for heads, width in ((4, 24), (2, 24), (2, 16), (4, 16))
     )
-    how = Packing("bshd", 70, 70, window_right=0)
+    how = Packing("bshd", 70, 70, mask=Band(-1, 0, False))
     out, lse = prefill.forward(q, k, v, 0.2, how, tuned)
     return [out, lse, *prefill_backward.backward(q, k, v, out, lse, dout, None, 0.2, how, tuned)]
 

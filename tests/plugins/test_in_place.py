@@ -11,7 +11,7 @@ import mla_plugin
 from mla_plugin import AttentionRequest, Platform
 from mla_plugin.hooks.attention import Plan
 from mla_plugin.kernels.prefill import padding
-from mla_plugin.operations.attention import compute
+from mla_plugin.operations.attention import known
 from mla_plugin.plugins import cudnn
 from mla_plugin.plugins.fa2 import providers
 from mla_plugin.plugins.sdpa import efficient
@@ -44,7 +44,8 @@ def computed_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         request = request if name in ("sdpa", "triton") else request.replace(device_type="cuda")
         return Plan(request, CUDA, backend, backend)
 
-    monkeypatch.setattr(compute, "resolve", resolve)
+    monkeypatch.setattr(known, "resolve", resolve)
+    monkeypatch.setattr(known, "_known", {})
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd", "thd"])

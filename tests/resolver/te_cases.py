@@ -1,6 +1,8 @@
 """Selections that the tests of TransformerEngine's cascade share: recorded ones, and one that keeps much."""
 
 import dataclasses
+import gzip
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,13 +10,19 @@ from typing import Any
 
 import pytest
 
+from mla_plugin.resolver import te_decide
 from mla_plugin.resolver.transformer_engine import cascade as te_cascade
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, Rule, decide
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, Rule
 from mla_plugin.resolver.transformer_engine.query import Query
+from mla_plugin.resolver.transformer_engine.release import NEWEST, RELEASES
 
 DATA = Path(__file__).parent / "data"
 SUBJECTS = ("all backends", "FlashAttention 2 and 4", "FlashAttention 2", "FlashAttention 3", "FlashAttention 4")
 SUBJECTS += ("FlashAttention", "FusedAttention", "UnfusedDotProductAttention")
+LETTERS = dict(zip(SUBJECTS, "AB234FCU", strict=True))
+"""What a message is about, as it is recorded."""
+
+RELEASE_NAMES = tuple(f"{major}.{minor}" for major, minor in RELEASES)
 
 BASE_PARAMS: dict[str, Any] = {
     "qkv_dtype": "bfloat16",
@@ -61,6 +69,7 @@ SHORT = {
     "dv": "head_dim_v",
     "mask": "attn_mask_type",
     "window": "window_size",
+    "batch": "batch_size",
     "slopes": "alibi_slopes_shape",
     "bias": "core_attention_bias_type",
     "bias_shape": "core_attention_bias_shape",
@@ -78,23 +87,68 @@ def load(name: str) -> list[dict[str, Any]]:
     return [{**line, "params": {**BASE_PARAMS, **line["params"]}} for line in lines]
 
 
+def load_selections() -> list[dict[str, Any]]:
+    """The recorded selections of every release: params, env, platform, and by release what was seen.
+
+    Where a release is missing it cannot express the request.
+    """
+    lines = gzip.decompress((DATA / "releases.jsonl.gz").read_bytes()).decode().splitlines()
+    return [_selections(json.loads(line)) for line in lines]
+
+
+def _selections(line: dict[str, Any]) -> dict[str, Any]:
+    capability, cudnn, flash, fused = line["platform"]
+    changes, seen, last = line["selects"], {}, None
+    for release in RELEASE_NAMES:
+        last = changes.get(release, last)
+        if last is not None:
+            seen[release] = last
+    return {
+        "id": line["id"],
+        "params": {**BASE_PARAMS, **line["params"]},
+        "env": line.get("env", {}),
+        "platform": {
+            "compute_capability": capability,
+            "cudnn_version": cudnn,
+            "flash_attn": dict(zip("234", flash, strict=True)),
+            "fused_supported": fused,
+        },
+        "seen": seen,
+    }
+
+
+def as_seen(decision: CascadeDecision) -> str:
+    """A decision in the words of the record: selected, FlashAttention, what is available, what the log is about."""
+    available = "".join(str(int(left)) for left in decision.available_backends)
+    subjects = [LETTERS[subject] for _, subject in named(decision)]
+    log = "".join(letter for letter, _ in itertools.groupby(subjects))
+    return f"{decision.selected} {decision.flash_attention_backend or '-'} {available} {log}".rstrip()
+
+
 def tables(
     cc: tuple[int, int] = (9, 0),
     cudnn: tuple[int, int, int] = (9, 21, 0),
     fused: bool | str = True,
     env: Mapping[str, str] | None = None,
     flash: Mapping[str, str | None] | None = None,
+    cutlass_dsl: str | None = None,
+    fa3_softcap: bool = False,
     **params: Any,
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The three tables of a selection; params by their own names or those of ``SHORT``."""
     full = {**BASE_PARAMS, **{SHORT.get(name, name): value for name, value in params.items()}}
     platform = {"compute_capability": list(cc), "cudnn_version": list(cudnn), "fused_supported": fused}
-    return full, dict(env or {}), {**platform, "flash_attn": {**PACKAGES, **(flash or {})}}
+    packages = {
+        "flash_attn": {**PACKAGES, **(flash or {})},
+        "nvidia_cutlass_dsl": cutlass_dsl,
+        "fa3_softcap": fa3_softcap,
+    }
+    return full, dict(env or {}), {**platform, **packages}
 
 
-def choose(**changes: Any) -> CascadeDecision:
-    """Decide about ``tables(**changes)``."""
-    return decide(*tables(**changes))
+def choose(release: str = NEWEST, **changes: Any) -> CascadeDecision:
+    """Decide about ``tables(**changes)``, as a release does."""
+    return te_decide(*tables(**changes), release=release)
 
 
 def named(decision: CascadeDecision) -> list[list[str]]:

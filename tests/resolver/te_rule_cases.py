@@ -6,6 +6,7 @@ which it does not. They reach the clauses that the recorded selections do not.
 
 from typing import Any, NamedTuple
 
+from mla_plugin.resolver.transformer_engine.release import NEWEST
 from tests.resolver.te_cases import PAGED, UNPAGED
 
 
@@ -14,6 +15,7 @@ class Case(NamedTuple):
     backends: tuple[str, ...]
     fires: dict[str, Any]
     spares: tuple[dict[str, Any], ...]
+    release: str = NEWEST
 
 
 FLASH = ("flash2", "flash3")
@@ -54,6 +56,7 @@ CROSS = {"sq": 128, "skv": 256}
 TOP_LEFT_CROSS = {**NO_MASK, **CROSS, "bottom_right_diagonal": False}
 POST_BIAS = {"bias": "post_scale_bias", "bias_shape": "1hss"}
 ALIBI = {"bias": "alibi"}
+SOFTCAP = {"softcap": 30.0}
 MOD = {**NO_MASK, "has_score_mod": True}
 
 PLATFORM = (
@@ -83,6 +86,12 @@ PLATFORM = (
     Case("8", ("flash2", "fused", "unfused"), {"num_splits": None}, ({},)),
     Case("8", ("flash4",), {"num_splits": 4, **NO_FA3}, ({"num_splits": 4, **SM100}, NO_FA3)),
     Case("9", FLASH, {"return_max_logit": True}, ({},)),
+    Case("9a", ("fused", "flash2"), {**SOFTCAP, **fa2("2.5.9")}, ({}, fa2("2.5.9"))),
+    Case("9a", ("flash4",), {**SOFTCAP, **SM100}, (SM100,)),
+    Case("9a", ("flash3",), SOFTCAP, ({}, {**SOFTCAP, "fa3_softcap": True}, {"fa3_softcap": True})),
+    Case("9a", ("flash3",), {**SOFTCAP, "fa3_softcap": True, **dims(64, 264)}, (dims(64, 264),)),
+    Case("9a", ("flash3",), {**SOFTCAP, "fa3_softcap": True, **CP}, (CP,)),
+    Case("9a", ("flash2",), {**SOFTCAP, "dropout": 0.1}, ({"dropout": 0.1}, {**SOFTCAP, "dropout": 0.1, **INFERENCE})),
     Case("10", ALL_ON_90, {"has_score_mod_bprop": True}, ({"has_score_mod_bprop": True, "has_score_mod": True},)),
     Case("11", (*FLASH, "unfused"), MOD, (NO_MASK,)),
     Case("11", ("fused",), {**MOD, "mask": "causal"}, (MOD, {**MOD, "window": None}, {**MOD, **dims(64, 64)})),
@@ -188,7 +197,7 @@ SHAPES = (
     Case("20", ("flash4",), {**SM110, **dims(128, 32)}, ({**SM120, **dims(128, 32)}, {**NO_FA3, **dims(128, 32)})),
     Case("20", ("flash4",), {**SM100, **dims(128, 8)}, ({**SM100, **dims(120, 8)}, {**SM100, **dims(64, 512)})),
     Case("21", ("flash2", "unfused"), THD_PADDED, (THD, {"pad_between_seqs": True})),
-    Case("21", ("flash4",), {**THD_PADDED, **SM100}, ({**THD, **SM100},)),
+    Case("21", ("flash4",), {**THD_PADDED, **SM100}, ({**THD, **SM100},), "2.18"),
     Case("22", ("fused",), {**THD, **SM120, **dims(64, 64), "cudnn": (9, 18, 0)}, ({**SM120, **dims(64, 64)},)),
     Case(
         "22", ("fused",), {**THD, **SM120, "cudnn": (9, 18, 0), **INFERENCE}, ({**THD, **SM121, "cudnn": (9, 18, 0)},)
@@ -227,7 +236,13 @@ FEATURES = (
         for comm in ("p2p", "all_gather", "a2a+p2p")
     ),
     Case("25", ("unfused",), CP, ({},)),
-    Case("25", ("flash4",), {**CP, **SM100}, (SM100,)),
+    Case("25", ("flash4",), {**CP, **SM100}, (SM100,), "2.18"),
+    Case(
+        "25",
+        ("flash4",),
+        {**CP, **SM100, "cp_comm_type": "a2a+p2p"},
+        tuple({**CP, **SM100, "cp_comm_type": comm} for comm in ("p2p", "all_gather", "a2a")),
+    ),
 )
 
 CP_NO_MASK = {**CP, **NO_MASK}
@@ -291,6 +306,17 @@ MASK_AND_BIAS = (
             {**TOP_LEFT_CROSS, **LOCAL, **NO_FA2},
             {**TOP_LEFT_CROSS, **LOCAL, **dims(60, 36)},
         ),
+        "2.19",
+    ),
+    Case(
+        "33",
+        ("flash3",),
+        {**TOP_LEFT_CROSS, **LOCAL, **NO_FA2},
+        (
+            {**TOP_LEFT_CROSS, **LOCAL, **NO_FA2, "bottom_right_diagonal": True},
+            {**TOP_LEFT_CROSS, **LOCAL, **NO_FA2, "sq": 256},
+            {**TOP_LEFT_CROSS, **NO_FA2},
+        ),
     ),
     Case("34", ("flash3",), ALIBI, ({},)),
     Case("34", ("flash4",), {**ALIBI, **SM100}, (SM100,)),
@@ -315,6 +341,8 @@ MASK_AND_BIAS = (
     Case("38", ("fused",), {"fused": "cudnn", "dtype": "float8_e4m3fn"}, ({"fused": "cudnn", "dtype": "float16"},)),
 )
 
+WORKSPACE = {**DET, **THD, "batch": 4, "sq": 4096, "skv": 4096}
+
 DETERMINISM = (
     Case("39", ("flash2",), {**DET, **fa2("2.4.0")}, ({**DET, **fa2("2.4.1")}, fa2("2.4.0"))),
     Case("39", ("flash2",), {**DET, **INFERENCE, **fa2("2.4.0")}, ({**DET, **NO_FA2},)),
@@ -330,7 +358,22 @@ DETERMINISM = (
         {**DET, **POST_BIAS, "bias_grad": True},
         ({**DET, **POST_BIAS}, {**POST_BIAS, "bias_grad": True}),
     ),
-    Case("41", ("fused",), {**DET, "cudnn": (8, 9, 4)}, ({**DET, "cudnn": (8, 9, 5)}, {"cudnn": (8, 9, 4)})),
+    Case("41", ("fused",), {**DET, "cudnn": (8, 9, 4)}, ({**DET, "cudnn": (8, 9, 5)}, {"cudnn": (8, 9, 4)}), "2.19"),
+    Case(
+        "41",
+        ("fused",),
+        WORKSPACE,
+        (
+            {**WORKSPACE, "batch": 3},
+            {**WORKSPACE, "num_heads": 15, "groups": 15},
+            {**WORKSPACE, "sq": 4095},
+            {**WORKSPACE, "skv": 4095},
+            {**WORKSPACE, **INFERENCE},
+            {**WORKSPACE, "deterministic": False},
+            {**WORKSPACE, "layout": "bshd_bshd_bshd"},
+            {**WORKSPACE, **SM100},
+        ),
+    ),
 )
 
 CASES = (

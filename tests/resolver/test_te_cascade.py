@@ -3,13 +3,16 @@
 import pytest
 
 from mla_plugin.environment import EnvironmentVariableError
+from mla_plugin.resolver import te_decide
 from mla_plugin.resolver.transformer_engine import cascade as te_cascade
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, decide
-from tests.resolver.te_cases import PAGED, Recorder, choose, load, named, tables
+from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
+from tests.resolver.te_cases import PAGED, RELEASE_NAMES, Recorder, as_seen, choose, load, load_selections, named
+from tests.resolver.te_release_cases import SPANS
 from tests.resolver.te_rule_cases import CASES
 
-DECISIONS = load("decisions.jsonl")
+SELECTIONS = load_selections()
 RAISES = load("raises.jsonl")
+ALWAYS = "0.2"
 BACKENDS = {"flash2", "flash3", "flash4", "fused", "unfused"}
 ONLY_FA4 = {"2": None, "3": None}
 
@@ -22,16 +25,26 @@ def check_consistent(decision: CascadeDecision) -> None:
     assert decision.selected == (decision.survivors or ("none",))[0]
 
 
-@pytest.mark.parametrize("line", DECISIONS, ids=lambda line: line["id"])
-def test_recorded_decision(line: dict) -> None:
-    decision = decide(line["params"], line["env"], line["platform"])
-    recorded = line["decision"]
-    assert decision.selected == recorded["selected"]
-    assert decision.flash_attention_backend == recorded["flash_attention_backend"]
-    assert list(decision.available_backends) == recorded["available_backends"]
-    assert decision.deterministic is recorded["deterministic"]
-    assert named(decision) == recorded["reasons"]
-    check_consistent(decision)
+@pytest.mark.parametrize("release", RELEASE_NAMES)
+def test_recorded_selections(release: str) -> None:
+    """What each release's own code selected for 2,000 requests, and which backends its log then named."""
+    lines = [line for line in SELECTIONS if release in line["seen"]]
+    assert len(lines) >= 1900
+    wrong = {}
+    for line in lines:
+        decision = te_decide(line["params"], line["env"], line["platform"], release=release)
+        check_consistent(decision)
+        if as_seen(decision) != line["seen"][release]:
+            wrong[line["id"]] = (as_seen(decision), line["seen"][release])
+    assert wrong == {}
+
+
+def test_what_a_release_cannot_express_is_an_error() -> None:
+    lines = [line for line in SELECTIONS if "2.16" not in line["seen"]]
+    assert len(lines) == 90
+    for line in lines:
+        with pytest.raises(ValueError, match=r"score_mod.*TransformerEngine 2\.16 does not know it"):
+            te_decide(line["params"], line["env"], line["platform"], release="2.16")
 
 
 @pytest.mark.parametrize("line", RAISES, ids=lambda line: line["id"])
@@ -39,23 +52,29 @@ def test_recorded_exception(line: dict) -> None:
     """Where TransformerEngine raises on purpose the type is its own; where it stumbles it is a ValueError."""
     expected = AssertionError if line["exception"] == "AssertionError" else ValueError
     with pytest.raises(expected, match="accepted"):
-        decide(line["params"], line["env"], line["platform"])
+        te_decide(line["params"], line["env"], line["platform"])
 
 
 def test_every_rule_fires_and_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    for line in DECISIONS:
-        te_cascade.decide(line["params"], line["env"], line["platform"])
+    for line in SELECTIONS:
+        for release in line["seen"]:
+            te_decide(line["params"], line["env"], line["platform"], release=release)
     for case in CASES:
         for changes in (case.fires, *case.spares):
-            check_consistent(te_cascade.decide(*tables(**changes)))
+            check_consistent(choose(case.release, **changes))
+    for span in SPANS:
+        for release in RELEASE_NAMES:
+            choose(release, **span.changes)
     counts = list(zip(recorder.numbers, recorder.fired, recorder.held_back, strict=True))
-    assert [count for count in counts if not (count[1] and count[2])] == []
+    assert [count for count in counts if not (count[1] and count[2])] == [(ALWAYS, counts[0][1], 0)]
 
 
 def test_the_table_holds_every_filter_in_order() -> None:
     """7 is FP8's; 30 and 36 are values of ``Query``; 42 is cuDNN's answer to 38; from 43 on it is preference."""
-    filters = "1 2 3 4 5 6 8 9 10 11 12a 12b 12c 12d 12e 12f 12g 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 31"
+    filters = (
+        "0.2 1 2 3 4 5 6 8 9 9a 10 11 12a 12b 12c 12d 12e 12f 12g 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 31"
+    )
     numbers = [*filters.split(" "), *(str(number) for number in (32, 33, 34, 35, 37, 38, 39, 40, 41))]
     assert list(dict.fromkeys(rule.number for rule in te_cascade.RULES)) == numbers
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MODULES = "cascade cudnn flash inputs query rule rules_masks rules_platform rules_shapes"
+MODULES = "cascade cudnn flash inputs query release request rule rules_masks rules_platform rules_shapes"
 FILES = [f"mla_plugin/resolver/transformer_engine/{name}.py" for name in MODULES.split(" ")]
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from mla_plugin.resolver.transformer_engine.cudnn import LAYOUTS, why_not_fused
 from mla_plugin.resolver.transformer_engine.inputs import read_query
-from tests.resolver.te_cases import PAGED, tables
+from mla_plugin.resolver.transformer_engine.release import RELEASES, Release
+from tests.resolver.te_cases import PAGED, choose, tables
 from tests.resolver.te_rule_cases import BOTTOM_RIGHT, DET, INFERENCE, LOCAL, NO_MASK, POST_BIAS, THD, dims
 
 SMALL = dims(128, 64)
@@ -211,8 +212,8 @@ LIMITS: dict[str, list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] =
 FLAT = [(what, *limit) for what, limits in LIMITS.items() for limit in limits]
 
 
-def obstacle(changes: dict[str, Any]) -> str | None:
-    return why_not_fused(read_query(*tables(fused="cudnn", **changes)))
+def obstacle(changes: dict[str, Any], release: Release = RELEASES[-1]) -> str | None:
+    return why_not_fused(read_query(*tables(fused="cudnn", **changes), release))
 
 
 @pytest.mark.parametrize(("what", "shared", "supported", "unsupported"), FLAT)
@@ -239,10 +240,98 @@ def test_all_obstacles_are_named() -> None:
 
 @pytest.mark.parametrize("answer", [True, False])
 def test_the_platforms_answer_stands(answer: bool) -> None:
-    query = read_query(*tables(fused=answer, **dims(576, 512)))
+    query = read_query(*tables(fused=answer, **dims(576, 512)), RELEASES[-1])
     assert (why_not_fused(query) is None) is answer
 
 
 def test_layouts_are_transformer_engines() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS) == 26
     assert {"bs3hd", "sbh3d", "thd_t2hd", "bshd_bsh2d", "th3d", "paged_kv_thd_sbhd_sbhd"} <= set(LAYOUTS)
+
+
+SHORT = {**SM90, **v(9, 10), **dims(64, 64), "sq": 512, "skv": 512}
+"""Short sequences with a cuDNN in which the general kernels are faulty: those for up to 512 run it, up to 2.15."""
+
+SHORT_CROSS = {**SHORT, **NO_MASK, "sq": 64}
+BIASED = {**SHORT, **POST_BIAS}
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused"),
+    [
+        (SHORT, {"dtype": "float32"}),
+        (SHORT, v(8, 8, 9)),
+        ({**SHORT, **SM80}, SM89),
+        (SHORT_CROSS, {"skv": 576}),
+        (SHORT_CROSS, {"sq": 576}),
+        (SHORT_CROSS, {"sq": 63}),
+        (SHORT, dims(64, 128)),
+        (SHORT, dims(128, 64)),
+        (SHORT, GQA),
+        (BIASED, {"bias": "pre_scale_bias"}),
+        (BIASED, {"bias_shape": "bhss"}),
+        (BIASED, {"bias": "alibi", "slopes": [16], "bias_shape": None}),
+        (SHORT, {"bias": "alibi"}),
+        (SHORT, BOTTOM_RIGHT),
+        ({**SHORT, **PADDING_CAUSAL}, {"sq": 256}),
+        ({**SHORT, **PADDING}, PADDED_BOTTOM_RIGHT | {"window": [-1, 0]}),
+        ({**SHORT, "layout": "bs3hd"}, {"layout": "bsh3d"}),
+        (SHORT, {"layout": "sbhd_sbhd_sbhd"}),
+        (SHORT, window(9, 0)),
+        (SHORT, SINK),
+        (SHORT, {"return_max_logit": True}),
+        ({**SHORT_CROSS, "cuda_graph": True, "skv": 384}, {"skv": 192}),
+    ],
+)
+def test_kernels_for_short_sequences(taken: dict[str, Any], refused: dict[str, Any]) -> None:
+    assert obstacle(taken, (2, 15)) is None
+    assert obstacle(taken, (2, 16)) is not None
+    assert obstacle({**taken, **refused}, (2, 15)) is not None
+
+
+def test_kernels_for_short_sequences_are_deterministic() -> None:
+    """The second clause of rule 41 is about the others."""
+    changes = {**SHORT, **SM80, **DET, "fused": "cudnn"}
+    assert "fused" in choose("2.15", **changes).survivors
+    assert "fused" not in choose("2.15", **{**changes, **v(9, 10, 2)}).survivors
+
+
+def test_alibi_without_slopes_becomes_a_bias_of_short_sequences_too() -> None:
+    changes = {**SHORT_CROSS, **PADDING, **ALIBI}
+    assert obstacle(changes, (2, 11)) is None
+    assert obstacle(changes, (2, 12)) is not None
+
+
+@pytest.mark.parametrize(
+    ("shared", "supported", "unsupported"),
+    [
+        ({**SMALL, **LOCAL}, v(9, 2), v(9, 1)),
+        ({**SMALL, **LOCAL}, {}, window(9, 9)),
+        ({**SMALL, **LOCAL}, {}, DROPOUT),
+        ({**SMALL, **LOCAL}, CROSS, MORE_QUERIES),
+        ({**SMALL, **LOCAL}, {}, THD_LAYOUT),
+        ({**SMALL, **LOCAL}, {}, NO_MASK | LOCAL),
+        ({**SMALL, **LOCAL, **PADDING_CAUSAL}, v(9, 6), v(9, 5)),
+        ({**LOCAL_BOTTOM_RIGHT, **CROSS}, v(9, 6), v(9, 5)),
+        ({**LOCAL_BOTTOM_RIGHT, **v(9, 5)}, {}, CROSS),
+        ({**LOCAL_BOTTOM_RIGHT, **SM100, **CROSS}, v(9, 7, 1), v(9, 7)),
+        ({**SMALL, **NO_MASK}, window(-1, 0), window(9, 0)),
+    ],
+)
+def test_windows_up_to_2_11(shared: dict[str, Any], supported: dict[str, Any], unsupported: dict[str, Any]) -> None:
+    assert obstacle({**shared, **supported}, (2, 11)) is None
+    assert "window" in obstacle({**shared, **unsupported}, (2, 11))
+
+
+def test_a_window_without_a_mask_up_to_2_15() -> None:
+    left = {**SMALL, **NO_MASK, **window(9, 0)}
+    for changes, release in ((left, (2, 15)), ({**left, **THD_LAYOUT}, (2, 16)), ({**left, **window(0, 9)}, (2, 16))):
+        assert obstacle(changes, release) is None
+    for changes in ({**left, **THD_LAYOUT}, {**left, **window(0, 9)}):
+        assert "window" in obstacle(changes, (2, 15))
+
+
+def test_only_masks_that_have_windows_have_them() -> None:
+    """Between cuDNN 9.2 and 9.6 a padding mask has none; neither has a window with dropout."""
+    assert "window" in obstacle({**SMALL, **PADDING, **v(9, 5)})
+    assert "window" in obstacle({**SMALL, **LOCAL, **DROPOUT})

@@ -2,16 +2,20 @@
 
 import pytest
 
-from mla_plugin.resolver.transformer_engine.cascade import decide
+from mla_plugin.resolver import te_decide
 from mla_plugin.resolver.transformer_engine.flash import (
+    compared_version,
     fa2_takes,
     fa3_takes,
     fa4_backward_misaligned,
     fa4_takes,
+    fa4_takes_unasked,
     why_not_installed,
 )
+from mla_plugin.resolver.transformer_engine.release import RELEASES
 from tests.resolver.te_cases import tables
 
+NEWEST = RELEASES[-1]
 ALL_CC = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 
 
@@ -22,14 +26,31 @@ ALL_CC = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12
 def test_flash_attention_2_counts_within_a_range(version: str, cc: tuple[int, int]) -> None:
     old = ("2.1.1", "2.7.2")
     counts = version in ("2.7.3", "2.7.4.post1", "2.8.3") or (version in old and cc < (10, 0))
-    reason = why_not_installed("flash2", version, cc)
+    reason = why_not_installed("flash2", version, cc, release=NEWEST)
     assert (reason is None) == counts
-    assert counts or (version in reason and "< 2.8.4" in reason)
+    assert counts or reason.startswith(f"flash-attn {version} ")
+
+
+@pytest.mark.parametrize("version", ["2.8.3", "2.8.3.post1", "2.8.3+cu12torch2.7"])
+def test_what_comes_after_2_8_3_counts_from_2_19_on(version: str) -> None:
+    counting = [
+        release for release in RELEASES if why_not_installed("flash2", version, (9, 0), release=release) is None
+    ]
+    assert counting == (list(RELEASES) if version == "2.8.3" else [(2, 19), (2, 20)])
+
+
+def test_2_15_to_2_18_compare_flash_attention_2_without_its_local_part() -> None:
+    whole, parts = "2.8.3+cu12torch2.7", {"2.8.3", "2.8.3+cu12torch2.7"}
+    compared = {release: compared_version("flash2", whole, release) for release in RELEASES}
+    assert set(compared.values()) == parts
+    assert [release for release in RELEASES if compared[release] == "2.8.3"] == [(2, minor) for minor in range(15, 19)]
+    assert compared_version("flash3", "3.0.0+cu12", (2, 16)) == "3.0.0+cu12"
+    assert compared_version("flash2", None, (2, 16)) is None
 
 
 def test_flash_attention_3_counts_in_every_version() -> None:
-    assert why_not_installed("flash3", "0.0.1", (9, 0)) is None
-    assert why_not_installed("flash3", None, (9, 0)) == "flash-attn-3 is not installed"
+    assert why_not_installed("flash3", "0.0.1", (9, 0), release=NEWEST) is None
+    assert why_not_installed("flash3", None, (9, 0), release=NEWEST) == "flash-attn-3 is not installed"
 
 
 @pytest.mark.parametrize(
@@ -47,20 +68,17 @@ def test_flash_attention_3_counts_in_every_version() -> None:
     ],
 )
 def test_flash_attention_4_counts_from_b5(version: str, cutlass_dsl: str | None, counts: bool) -> None:
-    assert (why_not_installed("flash4", version, (10, 0), cutlass_dsl) is None) == counts
+    assert (why_not_installed("flash4", version, (10, 0), cutlass_dsl, release=NEWEST) is None) == counts
     params, env, platform = tables(cc=(10, 0), flash={"4": version})
-    decision = decide(params, env, {**platform, "nvidia_cutlass_dsl": cutlass_dsl})
+    decision = te_decide(params, env, {**platform, "nvidia_cutlass_dsl": cutlass_dsl})
     assert ("flash4" in decision.survivors) == counts
 
 
 @pytest.mark.parametrize("cc", ALL_CC)
 def test_flash_attention_2_head_dims(cc: tuple[int, int]) -> None:
     large = cc in [(8, 0), (9, 0), (10, 0), (12, 0)]
-    taken = {dim for dim in (8, 60, 64, 192, 200, 256, 264, 576) if fa2_takes(dim, dim, cc)}
+    taken = {dim for dim in (8, 60, 64, 192, 200, 256, 264, 576) if fa2_takes(dim, cc)}
     assert taken == {8, 64, 192} | ({200, 256} if large else set())
-    assert fa2_takes(60, 64, cc)
-    assert fa2_takes(64, 60, cc)
-    assert not fa2_takes(64, 100, cc)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,13 @@ def test_flash_attention_4_head_dims_on_hopper(version: str) -> None:
 def test_flash_attention_4_checks_nothing_elsewhere(cc: tuple[int, int]) -> None:
     assert fa4_takes(576, 512, cc, "4.0.0b11")
     assert fa4_takes(61, 7, cc, "4.0.0b11")
+
+
+@pytest.mark.parametrize("cc", ALL_CC)
+def test_flash_attention_4_head_dims_of_2_15(cc: tuple[int, int]) -> None:
+    dims = [(100, 60), (128, 128), (192, 128), (128, 192), (136, 128), (256, 256), (264, 64), (64, 264)]
+    taken = [pair for pair in dims if fa4_takes_unasked(*pair, cc)]
+    assert taken == (dims[:3] if (10, 0) <= cc < (12, 0) else dims[:6])
 
 
 def test_the_backward_of_flash_attention_4_at_head_dim_128() -> None:

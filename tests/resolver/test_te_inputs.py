@@ -5,11 +5,12 @@ import torch
 
 from mla_plugin.resolver.transformer_engine.inputs import read_query
 from mla_plugin.resolver.transformer_engine.query import Query, normalise_window
+from mla_plugin.resolver.transformer_engine.release import RELEASES
 from tests.resolver.te_cases import PAGED, UNPAGED, choose, tables
 
 
 def query(**changes: object) -> Query:
-    return read_query(*tables(**changes))
+    return read_query(*tables(**changes), RELEASES[-1])
 
 
 CAUSAL_MASKS = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
@@ -140,7 +141,7 @@ def test_a_missing_param_is_named(name: str) -> None:
     params, env, platform = tables()
     del params[name]
     with pytest.raises(ValueError, match=f"params lacks {name};"):
-        read_query(params, env, platform)
+        read_query(params, env, platform, RELEASES[-1])
 
 
 @pytest.mark.parametrize("name", ["compute_capability", "cudnn_version", "flash_attn", "fused_supported"])
@@ -148,7 +149,7 @@ def test_a_missing_platform_field_is_named(name: str) -> None:
     params, env, platform = tables()
     del platform[name]
     with pytest.raises(ValueError, match=f"platform lacks {name};"):
-        read_query(params, env, platform)
+        read_query(params, env, platform, RELEASES[-1])
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,12 @@ def test_cudnns_answer_is_yes_no_or_worked_out(answer: object) -> None:
 def test_a_cpu_has_no_selection() -> None:
     params, env, platform = tables()
     with pytest.raises(ValueError, match="CUDA devices; give"):
-        read_query(params, env, {**platform, "compute_capability": None})
+        read_query(params, env, {**platform, "compute_capability": None}, RELEASES[-1])
 
 
 def test_without_cudnn_there_is_no_fused_attention() -> None:
     params, env, platform = tables(fused="cudnn")
-    assert read_query(params, env, {**platform, "cudnn_version": None}).cudnn == (0, 0, 0)
+    assert read_query(params, env, {**platform, "cudnn_version": None}, RELEASES[-1]).cudnn == (0, 0, 0)
 
 
 def test_a_query_is_a_value() -> None:

@@ -8,7 +8,7 @@ from tests.resolver.te_rule_cases import CASES, Case
 
 def removals(case: Case, changes: dict) -> set[str]:
     """The backends of the case that its rule removes."""
-    found = choose(**changes).removals
+    found = choose(case.release, **changes).removals
     return {removal.backend for removal in found if removal.rule == case.rule and removal.backend in case.backends}
 
 

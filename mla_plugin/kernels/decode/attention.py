@@ -8,29 +8,19 @@ import torch
 
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
+from mla_plugin.arguments.schema import schema_of
 from mla_plugin.kernels.decode import launch
 
-_ARGUMENTS = {
-    "q_nope_abs": "Tensor q_nope_abs",
-    "q_rope": "Tensor q_rope",
-    "c_kv": "Tensor c_kv",
-    "k_rope": "Tensor k_rope",
-    "softmax_scale": "float softmax_scale",
-    "causal": "bool is_causal",
-    "page_table": "Tensor? page_table",
-    "seqlens_kv": "Tensor? seqlens_kv",
-    "leftpad_kv": "Tensor? leftpad_kv",
-}
-"""Fields of ``DecodeTensors``, as the operator's schema has them."""
+_FIELDS = {name: hint for name, hint in OPERATOR_FIELDS.items() if name != "return_lse"}
 
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
-_library.define(f"decode_attention({', '.join(_ARGUMENTS.values())}) -> (Tensor out, Tensor lse)")
+_library.define(f"decode_attention{schema_of(_FIELDS)} -> (Tensor out, Tensor lse)")
 
 
 def _tensors_of(arguments: tuple[Any, ...]) -> DecodeTensors:
-    return DecodeTensors(**dict(zip(_ARGUMENTS, arguments, strict=True)), return_lse=True)
+    return DecodeTensors(**dict(zip(_FIELDS, arguments, strict=True)), return_lse=True)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -45,8 +35,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     decode_checks.check_tensors(tensors, launch.DTYPES)
     decode_checks.check_query_strides(tensors)
     q = tensors.q_nope_abs
-    batch, seqlen_q, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(tensors.lse_shape, dtype=torch.float32)
 
 
 _library.impl("decode_attention", _run, "CompositeExplicitAutograd")
@@ -110,7 +99,7 @@ def mla_decode_attention(
             check_no_transformed_gradient()
             decode_checks.check_tensors(tensors, launch.DTYPES)
         decode_checks.check_no_gradient(tensors)
-        out, lse = _operator(*(getattr(tensors, name) for name in _ARGUMENTS))
+        out, lse = _operator(*(getattr(tensors, name) for name in _FIELDS))
     else:
         known = known_of(tensors, launch.DTYPES)
         decode_checks.check_no_gradient(tensors)

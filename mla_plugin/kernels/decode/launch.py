@@ -175,10 +175,9 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     rank_columns = split_head_dim(rank)
     rope_columns = max(16, triton.next_power_of_2(rope)) if rope else 0
     tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(rank_columns) + rope_columns, rows)
-    page_size, page_stride, capacity = 0, 0, c_kv.shape[1]
+    page_size, page_stride, capacity = 0, 0, tensors.capacity
     if page_table is not None:
         page_size, page_stride = c_kv.shape[1], page_table.stride(0)
-        capacity = page_table.shape[1] * page_size
     key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
     splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
     by_descriptors = (
@@ -208,7 +207,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     fixed |= {"stride_pt": page_stride}
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
-        lse_shape=(batch, heads, seqlen_q),
+        lse_shape=tensors.lse_shape,
         workspace=_workspace(batch * splits * rows, rank, parts_dtype.itemsize) if splits > 1 else 0,
         parts_dtype=parts_dtype,
         split=Launch(

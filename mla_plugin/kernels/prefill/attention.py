@@ -11,21 +11,15 @@ import torch.autograd.forward_ad as fwAD
 
 from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number
 from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.mask import Band
+from mla_plugin.arguments.schema import schema_of_function
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.packing import Packing
-
-_library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
-_OPTIONS = "float softmax_scale, bool is_causal, str qkv_format"
-_library.define(f"prefill_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
-_library.define(
-    f"prefill_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, {_OPTIONS}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)"
-)
 
 
 @functools.lru_cache(maxsize=1024)
 def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) -> Packing:
-    return Packing(qkv_format, seqlen_q, seqlen_kv, window_right=0 if is_causal else -1, bottom_right=is_causal)
+    return Packing(qkv_format, seqlen_q, seqlen_kv, mask=Band(-1, 0 if is_causal else -1, bottom_right=is_causal))
 
 
 def _forward(
@@ -53,9 +47,9 @@ def _backward(
 
 
 def _forward_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = q.new_empty(LAYOUTS[qkv_format].lse_shape(q.shape), dtype=torch.float32)
+    lse = q.new_empty(LAYOUTS[options[-1]].lse_shape(q.shape), dtype=torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
@@ -75,10 +69,12 @@ def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.T
     return (*gradients, None, None, None)
 
 
-for _name, _kernel, _fake in (
-    ("prefill_forward", _forward, _forward_fake),
-    ("prefill_backward", _backward, _backward_fake),
+_library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
+for _name, _kernel, _fake, _results in (
+    ("prefill_forward", _forward, _forward_fake, "Tensor out, Tensor lse"),
+    ("prefill_backward", _backward, _backward_fake, "Tensor dq, Tensor dk, Tensor dv"),
 ):
+    _library.define(f"{_name}{schema_of_function(_kernel)} -> ({_results})")
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mla_plugin_kernels::{_name}", _fake, lib=_library)
 torch.library.register_autograd(

@@ -67,6 +67,7 @@ def attention_backward_kv_kernel(
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    SOME_SEE_NO_KEY: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -122,11 +123,14 @@ def attention_backward_kv_kernel(
     diagonal = 0
     if BOTTOM_RIGHT:
         diagonal = seqlen_kv - seqlen_q
-    first, num_rows = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+    first = 0
+    num_rows = seqlen_q
+    if SOME_SEE_NO_KEY:
+        first, num_rows = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     last = num_rows
     if HAS_RIGHT:
         tile_first = tl.maximum(start_n - diagonal - window_right, 0) // BLOCK_M * BLOCK_M
-        first = tile_first if EVEN_M else tl.maximum(first, tile_first)  # even: tiles are whole, every query sees a key
+        first = tl.maximum(first, tile_first) if SOME_SEE_NO_KEY else tile_first
     if HAS_LEFT:
         last = tl.minimum(last, start_n + BLOCK_N - diagonal + window_left)
     if start_n >= seqlen_kv:

@@ -134,6 +134,7 @@ def attention_backward_q_kernel(
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
+    SOME_SEE_NO_KEY: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -210,7 +211,7 @@ def attention_backward_q_kernel(
         D_QK, D_V, QK0, QK1, V0, V1, BLOCK_N, True, HAS_LEFT, HAS_RIGHT, PRECISION, WIDE, TMA,
     )
     # fmt: on
-    if HAS_LEFT or HAS_RIGHT:
+    if SOME_SEE_NO_KEY:
         lowest, highest = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         sees_key = (rows >= lowest) & (rows < highest)
         dq0 = tl.where(sees_key[:, None], dq0, 0.0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
@@ -18,11 +19,9 @@ from mla_plugin.kernels.prefill.packing import (
     OFFSETS,
     Kind,
     Packing,
-    contiguous_strides,
     is_wide,
     launch_options,
     output_like,
-    pick,
     static_tile,
     with_aligned_rows,
     with_contiguous_rows,
@@ -49,7 +48,7 @@ class _Kind(NamedTuple):
     def code(self) -> tuple[object, ...]:
         """What decides about the code of the kernels, lengths and strides aside; few of them in a program."""
         call = self.call
-        mask = (call.window_left >= 0, call.window_right >= 0, call.bottom_right)
+        mask = (call.some_query_may_see_no_key, call.band.left >= 0, call.band.right >= 0, call.band.bottom_right)
         widths = (call.q_shape[-1], call.v_shape[-1], call.num_heads // call.num_kv_heads)
         tensors = (call.dtype, call.device, call.qkv_format, call.has_lengths, self.has_dlse, self.by_descriptors)
         return (*tensors, *widths, *mask)
@@ -74,9 +73,9 @@ def _can_be_described(*tensors: torch.Tensor) -> bool:
     return bits % 16 == 0
 
 
-def _described(x: torch.Tensor, layout: str, rows: int, columns: tuple[int, int]) -> list[object]:
+def _described(x: torch.Tensor, layout: Layout, rows: int, columns: tuple[int, int]) -> list[object]:
     """Descriptors over [B, H, S, D] for the two blocks of columns."""
-    shape, strides = (*pick(x.shape, layout), x.shape[-1]), pick(x.stride(), layout)
+    shape, strides = (*layout.pick(x.shape), x.shape[-1]), layout.pick(x.stride())
     first = descriptor(x.data_ptr(), x.dtype, shape, strides, (1, 1, rows, columns[0]))
     second = first
     if columns[1]:
@@ -97,7 +96,7 @@ def _sources(kind: _Kind, tensors: _Inputs, tile: tiles.Tile) -> list[object]:
     halves = (blocks[:2], blocks[:2], blocks[2:], blocks[2:])
     rows = (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
     for x, height, columns in zip(tensors, rows, halves, strict=True):
-        found += _described(x, kind.call.qkv_format, height, columns)
+        found += _described(x, kind.call.layout, height, columns)
     return found
 
 
@@ -123,8 +122,8 @@ def backward(
     Arguments as ``forward``, with its out and lse and their gradients, of any strides. Nothing of a query that sees no
     key enters, not even a gradient that is not finite.
     """
-    dq, dk = output_like(q, q.shape[-1], packing), output_like(k, q.shape[-1], packing)
-    dv = output_like(v, v.shape[-1], packing)
+    dq, dk = output_like(q, q.shape[-1], packing.layout), output_like(k, q.shape[-1], packing.layout)
+    dv = output_like(v, v.shape[-1], packing.layout)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, dout = map(with_aligned_rows, (q, k, v, dout))
@@ -194,7 +193,7 @@ def _delta_launch(kind: _Kind) -> Launch:
     _, _, first, second = call.columns
     constants = {"D_V": call.v_shape[-1], "V0": first, "V1": second, "BLOCK_M": _DELTA_ROWS}
     constants |= {"HAS_DLSE": kind.has_dlse, "WIDE": is_wide(out_strides, dout_strides)}
-    sequences = 1 if call.packed else batch
+    sequences = 1 if call.layout.is_packed else batch
     grid = (triton.cdiv(num_rows, _DELTA_ROWS) * heads * sequences, 1, 1)
     given = ("Out", "DOut", "Lse", "DLse", "LseLog2", "Delta")
     return Launch(delta_kernel, grid, given, fixed | constants, {"num_warps": 4})
@@ -207,6 +206,7 @@ def _fixed(
     dout_strides = kind.call.pick(kind.dout_strides)
     return {
         **kind.call.arguments(tile),
+        "SOME_SEE_NO_KEY": kind.call.some_query_may_see_no_key,
         **named_strides("d", "bhm", dout_strides),
         "HEADS_TOGETHER": _heads_together(kind.call.num_sequences * num_heads),
         "WIDE": kind.call.is_wide(dout_strides, *output_strides),
@@ -217,8 +217,8 @@ def _fixed(
 @functools.lru_cache(maxsize=_MAX_KINDS)
 def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
     call = kind.call
-    dk_strides = contiguous_strides(call.k_shape, call.qkv_format)
-    dv_strides = contiguous_strides(call.v_shape, call.qkv_format)
+    dk_strides = call.layout.contiguous_strides(call.k_shape)
+    dv_strides = call.layout.contiguous_strides(call.v_shape)
     fixed = _fixed(kind, tile, call.num_kv_heads, (dk_strides, dv_strides))
     fixed |= named_strides("dk", "bhn", dk_strides) | named_strides("dv", "bhn", dv_strides)
     fixed |= {
@@ -234,7 +234,7 @@ def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
 @functools.lru_cache(maxsize=_MAX_KINDS)
 def _q_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
     call = kind.call
-    dq_strides = contiguous_strides(call.q_shape, call.qkv_format)
+    dq_strides = call.layout.contiguous_strides(call.q_shape)
     fixed = _fixed(kind, tile, call.num_heads, (dq_strides,)) | named_strides("dq", "bhm", dq_strides)
     fixed |= {"num_heads": call.num_heads}
     grid = (triton.cdiv(call.seqlen_q, tile.block_m) * call.num_heads * call.num_sequences, 1, 1)

@@ -15,7 +15,6 @@ from mla_plugin.kernels.prefill.packing import (
     Kind,
     Packing,
     card_of,
-    contiguous_strides,
     l2_cache_bytes,
     launch_options,
     lse_like,
@@ -30,7 +29,7 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
     """No ``tile``: the table's."""
     if tile is None:
         tile = tiles.tile_for(tiles.FORWARD, card_of(kind.device), kind.dtype.itemsize, sum(kind.columns))
-    out_strides = contiguous_strides((*kind.q_shape[:-1], kind.v_shape[-1]), kind.qkv_format)
+    out_strides = kind.layout.contiguous_strides((*kind.q_shape[:-1], kind.v_shape[-1]))
     kv_bytes = kind.seqlen_kv * (kind.q_shape[-1] + kind.v_shape[-1]) * kind.dtype.itemsize
     batch_heads, group = kind.num_sequences * kind.num_heads, kind.num_heads // kind.num_kv_heads
     fixed = kind.arguments(tile) | named_strides("o", "bhm", out_strides)
@@ -65,15 +64,16 @@ def forward(
     The strides of q, k, v are free. ``softmax_scale`` > 0. ``tuned``: the
     tile is measured at the first call of each kind, see tuning.py; otherwise it is the table's.
     """
-    out, lse = output_like(q, v.shape[-1], packing), lse_like(q, packing)
+    out, lse = output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     if out.numel() == 0:
         return out, lse
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
 
-    def launch(tile: tiles.Tile | None) -> None:
-        _forward_launch(kind, tile)(q, k, v, out, lse, *packing.offsets())
-
+    arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
-        launch(measured_tile("forward", q, v, packing, launch) if tuned else None)
+        tile = None
+        if tuned:
+            tile = measured_tile("forward", q, v, packing, lambda tile: _forward_launch(kind, tile)(*arguments))
+        _forward_launch(kind, tile)(*arguments)
     return out, lse

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.layout import LAYOUTS, Layout
+from mla_plugin.arguments.mask import OPEN, Band
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.launch import named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
@@ -31,8 +32,8 @@ class Packing:
         cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], true lengths; None: every sequence fills its row.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], first token of each sequence; ``thd`` only, None: as
             the true lengths.
-        window_left, window_right: tokens seen on each side of the diagonal, -1 unlimited; a causal mask is right 0.
-        bottom_right: the diagonal ends at the last query and the last key.
+        mask: the keys that a query sees.
+        same_lengths: each sequence has as many queries as keys.
     """
 
     qkv_format: str
@@ -42,22 +43,18 @@ class Packing:
     cu_seqlens_kv: torch.Tensor | None = None
     cu_seqlens_q_padded: torch.Tensor | None = None
     cu_seqlens_kv_padded: torch.Tensor | None = None
-    window_left: int = -1
-    window_right: int = -1
-    bottom_right: bool = False
+    mask: Band = OPEN
+    same_lengths: bool = False
+
+    @functools.cached_property
+    def band(self) -> Band:
+        """``mask``; a side that reaches beyond every token is open: kernels add windows to positions, in int32."""
+        return self.mask.within(self.max_seqlen_q + self.max_seqlen_kv)
 
     @property
-    def window(self) -> tuple[int, int]:
-        """(left, right). One that reaches beyond every token is none: kernels add it to positions, in int32."""
-        tokens = self.max_seqlen_q + self.max_seqlen_kv
-        left = self.window_left if self.window_left < tokens else -1
-        right = self.window_right if self.window_right < tokens else -1
-        return left, right
-
-    @property
-    def packed(self) -> bool:
-        """Sequences lie one after the other along one token dimension."""
-        return self.qkv_format == "thd"
+    def layout(self) -> Layout:
+        """The axes of q, k, v and out."""
+        return LAYOUTS[self.qkv_format]
 
     def offsets(self) -> tuple[torch.Tensor | None, ...]:
         """cu_seqlens_q, cu_seqlens_kv and where the sequences start: contiguous, as the kernels read them."""
@@ -72,11 +69,6 @@ class Packing:
             lengths_q if starts_q is None else starts_q.contiguous(),
             lengths_kv if starts_kv is None else starts_kv.contiguous(),
         )
-
-
-def pick(values: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
-    """(sequence, head, token) of a shape or of strides; packed sequences have no stride between them."""
-    return LAYOUTS[qkv_format].pick(values)
 
 
 _ALIGNMENT = 16  # elements: the multiple that Triton looks for in a stride
@@ -112,25 +104,18 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
 
 
-def contiguous_strides(shape: Sequence[int], qkv_format: str) -> tuple[int, int, int]:
-    """(sequence, head, token) strides of a contiguous tensor of this shape."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return pick(strides[::-1], qkv_format)
+def lse_like(q: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Room for the log-sum-exp; -inf for packed sequences, where tokens between and behind them see no key."""
+    shape = layout.lse_shape(q.shape)
+    if layout.is_packed:
+        return q.new_full(shape, -torch.inf, dtype=torch.float32)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
-def lse_like(q: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Room for the log-sum-exp: [B, H, S_q], or [H, T] of -inf for packed sequences."""
-    if packing.packed:
-        return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-    return q.new_empty(pick(q.shape, packing.qkv_format), dtype=torch.float32)
-
-
-def output_like(x: torch.Tensor, head_dim: int, packing: Packing) -> torch.Tensor:
+def output_like(x: torch.Tensor, head_dim: int, layout: Layout) -> torch.Tensor:
     """Packed outputs start as zeros: tokens between and after the sequences belong to no program."""
     shape = (*x.shape[:-1], head_dim)
-    return x.new_zeros(shape) if packing.packed else x.new_empty(shape)
+    return x.new_zeros(shape) if layout.is_packed else x.new_empty(shape)
 
 
 @functools.cache
@@ -183,12 +168,12 @@ class Kind(NamedTuple):
 
     Attributes:
         dtype, device: of q, k and v.
-        qkv_format, has_lengths, bottom_right: see ``Packing``.
+        qkv_format, band, same_lengths: see ``Packing``.
+        has_lengths: ``Packing`` has lengths.
         q_shape, k_shape, v_shape, q_strides, k_strides, v_strides: as the tensors say.
         num_sequences: B.
         seqlen_q, seqlen_kv: tokens that the grids cover for each sequence: the longest one, S in a dense layout, where
             rows behind the longest sequence are results too.
-        window_left, window_right: ``Packing.window``.
         softmax_scale: > 0.
     """
 
@@ -204,21 +189,20 @@ class Kind(NamedTuple):
     num_sequences: int
     seqlen_q: int
     seqlen_kv: int
-    window_left: int
-    window_right: int
-    bottom_right: bool
+    band: Band
     has_lengths: bool
+    same_lengths: bool
     softmax_scale: float
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, packing: Packing) -> Kind:
         """The kind of one call."""
-        q_shape, k_shape, cu_seqlens = q.shape, k.shape, packing.cu_seqlens_q
-        if packing.packed and cu_seqlens is not None:
+        q_shape, k_shape, cu_seqlens, layout = q.shape, k.shape, packing.cu_seqlens_q, packing.layout
+        if layout.is_packed and cu_seqlens is not None:
             sizes = (cu_seqlens.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_kv)
         else:
-            batch, _, seqlen_q = pick(q_shape, packing.qkv_format)
-            sizes = (batch, seqlen_q, pick(k_shape, packing.qkv_format)[2])
+            batch, _, seqlen_q = layout.pick(q_shape)
+            sizes = (batch, seqlen_q, layout.pick(k_shape)[2])
         return cls(
             q.dtype,
             q.device,
@@ -230,26 +214,26 @@ class Kind(NamedTuple):
             k.stride(),
             v.stride(),
             *sizes,
-            *packing.window,
-            packing.bottom_right,
+            packing.band,
             cu_seqlens is not None,
+            packing.same_lengths,
             softmax_scale,
         )
 
     @property
-    def packed(self) -> bool:
-        """As ``Packing.packed``."""
-        return self.qkv_format == "thd"
+    def layout(self) -> Layout:
+        """As ``Packing.layout``."""
+        return LAYOUTS[self.qkv_format]
 
     @property
     def num_heads(self) -> int:
         """Query heads."""
-        return pick(self.q_shape, self.qkv_format)[1]
+        return self.q_shape[self.layout.heads]
 
     @property
     def num_kv_heads(self) -> int:
         """Heads of keys and values."""
-        return pick(self.k_shape, self.qkv_format)[1]
+        return self.k_shape[self.layout.heads]
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
@@ -259,22 +243,25 @@ class Kind(NamedTuple):
     @property
     def every_query_sees_a_key(self) -> bool:
         """Known from the shapes alone; False when lengths decide."""
-        if self.has_lengths:
-            return False
-        diagonal = self.seqlen_kv - self.seqlen_q if self.bottom_right else 0
-        first_sees = self.window_right < 0 or diagonal + self.window_right >= 0
-        last_sees = self.window_left < 0 or self.seqlen_q - 1 + diagonal - self.window_left < self.seqlen_kv
-        return first_sees and last_sees
+        return not self.has_lengths and self.band.shows_every_query_a_key(self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def some_query_may_see_no_key(self) -> bool:
+        """A query of a sequence that has keys may see none of them, as far as the host knows."""
+        if not self.has_lengths:
+            return not self.every_query_sees_a_key
+        left, right, bottom_right = self.band
+        return not self.same_lengths and (right if bottom_right else left) >= 0
 
     @property
     def lse_strides(self) -> tuple[int, int]:
         """Of ``lse_like``, between sequences and between heads."""
-        _, heads, tokens = pick(self.q_shape, self.qkv_format)
-        return (0, tokens) if self.packed else (heads * tokens, tokens)
+        heads, tokens = self.layout.lse_shape(self.q_shape)[-2:]
+        return (0, tokens) if self.layout.is_packed else (heads * tokens, tokens)
 
     def pick(self, values: Sequence[int]) -> tuple[int, int, int]:
         """(sequence, head, token) of strides in this layout."""
-        return pick(values, self.qkv_format)
+        return self.layout.pick(values)
 
     def is_wide(self, *others: tuple[int, int, int]) -> bool:
         """One tile of q, k, v or the others, given by their picked strides, spans more than int32 offsets reach."""
@@ -291,18 +278,18 @@ class Kind(NamedTuple):
             **dict(zip(("QK0", "QK1", "V0", "V1"), self.columns, strict=True)),
             "max_seqlen_q": self.seqlen_q,
             "max_seqlen_kv": self.seqlen_kv,
-            "window_left": self.window_left,
-            "window_right": self.window_right,
+            "window_left": self.band.left,
+            "window_right": self.band.right,
             "softmax_scale": self.softmax_scale,
             "D_QK": self.q_shape[-1],
             "D_V": self.v_shape[-1],
             "GROUP": self.num_heads // self.num_kv_heads,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "PACKED": self.packed,
+            "PACKED": self.layout.is_packed,
             "HAS_LENGTHS": self.has_lengths,
-            "BOTTOM_RIGHT": self.bottom_right,
-            "HAS_LEFT": self.window_left >= 0,
-            "HAS_RIGHT": self.window_right >= 0,
+            "BOTTOM_RIGHT": self.band.bottom_right,
+            "HAS_LEFT": self.band.left >= 0,
+            "HAS_RIGHT": self.band.right >= 0,
             "PRECISION": dot_precision(self.dtype),
         }

@@ -41,15 +41,15 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, kernel: str, q: torch.Tensor, v: torch.Tensor, packing: Packing) -> Key:
         """The key of one call of one kernel."""
-        window_left, window_right = packing.window
+        band = packing.band
         return cls(
             kernel,
             str(q.dtype).removeprefix("torch."),
             q.shape[-1],
             v.shape[-1],
-            window_right >= 0,
-            window_left >= 0,
-            packing.packed,
+            band.right >= 0,
+            band.left >= 0,
+            packing.layout.is_packed,
             triton.next_power_of_2(packing.max_seqlen_q),
             triton.next_power_of_2(packing.max_seqlen_kv),
         )

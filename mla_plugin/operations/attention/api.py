@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import request_of
-from mla_plugin.operations.attention.operator import Call
-from mla_plugin.operations.attention.run import is_traced, run_call, run_traced
+from mla_plugin.operations.attention.run import run_said
 
 
 def attention(
@@ -87,7 +83,8 @@ def attention(
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
     """
-    check_number("dropout_p", dropout_p)
+    if type(dropout_p) is not float:
+        check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     tensors = _tensors_of(
@@ -100,23 +97,21 @@ def attention(
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
     )
-    options: dict[str, Any] = {
-        "qkv_format": qkv_format,
-        "attn_mask_type": attn_mask_type,
-        "window_size": window_size,
-        "bottom_right_diagonal": bottom_right_diagonal,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_kv": max_seqlen_kv,
-        "pad_between_seqs": pad_between_seqs,
-        "bias_type": core_attention_bias_type,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic,
-        "return_lse": return_lse,
-        "host": host,
-    }
-    call = Call(tensors, CallOptions.of(tensors, **options), backend)
-    # sizes may be symbols where a call is traced, which are not for a request
-    output = run_traced(call) if is_traced() else run_call(request_of(tensors, call.options), call)
+    options = CallOptions(
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        bottom_right_diagonal=bottom_right_diagonal,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        pad_between_seqs=pad_between_seqs,
+        bias_type=core_attention_bias_type,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        host=host,
+    )
+    output = run_said(tensors, options, backend)
     return (output.out, output.lse) if return_lse else output.out
 
 
@@ -162,8 +157,8 @@ def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
-    if not isinstance(q, torch.Tensor):
-        return q, k, v, bias  # type: ignore[unreachable]
+    if not torch._C._is_any_autocast_enabled() or not isinstance(q, torch.Tensor):
+        return q, k, v, bias
     device_type = q.device.type
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return q, k, v, bias

@@ -1,4 +1,4 @@
-"""One pass of a request on the backends of its plan: value checks before it, a check of what came back after it."""
+"""One pass of a known call on the backends of its plan: value checks before it, a check of what came back after it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments.attention import AttentionTensors, check_length_values
-from mla_plugin.arguments.layout import lse_dtype
-from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import dispatch
-from mla_plugin.resolver.asking import check_backend_is_registered
-from mla_plugin.resolver.attention import resolve
-
-
-def plan_for(request: AttentionRequest, tensors: AttentionTensors, backend: str | None) -> Plan | None:
-    """The decision, after a check of the lengths; None for a call without queries or keys, which no backend sees."""
-    if _is_empty(tensors):
-        check_backend_is_registered(backend)
-        return None
-    if reads_lengths(request):
-        longest = (request.max_seqlen_q, request.max_seqlen_kv)
-        check_length_values(tensors, request.qkv_format, longest, pad_between_seqs=request.pad_between_seqs)
-    return resolve(request, backend=backend)
+from mla_plugin.operations.attention.known import Known
 
 
 def reads_lengths(request: AttentionRequest) -> bool:
@@ -31,41 +18,50 @@ def reads_lengths(request: AttentionRequest) -> bool:
     return request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested())
 
 
-def forward(plan: Plan | None, request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
+def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     """out and lse, contiguous and in memory of their own.
 
     Raises:
+        ValueError: lengths do not fit the tensors.
         RuntimeError: the backend returned other shapes or dtypes than the contract says.
     """
+    q, plan = tensors.q, known.plan
     if plan is None:
-        return _empty_output(request, tensors.q)
+        lse = q.new_full(known.lse_shape, -torch.inf, dtype=known.lse_dtype)
+        return AttentionOutput(q.new_zeros(known.out_shape), lse)
+    if reads_lengths(request := known.request):
+        longest = (request.max_seqlen_q, request.max_seqlen_kv)
+        check_length_values(tensors, request.qkv_format, longest, pad_between_seqs=request.pad_between_seqs)
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         # autograd records nothing in a backend, whatever it switches on, and its products keep their dtype
         output = dispatch.forward(plan, tensors)
-    _check_output(output, tensors.q, request, plan.forward_backend)
-    return AttentionOutput(_own(output.out, tensors), _own(output.lse, tensors))
+    out, lse, backend = output.out, output.lse, plan.forward_backend
+    # compiled code was promised this by the fake operator: it would read beyond a smaller tensor
+    _check_result("out", out, known.out_shape, q.dtype, q.device, backend)
+    _check_result("lse", lse, known.lse_shape, known.lse_dtype, q.device, backend)
+    return AttentionOutput(_own(out, tensors), _own(lse, tensors))
 
 
 def backward(
-    plan: Plan | None, request: AttentionRequest, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> Gradients:
-    """The gradients, contiguous; dbias is None unless the request asks for it."""
-    tensors = residuals.tensors
+    known: Known, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv and dbias, contiguous; dbias is None unless the request asks for it. Errors as ``forward``."""
+    plan, tensors = known.plan, residuals.tensors
+    q, k, v, bias = tensors.q, tensors.k, tensors.v, tensors.bias if known.request.bias_requires_grad else None
     if plan is None:
-        inputs = (tensors.q, tensors.k, tensors.v)
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs)
-        bias = tensors.bias if request.bias_requires_grad else None
-        return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias))
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        return dq, dk, dv, None if bias is None else torch.zeros_like(bias)
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        gradients = dispatch.backward(plan, residuals, dout, dlse)
-    dbias = gradients.dbias if request.bias_requires_grad else None
-    _check_gradients(gradients, tensors, request, plan.backward_backend)
-    return Gradients(
-        gradients.dq.contiguous(),
-        gradients.dk.contiguous(),
-        gradients.dv.contiguous(),
-        None if dbias is None else dbias.contiguous(),
-    )
+        found = dispatch.backward(plan, residuals, dout, dlse)
+    # autograd would sum, cast or drop what does not fit
+    backend = plan.backward_backend
+    dq, dk, dv = found.dq, found.dk, found.dv
+    for name, given, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        _check_result(name, given, x.shape, x.dtype, x.device, backend)
+    if bias is None:
+        return dq.contiguous(), dk.contiguous(), dv.contiguous(), None
+    dbias = _check_result("dbias", found.dbias, bias.shape, bias.dtype, bias.device, backend)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dbias.contiguous()
 
 
 def with_contiguous_rows(tensors: AttentionTensors) -> AttentionTensors:
@@ -77,42 +73,15 @@ def with_contiguous_rows(tensors: AttentionTensors) -> AttentionTensors:
     return replace(tensors, q=q, k=k, v=v)
 
 
-def _is_empty(tensors: AttentionTensors) -> bool:
-    return tensors.q.numel() == 0 or tensors.k.numel() == 0
-
-
-def _empty_output(request: AttentionRequest, q: torch.Tensor) -> AttentionOutput:
-    lse = q.new_full(request.layout.lse_shape(q.shape), -torch.inf, dtype=lse_dtype(q.dtype))
-    return AttentionOutput(q.new_zeros((*q.shape[:-1], request.head_dim_v)), lse)
-
-
-def _check_output(output: AttentionOutput, q: torch.Tensor, request: AttentionRequest, backend: str) -> None:
-    """What compiled code was promised by the fake operator: it would read beyond a smaller tensor."""
-    for name, x, shape, dtype in (
-        ("out", output.out, (*q.shape[:-1], request.head_dim_v), q.dtype),
-        ("lse", output.lse, request.layout.lse_shape(q.shape), lse_dtype(q.dtype)),
-    ):
-        _check_result(name, x, shape, dtype, q.device, backend)
-
-
-def _check_gradients(gradients: Gradients, tensors: AttentionTensors, request: AttentionRequest, backend: str) -> None:
-    """Autograd would sum, cast or drop what does not fit."""
-    wanted = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
-    if request.bias_requires_grad and tensors.bias is not None:
-        wanted["dbias"] = tensors.bias
-    for name, x in wanted.items():
-        _check_result(name, getattr(gradients, name), x.shape, x.dtype, x.device, backend)
-
-
 def _check_result(
     name: str, x: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, backend: str
-) -> None:
+) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         given = type(x).__name__
     elif x.shape != shape or x.dtype != dtype or x.device != device or x.layout != torch.strided:
         given = f"{tuple(x.shape)} {x.dtype} on {x.device}, {x.layout}"
     else:
-        return
+        return x
     raise RuntimeError(
         f"the backend {backend!r} returned {name} as {given}; a dense tensor {tuple(shape)} {dtype} on {device} is the "
         f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
@@ -122,7 +91,8 @@ def _check_result(
 def _own(x: torch.Tensor, tensors: AttentionTensors) -> torch.Tensor:
     """x contiguous, in memory of its own, and no view, which PyTorch would not let the caller change in place."""
     x = x.contiguous()
-    memory = x.untyped_storage().data_ptr()
-    if memory and any(memory == y.untyped_storage().data_ptr() for y in (tensors.q, tensors.k, tensors.v)):
+    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+    q = tensors.q
+    if x.dtype == q.dtype and (is_alias(x, q) or is_alias(x, tensors.k) or is_alias(x, tensors.v)):
         return x.clone()
     return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ made of two declarations: the fields of ``AttentionTensors`` and those of ``Call
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -13,32 +14,21 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals, kind_of, request_of
+from mla_plugin.arguments.schema import schema_of
+from mla_plugin.hooks.attention import Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
+from mla_plugin.operations.attention.known import Known, known_of
 
-_SCHEMA_TYPES: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    torch.Tensor | None: "Tensor?",
-    float: "float",
-    str: "str",
-    str | None: "str?",
-    bool: "bool",
-    bool | None: "bool?",
-    int | None: "SymInt?",
-    tuple[int, int] | None: "SymInt[]?",
-}
-_DECLARED = {**get_type_hints(AttentionTensors), **get_type_hints(CallOptions), "backend": str | None}
-_ARGUMENTS = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in _DECLARED.items())
-_NAMES = tuple(_DECLARED)
-_TENSOR_FIELDS = len(get_type_hints(AttentionTensors))
+_TENSORS = get_type_hints(AttentionTensors)
+_DECLARED = {**_TENSORS, **get_type_hints(CallOptions), "backend": str | None}
+_NAMES, _TENSOR_FIELDS = tuple(_DECLARED), len(_TENSORS)
+_GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "out": torch.Tensor, "lse": torch.Tensor}
+"""What a backward gets before the forward's arguments."""
 _MAX_KEPT = 4096
 
 _library = torch.library.Library("mla_plugin", "DEF")
-_library.define(f"attention_forward({_ARGUMENTS}) -> (Tensor out, Tensor lse)")
-_library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
-)
+_library.define(f"attention_forward{schema_of(_DECLARED)} -> (Tensor out, Tensor lse)")
+_library.define(f"attention_backward{schema_of(_GIVEN | _DECLARED)} -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)")
 
 
 class Call(NamedTuple):
@@ -62,52 +52,37 @@ class Call(NamedTuple):
         return (*(getattr(self.tensors, name) for name in _NAMES[:_TENSOR_FIELDS]), *self.options, self.backend)
 
 
-def call_of(request: AttentionRequest, tensors: AttentionTensors, backend: str | None) -> Call:
-    """The operator's arguments for a request.
-
-    Raises:
-        ValueError: the request says more than the operator's options can, such as fp8, or is not of these tensors.
-    """
-    options = CallOptions(*(getattr(request, name) for name in CallOptions._fields))
-    if request_of(tensors, options) != request:
-        raise ValueError(
-            f"{request} is not what AttentionRequest.of makes of these tensors; make the request of them, and leave "
-            "what attention() has no argument for at its default"
-        )
-    return Call(tensors, options, backend)
+_kept: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+"""What forwards decided, for the backwards that follow: a backward keeps to its forward's decision, even if the
+environment has changed in between. It is found by the forward's lse, or by the kind of call where somebody has copied
+lse meanwhile (activation offloading)."""
 
 
-_kept: dict[tuple[Any, ...], tuple[AttentionRequest, Plan | None]] = {}
-"""What the last forward of each kind of call decided. Its backward keeps to it, even if the environment has changed in
-between; calls of one kind differ in the values of their tensors alone."""
+def keep(call: Call, lse: torch.Tensor, known: Known) -> None:
+    """What the backward of this call will keep to."""
+    kind = _kind(call)
+    for key in (kind, (kind, lse.data_ptr())):
+        _kept[key] = known
+        _kept.move_to_end(key)
+    while len(_kept) > _MAX_KEPT:
+        _kept.popitem(last=False)
 
 
-def _key(call: Call) -> tuple[Any, ...]:
+def _kept_for(call: Call, lse: torch.Tensor) -> Known:
+    kind = _kind(call)
+    return _kept.get((kind, lse.data_ptr())) or _kept.get(kind) or known_of(*call)
+
+
+def _kind(call: Call) -> tuple[Any, ...]:
     return (kind_of(call.tensors), call.options, call.backend)
-
-
-def _qkv(tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tensors.q, tensors.k, tensors.v
-
-
-def keep(call: Call, decision: tuple[AttentionRequest, Plan | None]) -> None:
-    """What a backward of this kind of call will keep to."""
-    if len(_kept) >= _MAX_KEPT:
-        _kept.clear()
-    _kept[_key(call)] = decision
-
-
-def _decide(call: Call) -> tuple[AttentionRequest, Plan | None]:
-    request = request_of(call.tensors, call.options)
-    return request, compute.plan_for(request, call.tensors, call.backend)
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call.of(args)
-    request, plan = decision = _decide(call)
-    if request.is_training:
-        keep(call, decision)
-    output = compute.forward(plan, request, compute.with_contiguous_rows(call.tensors))
+    known = known_of(*call)
+    output = compute.forward(known, compute.with_contiguous_rows(call.tensors))
+    if known.request.is_training:
+        keep(call, output.lse, known)
     return output.out, output.lse
 
 
@@ -115,11 +90,9 @@ def _backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     call = Call.of(args)
-    request, plan = _kept.get(_key(call)) or _decide(call)
     residuals = Residuals(compute.with_contiguous_rows(call.tensors), out, lse)
-    gradients = compute.backward(plan, request, residuals, dout, dlse)
-    dbias = out.new_empty(0) if gradients.dbias is None else gradients.dbias
-    return gradients.dq, gradients.dk, gradients.dv, dbias
+    dq, dk, dv, dbias = compute.backward(_kept_for(call, lse), residuals, dout, dlse)
+    return dq, dk, dv, out.new_empty(0) if dbias is None else dbias
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +107,7 @@ def _backward_fake(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     call = Call.of(args)
-    q, k, v = _qkv(call.tensors)
+    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     bias = call.tensors.bias if call.options.bias_requires_grad else None
     dbias = out.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import compute
-from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, call_of, keep
+from mla_plugin.operations.attention.known import Known, known_of, options_of, request_for
+from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, keep
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -31,25 +33,33 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
         ValueError: the request is not of these tensors, or says what no argument of ``mla_plugin.attention`` can say;
             lengths do not fit the tensors; ``backend`` is not registered.
     """
-    return run_call(request, call_of(request, tensors, backend))
+    return run_said(tensors, request, backend)
 
 
-def run_call(request: AttentionRequest, call: Call) -> AttentionOutput:
-    """``run`` for a request that was just made of the call's tensors and options."""
-    tensors, _, backend = call
+def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
+    """``run`` for a request, or for what a caller says beside the tensors."""
     if is_observed(tensors):
-        return run_traced(call)
+        return _run_observed(tensors, said, backend)
+    known = known_of(tensors, said, backend)
     tensors = compute.with_contiguous_rows(tensors)
-    plan = compute.plan_for(request, tensors, backend)
-    if not request.is_training:
-        with torch.no_grad():
-            return compute.forward(plan, request, tensors)
-    return AttentionOutput(*_Attention.apply(plan, request, backend, *vars(tensors).values()))  # type: ignore[no-untyped-call]
+    if known.request.is_training:
+        out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
+        return AttentionOutput(out, lse)
+    if not torch.is_grad_enabled():
+        return compute.forward(known, tensors)
+    with torch.no_grad():
+        return compute.forward(known, tensors)
 
 
-def run_traced(call: Call) -> AttentionOutput:
+def _run_observed(
+    tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None
+) -> AttentionOutput:
     """The same through the operator, which whoever watches the dispatcher can see."""
-    return AttentionOutput(*attention_forward(*call.arguments))
+    if isinstance(said, CallOptions) and is_traced():  # sizes may be symbols, which are not for a request
+        options = said.completed(tensors)
+    else:
+        options = options_of(request_for(tensors, said))
+    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
 
 
 def is_traced() -> bool:
@@ -78,35 +88,34 @@ def is_observed(tensors: AttentionTensors) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient of a call that nobody observes. ``fields`` are those of ``AttentionTensors``."""
+    """The gradient of a call that nobody observes.
+
+    Autograd looks at every argument, several times, so it gets no more than the tensors that may have a gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan | None, request: AttentionRequest, backend: str | None, *fields: Any
+        ctx: Any, known: Known, tensors: AttentionTensors, *differentiable: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, softmax_scale, *rest = fields
-        tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
-        output = compute.forward(plan, request, tensors)
-        ctx.save_for_backward(output.out, output.lse, q, k, v, *rest)
-        ctx.decision = (plan, request, backend, softmax_scale)
+        output = compute.forward(known, tensors)
+        fields = vars(tensors).values()
+        ctx.save_for_backward(output.out, output.lse, *(x for x in fields if x is None or isinstance(x, torch.Tensor)))
+        ctx.known, ctx.softmax_scale = known, tensors.softmax_scale
         ctx.set_materialize_grads(False)
         return output.out, output.lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        plan, request, backend, softmax_scale = ctx.decision
-        out, lse, q, k, v, *rest = ctx.saved_tensors
-        ours = (None, None, None)  # for plan, request and backend
         if dout is None and dlse is None:
-            return (*ours, *(None for _ in vars(AttentionTensors(q, k, v, softmax_scale))))
+            return (None,) * 6
+        known: Known = ctx.known
+        out, lse, q, k, v, *rest = ctx.saved_tensors
+        tensors = AttentionTensors(q, k, v, ctx.softmax_scale, *rest)
         dout = torch.zeros_like(out) if dout is None else dout
-        tensors = AttentionTensors(q, k, v, softmax_scale, *rest)
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
-            call = call_of(request, tensors, backend)
-            keep(call, (request, plan))
+            call = Call(tensors, options_of(known.request), known.backend)
+            keep(call, lse, known)
             dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
         else:
-            gradients = compute.backward(plan, request, Residuals(tensors, out, lse), dout, dlse)
-            dq, dk, dv, dbias = gradients.dq, gradients.dk, gradients.dv, gradients.dbias
-        given = {"q": dq, "k": dk, "v": dv, "bias": dbias if request.bias_requires_grad else None}
-        return (*ours, *(given.get(name) for name in vars(tensors)))
+            dq, dk, dv, dbias = compute.backward(known, Residuals(tensors, out, lse), dout, dlse)
+        return None, None, dq, dk, dv, dbias if known.request.bias_requires_grad else None

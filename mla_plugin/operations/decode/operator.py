@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -10,66 +9,29 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.decode_layout import DecodeCall, Known, known_of, starts_aligned
+from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
+from mla_plugin.arguments.decode_layout import DecodeCall, Known, known_of
 from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.arguments.schema import schema_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.decode import resolve_decode
 
-_SCHEMA_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", float: "float", bool: "bool"}
-_FIELDS = {
-    name: _SCHEMA_TYPES[kind] for name, kind in typing.get_type_hints(DecodeTensors).items() if kind in _SCHEMA_TYPES
-}
-"""What the operator takes of ``DecodeTensors``, in this order: all but the lengths on the host."""
-
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
 _library.define(
-    f"decode({', '.join(f'{kind} {name}' for name, kind in _FIELDS.items())}, str host, str? backend) "
-    "-> (Tensor out, Tensor lse)"
+    f"decode{schema_of(OPERATOR_FIELDS | {'host': str, 'backend': str | None})} -> (Tensor out, Tensor lse)"
 )
 
 
-def request_of(tensors: DecodeTensors, host: str = "direct") -> DecodeRequest:
-    """The request that checked tensors make."""
-    q, c_kv, page_table = tensors.q_nope_abs, tensors.c_kv, tensors.page_table
-    batch, seqlen_q, heads, rank = q.shape
-    capacity = c_kv.shape[1] * (1 if page_table is None else page_table.shape[1])
-    return DecodeRequest(
-        dtype=q.dtype,
-        device_type=q.device.type,
-        device_index=q.device.index,
-        batch_size=batch,
-        seqlen_q=seqlen_q,
-        num_heads=heads,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=tensors.q_rope.shape[-1],
-        max_seqlen_kv=1 << (capacity - 1).bit_length() if capacity else 0,
-        page_size=None if page_table is None else c_kv.shape[1],
-        causal=tensors.causal,
-        has_seqlens_kv=tensors.seqlens_kv is not None,
-        has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
-        has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=_has_aligned_rows(c_kv, tensors.k_rope),
-        return_lse=tensors.return_lse,
-        host=host,
-    )
-
-
-def _has_aligned_rows(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
-    steps = [stride * x.element_size() for x in (c_kv, k_rope) for stride in x.stride()[:-1]]
-    return starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps)
-
-
 def _decide(tensors: DecodeTensors, host: str, backend: str | None) -> tuple[DecodePlan, Callable[..., Any]]:
-    plan = resolve_decode(request_of(tensors, host), backend=backend)
+    plan = resolve_decode(DecodeRequest.of(tensors, host=host), backend=backend)
     return plan, get_manager().caller("forward", plan.forward_backend)
 
 
 def _empty_output(tensors: DecodeTensors) -> DecodeOutput:
     """No query, or a cache without room: every query sees no key."""
     q = tensors.q_nope_abs
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype(q.dtype))
+    lse = q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
     return DecodeOutput(q.new_zeros(q.shape), lse)
 
 
@@ -77,7 +39,7 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     if type(output) is not DecodeOutput:
         raise TypeError(f"forward of the backend {backend!r} returned {type(output).__name__}, not DecodeOutput")
     q, (out, lse) = tensors.q_nope_abs, output
-    wanted = (q.shape[0], q.shape[2], q.shape[1])
+    wanted = tensors.lse_shape
     if out.shape != q.shape or out.dtype != q.dtype or (tensors.return_lse and (lse is None or lse.shape != wanted)):
         given = "None" if lse is None else str(tuple(lse.shape))
         raise RuntimeError(
@@ -106,14 +68,14 @@ def run(tensors: DecodeTensors, known: Known, host: str, backend: str | None) ->
 
 def run_traced(tensors: DecodeTensors, host: str, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` by the operator, which costs as much time on the host as a launch: it is for tracing alone."""
-    arguments = {name: getattr(tensors, name) for name in _FIELDS}
+    arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
     out, lse = decode_operator(**arguments, host=host, backend=backend)
     return out, lse
 
 
 def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
     """The operator's arguments but the last two as a call."""
-    return DecodeCall(**dict(zip(_FIELDS, arguments, strict=True)))
+    return DecodeCall(**dict(zip(OPERATOR_FIELDS, arguments, strict=True)))
 
 
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
@@ -132,8 +94,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call_of(arguments[:-2])
     decode_checks.check_tensors(call)
     q = call.q_nope_abs
-    batch, seqlen_q, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=lse_dtype(q.dtype)) if call.return_lse else _no_lse(q)
+    lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype)) if call.return_lse else _no_lse(q)
     return q.new_empty(q.shape), lse
 
 

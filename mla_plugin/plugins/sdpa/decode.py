@@ -37,8 +37,8 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     batch, seqlen_q, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape)
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=compute)
-    capacity = _capacity(tensors)
+    lse = q.new_empty(tensors.lse_shape, dtype=compute)
+    capacity = tensors.capacity
     if q.device.type == "cpu":
         lengths = [capacity] * batch if tensors.seqlens_kv is None else tensors.seqlens_kv.tolist()
         groups = [(b, b + 1, length) for b, length in enumerate(lengths)]
@@ -49,11 +49,6 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
         for first, last, length in groups:
             out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
     return DecodeOutput(out, lse)
-
-
-def _capacity(tensors: DecodeTensors) -> int:
-    rows = tensors.c_kv.shape[1]
-    return rows if tensors.page_table is None else rows * tensors.page_table.shape[1]
 
 
 def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ class Rows:
             tensors: its tensors.
             takes_dense: the kernel takes dense tensors; otherwise they are laid end to end too.
         """
-        if takes_dense and request.qkv_format != "thd" and not request.has_padding:
+        if takes_dense and not request.layout.is_packed and not request.has_padding:
             return cls(request, None, None)
         return cls(
             request,
@@ -79,7 +79,7 @@ class Rows:
 
     def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
-        if self.request.qkv_format == "thd":
+        if self.request.layout.is_packed:
             return x
         x = self.request.layout.to_bhsd(x).transpose(1, 2)
         return x if self.q is None else x.flatten(0, 1)
@@ -115,7 +115,7 @@ class Rows:
     def _back(self, x: torch.Tensor, side: Side | None) -> torch.Tensor:
         if side is not None:
             side.clear(x)
-        if self.request.qkv_format == "thd":
+        if self.request.layout.is_packed:
             return x
         if side is not None:
             x = x.view(self.request.batch_size, -1, *x.shape[1:])
@@ -123,7 +123,7 @@ class Rows:
 
     def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
-        if self.q is None or self.request.qkv_format == "thd":
+        if self.q is None or self.request.layout.is_packed:
             return lse.contiguous()
         return lse.transpose(0, 1).flatten(1, 2)
 
@@ -133,10 +133,11 @@ class Rows:
         Args:
             lse: float32, the kernel's own: it is changed in place.
         """
-        lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+        if not self.request.every_query_sees_a_key:
+            lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
         if self.q is not None:
             self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
-        if self.q is None or self.request.qkv_format == "thd":
+        if self.q is None or self.request.layout.is_packed:
             return lse
         return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
 
@@ -144,7 +145,7 @@ class Rows:
 def _side(
     request: AttentionRequest, x: torch.Tensor, offsets: torch.Tensor | None, padded: torch.Tensor | None
 ) -> Side:
-    if request.qkv_format == "thd":
+    if request.layout.is_packed:
         assert offsets is not None  # arguments.attention.check_lengths
         # Without padding between sequences padded offsets differ in their last entry at most, the end of the tail;
         # kernels that know no true lengths would take that for the end of the last sequence.
@@ -152,5 +153,24 @@ def _side(
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
     extent = request.layout.to_bhsd(x).shape[2]
-    starts = torch.arange(request.batch_size + 1, dtype=torch.int32, device=x.device) * extent
+    starts = _row_starts(request.batch_size, extent, x.device)
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)
+
+
+_MAX_STARTS = 1024
+_starts: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+
+def _row_starts(rows: int, extent: int, device: torch.device) -> torch.Tensor:
+    """Where each row of a dense batch starts, int32 [rows + 1]; kept, because making it takes two launches a call."""
+    key = (rows, extent, device)
+    found = _starts.get(key)
+    if found is not None:
+        return found
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * extent
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return starts  # its memory belongs to the graph
+    if len(_starts) >= _MAX_STARTS:
+        _starts.clear()
+    _starts[key] = starts
+    return starts

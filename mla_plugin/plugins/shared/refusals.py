@@ -79,7 +79,7 @@ def beyond_packed_sequences(request: AttentionRequest) -> Iterator[str]:
     """Reasons of a kernel that knows offsets, and no true lengths beside them."""
     if request.pad_between_seqs:
         yield "pad_between_seqs=True, accepted is False: the kernel takes one sequence to end where the next one starts"
-    if request.has_padding and request.qkv_format != "thd":
+    if request.has_padding and not request.layout.is_packed:
         yield (
             f"attn_mask_type={request.attn_mask_type!r} with qkv_format={request.qkv_format!r}: the kernel takes no "
             "lengths of padded rows, accepted is qkv_format='thd'"

@@ -5,13 +5,14 @@ Refusals are about the request and the device alone; nothing here imports Triton
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_plugin import environment
-from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
@@ -78,21 +79,35 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     return Refused(reasons) if reasons else Accepted()
 
 
+@functools.cache
+def _launches() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward; imported at the first call, because Triton is slow to import."""
+    from mla_plugin.kernels.prefill import launch_backward, launch_forward
+
+    return launch_forward.forward, launch_backward.backward
+
+
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
+    return _dense_packing(request) if tensors.cu_seqlens_q is None else _packing_of(request, tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_packing(request: AttentionRequest) -> Packing:
+    """Of calls without lengths: it holds no tensor."""
+    return _packing_of(request, None)
+
+
+def _packing_of(request: AttentionRequest, tensors: AttentionTensors | None) -> Packing:
     from mla_plugin.kernels.prefill.packing import Packing
 
-    band = request.band
+    lengths = {} if tensors is None else {name: getattr(tensors, name) for name in LENGTHS}
     return Packing(
         qkv_format=request.qkv_format,
         max_seqlen_q=request.max_seqlen_q,
         max_seqlen_kv=request.max_seqlen_kv,
-        cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_kv=tensors.cu_seqlens_kv,
-        cu_seqlens_q_padded=tensors.cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=tensors.cu_seqlens_kv_padded,
-        window_left=band.left,
-        window_right=band.right,
-        bottom_right=band.bottom_right,
+        mask=request.band,
+        same_lengths=not request.lengths_may_differ,
+        **lengths,
     )
 
 
@@ -101,9 +116,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    from mla_plugin.kernels.prefill import launch_forward
-
-    out, lse = launch_forward.forward(
+    out, lse = _launches()[0](
         tensors.q,
         tensors.k,
         tensors.v,
@@ -117,11 +130,9 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
-    from mla_plugin.kernels.prefill import launch_backward
-
     tensors = residuals.tensors
     return Gradients(
-        *launch_backward.backward(
+        *_launches()[1](
             tensors.q,
             tensors.k,
             tensors.v,

@@ -1,10 +1,10 @@
 """TransformerEngine's choice of an attention backend, rule for rule.
 
 The rules are one table in three parts (``rules_platform``, ``rules_shapes``, ``rules_masks``);
-``docs/te_selection.md`` explains them by their numbers. ``decide`` applies them in order and then prefers one of the
-backends that are left.
+``docs/te_selection.md`` explains them by their numbers, and each says for which releases of TransformerEngine it holds.
+``te_decide`` applies those of one release in order and then prefers one of the backends that are left.
 
-Source: ``get_attention_backend`` of TransformerEngine 2.20 at ``d0067d0da6cb``, without its FP8 branch.
+Source: ``get_attention_backend`` of TransformerEngine 2.10 to 2.20.2, without its FP8 branch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from mla_plugin.resolver.transformer_engine import rules_masks, rules_platform, rules_shapes
 from mla_plugin.resolver.transformer_engine.inputs import read_query
 from mla_plugin.resolver.transformer_engine.query import FLASH_VERSIONS, Query
+from mla_plugin.resolver.transformer_engine.release import NEWEST, read_release
 from mla_plugin.resolver.transformer_engine.rule import SUBJECTS, Rule
 
 RULES: tuple[Rule, ...] = rules_platform.RULES + rules_shapes.RULES + rules_masks.RULES
-"""Every filter, in the order of application."""
+"""Every filter of every release, in the order of application."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class CascadeDecision:
     """What TransformerEngine would choose.
 
     Attributes:
+        release: of TransformerEngine, such as ``"2.20.2"``.
         selected: ``flash2``, ``flash3``, ``flash4``, ``fused``, ``unfused`` or ``none``.
         flash_attention_backend: ``"2"``, ``"3"``, ``"4"`` or None: the FlashAttention that is left, even when another
             backend is selected.
@@ -52,6 +56,7 @@ class CascadeDecision:
         removals: why each of the others is not; a backend can be removed by several rules.
     """
 
+    release: str
     selected: str
     flash_attention_backend: str | None
     available_backends: tuple[bool, bool, bool]
@@ -61,31 +66,43 @@ class CascadeDecision:
     removals: tuple[Removal, ...]
 
 
-def decide(params: Mapping[str, Any], env: Mapping[str, str], platform: Mapping[str, Any]) -> CascadeDecision:
-    """Decide as TransformerEngine does.
+def te_decide(
+    params: Mapping[str, Any],
+    env: Mapping[str, str],
+    platform: Mapping[str, Any],
+    *,
+    release: str | Version = NEWEST,
+) -> CascadeDecision:
+    """Decide as a release of TransformerEngine does.
 
     Args:
         params: the fields of TransformerEngine's ``AttentionParams``; dtype as text (``"bfloat16"``). ``deterministic``
             may be missing or ``"env"``: then NVTE_ALLOW_NONDETERMINISTIC_ALGO decides. ``bottom_right_diagonal`` may be
-            ``"auto"``: then the mask decides.
+            ``"auto"``: then the mask decides. ``core_attention_bias_shape`` is in letters (``"1hss"``) or numbers in
+            every release. ``softcap`` may be missing.
         env: environment variables.
-        platform: ``compute_capability``; ``cudnn_version``, None without cuDNN; ``flash_attn``, the version or
-            None by ``"2"``, ``"3"``, ``"4"``; ``fused_supported``, cuDNN's answer, or ``"cudnn"`` to work it out;
-            optionally ``nvidia_cutlass_dsl``, the version of that package.
+        platform: ``compute_capability``; ``cudnn_version``, None without cuDNN; ``flash_attn``, the version (as
+            TransformerEngine compares it) or None by ``"2"``, ``"3"``, ``"4"``; ``fused_supported``, cuDNN's answer, or
+            ``"cudnn"`` to work it out; optionally ``nvidia_cutlass_dsl``, the version of that package, and
+            ``fa3_softcap``, whether FlashAttention 3's functions take ``softcap``.
+        release: from 2.10 on, such as ``"2.14"`` or ``"2.14.1"``; a local part (``+abc``) does not count.
 
     Raises:
-        ValueError: a value is not accepted (``EnvironmentVariableError`` for a variable).
+        ValueError: a value is not accepted (``EnvironmentVariableError`` for a variable), the release is not known or
+            cannot express the request.
         AssertionError: as in TransformerEngine, for a window that does not fit the mask.
     """
-    query = read_query(params, env, platform)
+    name, minor = read_release(release)
+    query = read_query(params, env, platform, minor)
     removals = [Removal("0.1", backend, reason) for backend, reason in query.absent.items()]
     reasons: list[str] = []
     on = set(SUBJECTS)
     if "flash" in query.switched_off:
         on.remove("flash")
     for rule in RULES:
-        _apply(rule, query, on, reasons, removals)
-    return _prefer(query, on, reasons, removals)
+        if rule.holds_in(minor):
+            _apply(rule, query, on, reasons, removals)
+    return _prefer(name, query, on, reasons, removals)
 
 
 def _apply(rule: Rule, query: Query, on: set[str], reasons: list[str], removals: list[Removal]) -> None:
@@ -105,7 +122,7 @@ def _apply(rule: Rule, query: Query, on: set[str], reasons: list[str], removals:
     removals += [Removal(rule.number, backend, why) for backend in backends if backend in present]
 
 
-def _prefer(query: Query, on: set[str], reasons: list[str], removals: list[Removal]) -> CascadeDecision:
+def _prefer(release: str, query: Query, on: set[str], reasons: list[str], removals: list[Removal]) -> CascadeDecision:
     """Rules 43 to 47: order what is left; on compute capability 9.0 and later cuDNN comes before FlashAttention."""
     flash = [
         version for version in reversed(FLASH_VERSIONS) if {"flash", version} <= on and version not in query.absent
@@ -119,6 +136,7 @@ def _prefer(query: Query, on: set[str], reasons: list[str], removals: list[Remov
         )
     survivors = tuple(fused + flash + unfused if fused_first else flash + fused + unfused)
     return CascadeDecision(
+        release=release,
         selected=survivors[0] if survivors else "none",
         flash_attention_backend=flash[0].removeprefix("flash") if flash else None,
         available_backends=(bool(flash), bool(fused), bool(unfused)),

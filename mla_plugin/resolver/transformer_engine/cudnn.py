@@ -1,9 +1,10 @@
 """Rules 38 and 42: does cuDNN have a fused kernel for the query?
 
 TransformerEngine asks its C++ library. Where that cannot be asked, ``REQUIREMENTS`` gives the same answer for 16-bit
-types, except that it leaves out the 64-bit offsets that very long packed sequences need before cuDNN 9.5.
+types, except that it leaves out the 64-bit offsets that very long packed sequences need before cuDNN 9.5. From 2.20 on
+the library builds cuDNN's graph and takes cuDNN's own word; the conditions of 2.19 stand in for that here.
 
-Source: ``nvte_get_fused_attn_backend`` of TransformerEngine 2.20, ``common/fused_attn/fused_attn.cpp``.
+Source: ``nvte_get_fused_attn_backend`` of TransformerEngine 2.10 to 2.19, ``common/fused_attn/fused_attn.cpp``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mla_plugin.arguments.attention import BIAS_TYPES
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.hooks.attention import SOFTMAX_TYPES
 from mla_plugin.resolver.transformer_engine.query import HALF_TYPES, Query
+from mla_plugin.resolver.transformer_engine.release import Span
 
 MASKS = tuple(mask for mask in ATTN_MASK_TYPES if mask != "arbitrary")
 DENSE = ("bshd", "sbhd")
@@ -27,24 +29,79 @@ _PAGED = tuple(f"paged_kv_{q}_{kv}_{kv}" for q in ("bshd", "sbhd", "thd") for kv
 LAYOUTS = _SEPARATE + _CACHED + _PACKED + _PAGED
 
 
+@dataclass(frozen=True)
+class LaterLayout(Span):
+    """A layout that older releases have no name for."""
+
+    layout: str
+
+
+LATER_LAYOUTS: tuple[LaterLayout, ...] = (LaterLayout("bhsd_bhsd_bhsd", since="2.15"),)
+UP_TO_512 = Span(until="2.15")
+"""The releases with kernels for short sequences beside the general ones."""
+
+
 def why_not_fused(q: Query) -> str | None:
     """Rule 38: why cuDNN does not run the query; None when it does.
 
     Raises:
         ValueError: a mask, bias type, softmax type or layout that cuDNN's query has no name for.
     """
+    unknown = {later.layout for later in LATER_LAYOUTS if not later.holds_in(q.release)}
+    layouts = [layout for layout in LAYOUTS if layout not in unknown]
     for field, value, accepted in (
-        ("qkv_layout", q.layout, LAYOUTS),
+        ("qkv_layout", q.layout, layouts),
         ("core_attention_bias_type", q.fused_bias_type, BIAS_TYPES),
         ("attn_mask_type", q.mask, MASKS),
         ("softmax_type", q.softmax_type, SOFTMAX_TYPES),
     ):
         if value not in accepted:
             raise ValueError(f"{field}={value!r}: accepted are {', '.join(accepted)}")
+    if fused_kernels(q) is not None:
+        return None
     if q.fused_supported is not None:
-        return None if q.fused_supported else "cuDNN has no kernel for this, says the platform"
-    unmet = [requirement.found(q) for requirement in REQUIREMENTS if not requirement.holds(q)]
-    return f"cuDNN {q.cudnn_text} on {q.device} does not take {'; '.join(unmet)}" if unmet else None
+        return "cuDNN has no kernel for this, says the platform"
+    return f"cuDNN {q.cudnn_text} on {q.device} does not take {'; '.join(_unmet(q))}"
+
+
+def fused_kernels(q: Query) -> str | None:
+    """Which of TransformerEngine's two sets of cuDNN kernels runs the query; None when neither does.
+
+    ``"any length"``, also where the platform answers for cuDNN; up to 2.15 ``"up to 512"`` where the first cannot.
+    """
+    if q.fused_supported is not None:
+        return "any length" if q.fused_supported else None
+    if not _unmet(q):
+        return "any length"
+    return "up to 512" if UP_TO_512.holds_in(q.release) and _up_to_512(q) else None
+
+
+def _unmet(q: Query) -> list[str]:
+    held = [requirement for requirement in REQUIREMENTS if requirement.holds_in(q.release)]
+    return [requirement.found(q) for requirement in held if not requirement.holds(q)]
+
+
+def _up_to_512(q: Query) -> bool:
+    """The kernels for short sequences with head dimension 64. ALiBi with given slopes is left out."""
+    biases = {"no_bias": True, "post_scale_bias": q.bias_shape == "1hss", "alibi": not q.has_alibi_slopes}
+    return (
+        q.dtype in HALF_TYPES
+        and q.cudnn >= (8, 9, 1)
+        and q.cc in ((8, 0), (9, 0))
+        and max(q.sq, q.skv) <= 512
+        and _multiples_of_64(q)
+        and q.dq == q.dv == 64
+        and q.num_heads == q.num_kv_heads
+        and q.fused_bias_type in ("no_bias", "post_scale_bias")
+        and biases[q.bias_type]
+        and "bottom_right" not in q.mask
+        and (q.mask != "padding_causal" or q.sq == q.skv)
+        and q.layout in ("sb3hd", "sbhd_sb2hd", "bs3hd", "bshd_bs2hd", "bshd_bshd_bshd")
+        and q.full_window in ((-1, -1), (-1, 0))
+        and q.softmax_type == "vanilla"
+        and not q.return_max_logit
+        and not _is_faulty(q)
+    )
 
 
 def _architecture(q: Query) -> bool:
@@ -65,43 +122,65 @@ def _heads(q: Query) -> bool:
     return q.cudnn >= (8, 9, 7) or q.num_heads == q.num_kv_heads
 
 
-def _head_dims(q: Query) -> bool:
-    """Rule 42, (a) to (f)."""
-    if q.dq % 8 or q.dv % 8:
-        return False
-    small = q.dq <= 128 and q.dv <= 128
-    return small or (_training_head_dims(q) if q.is_training else _inference_head_dims(q))
+@dataclass(frozen=True)
+class HeadDims(Span):
+    """Head dimensions that cuDNN has a kernel for, beside multiples of 8: rule 42, (a) to (f)."""
+
+    letter: str
+    takes: Callable[[Query], bool]
 
 
-def _inference_head_dims(q: Query) -> bool:
-    hopper = q.cc == (9, 0) and q.cudnn >= (9, 1, 0) and max(q.dq, q.dv) <= 256
-    blackwell = q.cc >= (10, 0) and q.cudnn >= (9, 9, 0) and q.sq > 1 and not q.is_paged_layout
+def _at_most(q: Query, limit: int) -> bool:
+    return max(q.dq, q.dv) <= limit
+
+
+def _inference_anywhere(q: Query) -> bool:
     top_left = q.mask in ("causal", "padding_causal")
-    any_device = q.cudnn >= (9, 10, 2) and (q.is_paged_layout or q.sq > 1 or not top_left)
-    return hopper or blackwell or any_device
-
-
-def _training_head_dims(q: Query) -> bool:
-    if q.cc == (9, 0):
-        mla_bug = q.cudnn >= (9, 11, 0) and q.dq != q.dv and min(q.dq, q.dv) >= 128 and (q.dq, q.dv) != (192, 128)
-        return q.cudnn >= (9, 5, 0) and max(q.dq, q.dv) <= 256 and not mla_bug
-    if (q.dq, q.dv) == (192, 128):
-        return q.cc >= (10, 0) and q.cudnn >= (9, 11, 0)
-    return (q.dq, q.dv) == (256, 256) and _training_at_256(q)
+    return q.cudnn >= (9, 10, 2) and (q.is_paged_layout or q.sq > 1 or not top_left)
 
 
 def _training_at_256(q: Query) -> bool:
-    """Rule 42 (f): this backward is the deterministic one, which has neither bias, dropout nor sink."""
+    """This backward is the deterministic one, which has neither bias, dropout nor sink."""
     thd = "thd" in q.layout_formats
     causal = "causal" in q.mask and q.full_window[1] in (-1, 0)
     return (
-        (10, 0) <= q.cc < (11, 0)
+        (q.dq, q.dv) == (256, 256)
+        and (10, 0) <= q.cc < (11, 0)
         and q.cudnn >= ((9, 25, 0) if thd else (9, 23, 0))
         and not q.is_paged_layout
         and _plain(q)
         and q.softmax_type == "vanilla"
         and (q.full_window == (-1, -1) or causal)
     )
+
+
+HEAD_DIMS: tuple[HeadDims, ...] = (
+    HeadDims("a", lambda q: _at_most(q, 128)),
+    HeadDims(
+        "b", lambda q: _at_most(q, 256) and q.cc == (9, 0) and q.cudnn >= ((9, 5, 0) if q.is_training else (9, 1, 0))
+    ),
+    HeadDims(
+        "c",
+        lambda q: not q.is_training and q.cc >= (10, 0) and q.cudnn >= (9, 9, 0) and q.sq > 1 and not q.is_paged_layout,
+    ),
+    HeadDims("d", lambda q: not q.is_training and _inference_anywhere(q)),
+    HeadDims(
+        "e",
+        lambda q: q.is_training and (q.dq, q.dv) == (192, 128) and q.cc >= (10, 0) and q.cudnn >= (9, 11, 0),
+    ),
+    HeadDims("f", lambda q: q.is_training and _training_at_256(q), since="2.18"),
+)
+
+
+def _head_dims(q: Query) -> bool:
+    if q.dq % 8 or q.dv % 8 or _has_mla_bug(q):
+        return False
+    return any(dims.takes(q) for dims in HEAD_DIMS if dims.holds_in(q.release))
+
+
+def _has_mla_bug(q: Query) -> bool:
+    on_hopper = q.is_training and q.cc == (9, 0) and q.cudnn >= (9, 11, 0)
+    return on_hopper and q.dq != q.dv and min(q.dq, q.dv) >= 128 and (q.dq, q.dv) != (192, 128)
 
 
 def _plain(q: Query) -> bool:
@@ -149,40 +228,70 @@ def _format(q: Query) -> bool:
     return q.cudnn >= (9, 7, 0)
 
 
+def _is_full(q: Query) -> bool:
+    left, right = q.full_window
+    return left == -1 and right in (-1, 0) and (q.cudnn < (9, 2, 0) or q.cudnn >= (9, 6, 0))
+
+
+def _is_local_and_plain(q: Query) -> bool:
+    return q.sq <= q.skv and _plain(q)
+
+
+def _causal_square(q: Query) -> bool:
+    return q.mask == "causal" or (q.mask == "causal_bottom_right" and q.sq == q.skv)
+
+
+def _bottom_right_bug(q: Query) -> bool:
+    return "bottom_right" in q.mask and q.cc >= (10, 0) and q.cudnn <= (9, 7, 0) and q.sq != q.skv
+
+
+def _left_window(q: Query) -> bool:
+    """Up to 2.11: windows (left, 0) under causal masks."""
+    if q.full_window in ((-1, -1), (-1, 0)):
+        return True
+    if q.cudnn < (9, 2, 0) or q.full_window[1] != 0 or not _is_local_and_plain(q):
+        return False
+    causal = q.mask in ("causal_bottom_right", "padding_causal", "padding_causal_bottom_right")
+    since_9_6 = q.cudnn >= (9, 6, 0) and causal and not _bottom_right_bug(q)
+    return since_9_6 or (_causal_square(q) and q.layout_format in DENSE)
+
+
 def _window(q: Query) -> bool:
+    """From 2.12 on: windows to both sides."""
     left, right = q.full_window
-    if left == -1 and right in (-1, 0) and (q.cudnn < (9, 2, 0) or q.cudnn >= (9, 6, 0)):
+    if _is_full(q):
         return True
-    return _window_since_9_2(q) or _window_since_9_6(q)
+    if q.cudnn >= (9, 2, 0) and (left, right) == (-1, -1) and q.mask == "no_mask":
+        return True
+    if not _is_local_and_plain(q):
+        return False
+    aligned = q.cudnn >= (9, 2, 0) and (q.mask == "no_mask" or _causal_square(q))
+    from_the_left = right == 0 and aligned and q.layout_format in DENSE
+    return from_the_left or (q.cudnn >= (9, 6, 0) and q.mask != "causal" and not _bottom_right_bug(q))
 
 
-def _window_since_9_2(q: Query) -> bool:
+def _window_without_mask(q: Query) -> bool:
+    """Up to 2.15 a window without a mask reaches to the left alone, in dense layouts."""
     left, right = q.full_window
-    if q.cudnn < (9, 2, 0):
-        return False
-    if (left, right) == (-1, -1) and q.mask == "no_mask":
-        return True
-    aligned = q.mask in ("no_mask", "causal") or (q.mask == "causal_bottom_right" and q.sq == q.skv)
-    return right == 0 and aligned and q.sq <= q.skv and _plain(q) and q.layout_format in DENSE
-
-
-def _window_since_9_6(q: Query) -> bool:
-    if q.cudnn < (9, 6, 0) or q.mask == "causal":
-        return False
-    bottom_right_bug = "bottom_right" in q.mask and q.cc >= (10, 0) and q.cudnn <= (9, 7, 0) and q.sq != q.skv
-    return not bottom_right_bug and q.sq <= q.skv and _plain(q)
+    return q.mask != "no_mask" or left == -1 or (right == 0 and q.layout_format in DENSE)
 
 
 def _release(q: Query) -> bool:
-    """Releases with known faults."""
-    if q.cudnn < (8, 9, 0) or q.cudnn in ((9, 10, 0), (9, 10, 1)):
-        return False
+    """Releases of cuDNN with known faults."""
+    return q.cudnn >= (8, 9, 0) and q.cudnn not in ((9, 10, 0), (9, 10, 1)) and not _is_faulty(q)
+
+
+def _is_faulty(q: Query) -> bool:
     long_window = q.skv > 1024 and q.full_window[0] != -1 and q.mask not in ("causal", "causal_bottom_right")
     if q.cudnn == (9, 14, 0) and long_window:
-        return False
+        return True
     captured_backward = q.is_training and q.cuda_graph and q.layout_format in DENSE
     unaligned = q.skv % 128 != 0 and "padding" not in q.mask
-    return not (q.cudnn <= (9, 15, 0) and captured_backward and unaligned)
+    return q.cudnn <= (9, 15, 0) and captured_backward and unaligned
+
+
+def _window_found(q: Query) -> str:
+    return f"window {q.full_window} with mask {q.mask}"
 
 
 def _softmax(q: Query) -> bool:
@@ -208,28 +317,44 @@ def _sm120(q: Query) -> bool:
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """One condition of cuDNN; ``found`` says what does not meet it."""
+class Requirement(Span):
+    """One condition of cuDNN, or of TransformerEngine for it.
 
+    Attributes:
+        about: what it is about, in ``docs/te_selection.md``.
+        holds: whether the query meets it.
+        found: what does not.
+    """
+
+    about: str
     holds: Callable[[Query], bool]
     found: Callable[[Query], str]
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
-    Requirement(lambda q: q.dtype in HALF_TYPES, lambda q: f"dtype {q.dtype}"),
-    Requirement(_architecture, lambda q: "this architecture"),
-    Requirement(_sequence_lengths, lambda q: f"max_seqlen_q={q.sq}, max_seqlen_kv={q.skv}"),
-    Requirement(_heads, lambda q: f"{q.num_heads} heads in {q.num_kv_heads} groups"),
+    Requirement("dtype", lambda q: q.dtype in HALF_TYPES, lambda q: f"dtype {q.dtype}"),
+    Requirement("architecture", _architecture, lambda q: "this architecture"),
+    Requirement("lengths", _sequence_lengths, lambda q: f"max_seqlen_q={q.sq}, max_seqlen_kv={q.skv}"),
+    Requirement("heads", _heads, lambda q: f"{q.num_heads} heads in {q.num_kv_heads} groups"),
     Requirement(
-        _head_dims, lambda q: f"head_dim_qk={q.dq}, head_dim_v={q.dv} in {'training' if q.is_training else 'inference'}"
+        "head dimensions",
+        _head_dims,
+        lambda q: f"head_dim_qk={q.dq}, head_dim_v={q.dv} in {'training' if q.is_training else 'inference'}",
     ),
-    Requirement(_bias, lambda q: f"bias {q.fused_bias_type} with mask {q.mask}"),
-    Requirement(_mask, lambda q: f"mask {q.mask} with layout {q.layout}"),
-    Requirement(_format, lambda q: f"layout {q.layout}"),
-    Requirement(_window, lambda q: f"window {q.full_window} with mask {q.mask}"),
-    Requirement(_release, lambda q: "what is faulty in this release"),
-    Requirement(_softmax, lambda q: f"softmax {q.softmax_type}"),
-    Requirement(_max_logit, lambda q: "return_max_logit"),
-    Requirement(_determinism, lambda q: f"deterministic={q.deterministic} in training"),
-    Requirement(_sm120, lambda q: "12.0 before cuDNN 9.18.1, or with determinism in training, t3hd or th3d there"),
+    Requirement("bias", _bias, lambda q: f"bias {q.fused_bias_type} with mask {q.mask}"),
+    Requirement("mask", _mask, lambda q: f"mask {q.mask} with layout {q.layout}"),
+    Requirement("layout", _format, lambda q: f"layout {q.layout}"),
+    Requirement("windows", _left_window, _window_found, until="2.11"),
+    Requirement("windows", _window, _window_found, since="2.12"),
+    Requirement("windows", _window_without_mask, _window_found, until="2.15"),
+    Requirement("faults", _release, lambda q: "what is faulty in this release"),
+    Requirement("softmax", _softmax, lambda q: f"softmax {q.softmax_type}"),
+    Requirement("return_max_logit", _max_logit, lambda q: "return_max_logit", since="2.17"),
+    Requirement("deterministic", _determinism, lambda q: f"deterministic={q.deterministic} in training", since="2.12"),
+    Requirement(
+        "compute capability 12.0",
+        _sm120,
+        lambda q: "12.0 before cuDNN 9.18.1, or with determinism in training, t3hd or th3d there",
+        since="2.14",
+    ),
 )

@@ -1,22 +1,26 @@
 """What TransformerEngine knows of FlashAttention: which packages count as installed, which head dimensions they take.
 
 Rule numbers are those of ``docs/te_selection.md``. Sources: ``backends.py`` and ``utils.py`` of TransformerEngine's
-``dot_product_attention`` at ``d0067d0da6cb``; for FlashAttention 4 the head-dimension check of its own releases.
+``dot_product_attention``, release by release; for FlashAttention 4 the head-dimension check of its own releases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
 from packaging.version import Version
 
+from mla_plugin.resolver.transformer_engine.release import Release, Span
+
 ComputeCapability = tuple[int, int]
 
-_FA2_BELOW = "2.8.4"
 _FA4_FIRST = "4.0.0b5"
 _FA4_NEEDS_NEW_CUTLASS = "4.0.0b24"
 _CUTLASS_MINIMUM = "4.6.2"
+_WITHOUT_LOCAL_PART = Span(since="2.15", until="2.18")
 
 
 @lru_cache(maxsize=256)
@@ -29,41 +33,86 @@ def at_least(version: str, minimum: str) -> bool:
     return _version(version) >= _version(minimum)
 
 
+@dataclass(frozen=True)
+class Package(Span):
+    """A reason for which an installed FlashAttention counts as absent (rule 0.1), and the releases that have it.
+
+    Attributes:
+        backend: ``"flash2"``, ``"flash3"`` or ``"flash4"``.
+        when: from its version, the compute capability and the version of ``nvidia-cutlass-dsl``, None when unknown.
+        reason: why, in words; ``{minimum}`` stands for the oldest FlashAttention 2 that the device takes.
+    """
+
+    backend: str
+    when: Callable[[str, ComputeCapability, str | None], bool]
+    reason: str
+
+
+def _fa2_minimum(cc: ComputeCapability) -> str:
+    return "2.7.3" if cc >= (10, 0) else "2.1.1"
+
+
+PACKAGES: tuple[Package, ...] = (
+    Package("flash2", lambda version, cc, _: not at_least(version, _fa2_minimum(cc)), "needs {minimum}"),
+    # By PEP 440 2.8.3.post1 and 2.8.3+cu12 come after 2.8.3.
+    Package(
+        "flash2",
+        lambda version, cc, _: not at_least("2.8.3", version),
+        "is newer than 2.8.3",
+        until="2.18",
+    ),
+    Package("flash2", lambda version, cc, _: at_least(version, "2.8.4"), "is not below 2.8.4"),
+    Package("flash4", lambda *_: True, "is not known to TransformerEngine before 2.15", until="2.14"),
+    Package(
+        "flash4",
+        lambda version, cc, _: not at_least(version, _FA4_FIRST),
+        f"< {_FA4_FIRST} lacks the head-dimension check that selection calls",
+    ),
+    Package(
+        "flash4",
+        lambda version, cc, dsl: (
+            version == _FA4_NEEDS_NEW_CUTLASS and dsl is not None and not at_least(dsl, _CUTLASS_MINIMUM)
+        ),
+        f"needs nvidia-cutlass-dsl >= {_CUTLASS_MINIMUM}",
+        since="2.19",
+    ),
+)
+"""Rule 0.1. FlashAttention 3 counts in every version."""
+
+DISTRIBUTIONS = {"flash2": "flash-attn", "flash3": "flash-attn-3", "flash4": "flash-attn-4"}
+
+
 def why_not_installed(
-    backend: str, version: str | None, cc: ComputeCapability, cutlass_dsl: str | None = None
+    backend: str, version: str | None, cc: ComputeCapability, cutlass_dsl: str | None = None, *, release: Release
 ) -> str | None:
     """Rule 0.1: why TransformerEngine treats a FlashAttention version as absent; None when it counts as installed.
 
     Args:
         backend: ``"flash2"``, ``"flash3"`` or ``"flash4"``.
-        version: version of the distribution; None when it is not there.
+        version: version of the distribution, as TransformerEngine compares it; None when it is not there.
         cc: compute capability of the device.
         cutlass_dsl: version of ``nvidia-cutlass-dsl``; None when unknown, which counts as new enough.
+        release: of TransformerEngine.
     """
-    distribution = {"flash2": "flash-attn", "flash3": "flash-attn-3", "flash4": "flash-attn-4"}[backend]
     if version is None:
-        return f"{distribution} is not installed"
-    if backend == "flash2":
-        minimum = "2.7.3" if cc >= (10, 0) else "2.1.1"
-        if not at_least(version, minimum) or at_least(version, _FA2_BELOW):
-            return f"{distribution} {version} is not in {minimum} <= version < {_FA2_BELOW}"
-    if backend == "flash4":
-        if not at_least(version, _FA4_FIRST):
-            return f"{distribution} {version} < {_FA4_FIRST} lacks the head-dimension check that selection calls"
-        if (
-            version == _FA4_NEEDS_NEW_CUTLASS
-            and cutlass_dsl is not None
-            and not at_least(cutlass_dsl, _CUTLASS_MINIMUM)
-        ):
-            return f"{distribution} {version} needs nvidia-cutlass-dsl >= {_CUTLASS_MINIMUM}, found {cutlass_dsl}"
+        return f"{DISTRIBUTIONS[backend]} is not installed"
+    for package in PACKAGES:
+        if package.backend == backend and package.holds_in(release) and package.when(version, cc, cutlass_dsl):
+            return f"{DISTRIBUTIONS[backend]} {version} {package.reason.format(minimum=_fa2_minimum(cc))}"
     return None
 
 
-def fa2_takes(dq: int, dv: int, cc: ComputeCapability) -> bool:
-    """Rule 15: FlashAttention 2 runs with the smaller head dimension padded to the larger."""
-    padded = max(dq, dv)
+def compared_version(backend: str, version: str | None, release: Release) -> str | None:
+    """A FlashAttention version as TransformerEngine compares it: 2.15 to 2.18 drop the local part of version 2."""
+    if version is None or backend != "flash2" or not _WITHOUT_LOCAL_PART.holds_in(release):
+        return version
+    return _version(version).public
+
+
+def fa2_takes(head_dim: int, cc: ComputeCapability) -> bool:
+    """Rule 15: the head dimensions of FlashAttention 2."""
     # The architectures are compared exactly: (8, 6), (8, 9), (10, 3), (11, 0) and (12, 1) stop at 192.
-    return padded % 8 == 0 and (padded <= 192 or (padded <= 256 and cc in ((8, 0), (9, 0), (10, 0), (12, 0))))
+    return head_dim % 8 == 0 and (head_dim <= 192 or (head_dim <= 256 and cc in ((8, 0), (9, 0), (10, 0), (12, 0))))
 
 
 def fa3_takes(dq: int, dv: int, num_heads: int, num_kv_heads: int, dtype: str) -> bool:
@@ -91,6 +140,13 @@ def fa4_takes(dq: int, dv: int, cc: ComputeCapability, version: str) -> bool:
     special = {(192, 128): _FA4_FIRST, (64, 512): "4.0.0b9", (256, 256): "4.0.0b11", (512, 512): "4.0.0b16"}
     since = special.get((dq, dv))
     return (8 <= dq <= 128 and 8 <= dv <= 128) or (since is not None and at_least(version, since))
+
+
+def fa4_takes_unasked(dq: int, dv: int, cc: ComputeCapability) -> bool:
+    """Rule 17 of 2.15, which does not ask FlashAttention 4 itself."""
+    if (10, 0) <= cc < (12, 0):
+        return max(dq, dv) <= 128 or (dq, dv) == (192, 128)
+    return max(dq, dv) <= 256
 
 
 def fa4_backward_misaligned(dq: int, dv: int) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mla_plugin.environment import parse
@@ -15,10 +16,12 @@ from mla_plugin.resolver.transformer_engine.query import (
     layout_formats,
     normalise_window,
 )
+from mla_plugin.resolver.transformer_engine.release import Release, Span
 
 _TAKEN_OVER: dict[str, str] = {
     "dtype": "qkv_dtype",
     "layout": "qkv_layout",
+    "batch_size": "batch_size",
     "num_heads": "num_heads",
     "num_kv_heads": "num_gqa_groups",
     "sq": "max_seqlen_q",
@@ -27,7 +30,6 @@ _TAKEN_OVER: dict[str, str] = {
     "dv": "head_dim_v",
     "mask": "attn_mask_type",
     "bias_type": "core_attention_bias_type",
-    "bias_shape": "core_attention_bias_shape",
     "bias_requires_grad": "core_attention_bias_requires_grad",
     "pad_between_seqs": "pad_between_seqs",
     "dropout": "attention_dropout",
@@ -44,7 +46,13 @@ _TAKEN_OVER: dict[str, str] = {
 }
 """Fields of ``Query`` by the fields of ``AttentionParams`` that they take over as they are."""
 
-_CONVERTED = ("window_size", "bottom_right_diagonal", "alibi_slopes_shape", "inference_params")
+_CONVERTED = (
+    "window_size",
+    "bottom_right_diagonal",
+    "alibi_slopes_shape",
+    "core_attention_bias_shape",
+    "inference_params",
+)
 _TEXTS = (
     "qkv_dtype",
     "qkv_layout",
@@ -54,6 +62,7 @@ _TEXTS = (
     "softmax_type",
 )
 _SMALLEST = {
+    "batch_size": 1,
     "num_heads": 1,
     "num_gqa_groups": 1,
     "max_seqlen_q": 0,
@@ -64,35 +73,71 @@ _SMALLEST = {
 _PLATFORM = ("compute_capability", "cudnn_version", "flash_attn", "fused_supported")
 
 
-def read_query(params: Mapping[str, Any], env: Mapping[str, str], platform: Mapping[str, Any]) -> Query:
-    """Check and type the three tables; ``cascade.decide`` describes them.
+@dataclass(frozen=True)
+class Field(Span):
+    """A field of ``AttentionParams`` that older releases cannot express, with the value that says nothing."""
+
+    name: str
+    neutral: object
+
+
+FIELDS: tuple[Field, ...] = (
+    Field("has_score_mod", False, since="2.17"),
+    Field("has_score_mod_bprop", False, since="2.17"),
+    Field("softcap", 0.0, since="2.20"),
+)
+
+
+@dataclass(frozen=True)
+class Switch(Span):
+    """An environment variable that switches off one version of FlashAttention."""
+
+    name: str
+    backend: str
+
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch("NVTE_FLASH_ATTN_V2", "flash2", since="2.18"),
+    Switch("NVTE_FLASH_ATTN_V3", "flash3", since="2.18"),
+    Switch("NVTE_FLASH_ATTN_V4", "flash4", since="2.18"),
+)
+
+
+def read_query(
+    params: Mapping[str, Any], env: Mapping[str, str], platform: Mapping[str, Any], release: Release
+) -> Query:
+    """Check and type the three tables; ``cascade.te_decide`` describes them.
 
     The checks come in TransformerEngine's order, so that of several faults the same one is reported.
 
     Raises:
         AssertionError: the window does not fit the mask.
-        ValueError: a field is missing or has a value that is not accepted, the layout packs what a KV cache needs
-            apart, or an environment variable has a value that is not accepted.
+        ValueError: a field is missing or has a value that is not accepted or that the release cannot express, the
+            layout packs what a KV cache needs apart, or an environment variable has a value that is not accepted.
     """
     _require(params, (*_TAKEN_OVER.values(), *_CONVERTED), "params")
     _require(platform, _PLATFORM, "platform")
     _check_types(params)
+    _check_release(params, release)
     window = _window(params["attn_mask_type"], params["window_size"])
     deterministic = _deterministic(params, env)
     cache = params["inference_params"]
     if cache is not None:
         _require(cache, ("is_paged", "page_size"), "params['inference_params']")
     q_format, kv_format = _formats(params["qkv_layout"], cache is not None)
-    switched_off = _switched_off(env)
+    switched_off = _switched_off(env, release)
     if window is None:
         normalise_window(params["attn_mask_type"], None)
     cc = _compute_capability(platform["compute_capability"])
     return Query(
         **{field: params[name] for field, name in _TAKEN_OVER.items()},
+        release=release,
         q_format=q_format,
         kv_format=kv_format,
         window=window,
         bottom_right_diagonal=_bottom_right(params["attn_mask_type"], params["bottom_right_diagonal"]),
+        bias_shape=_bias_shape(params),
+        softcap=params.get("softcap", 0.0),
         has_alibi_slopes=params["alibi_slopes_shape"] is not None,
         kv_cache=cache is not None,
         is_paged=cache is not None and cache["is_paged"],
@@ -102,7 +147,8 @@ def read_query(params: Mapping[str, Any], env: Mapping[str, str], platform: Mapp
         cudnn=tuple(platform["cudnn_version"] or (0, 0, 0)),
         fused_supported=_fused_supported(platform["fused_supported"]),
         flash_versions={f"flash{n}": version for n, version in platform["flash_attn"].items() if version is not None},
-        absent=_absent(platform, cc),
+        fa3_softcap=bool(platform.get("fa3_softcap", False)),
+        absent=_absent(platform, cc, release),
         switched_off=switched_off,
     )
 
@@ -121,6 +167,37 @@ def _check_types(params: Mapping[str, Any]) -> None:
     for name, smallest in _SMALLEST.items():
         if not isinstance(params[name], int) or params[name] < smallest:
             raise ValueError(f"{name}={params[name]!r}: accepted is an integer >= {smallest}")
+
+
+def _check_release(params: Mapping[str, Any], release: Release) -> None:
+    for field in FIELDS:
+        value = params.get(field.name, field.neutral)
+        if value != field.neutral and not field.holds_in(release):
+            raise ValueError(
+                f"{field.name}={value!r}: TransformerEngine {release[0]}.{release[1]} does not know it; "
+                f"accepted is {field.neutral!r}, or a release from {field.since} on"
+            )
+
+
+def _bias_shape(params: Mapping[str, Any]) -> str | None:
+    """The shape in letters. From 2.20 on AttentionParams holds it in numbers, (b, h, sq, skv); both are taken."""
+    given: str | Sequence[int] | None = params["core_attention_bias_shape"]
+    if given is None or isinstance(given, str):
+        return given
+    if len(given) == 4:
+        batch, heads, queries, _ = given
+        letters = (
+            ((params["batch_size"], params["num_heads"]), "bhss"),
+            ((1, params["num_heads"]), "1hss"),
+            ((params["batch_size"], 1), "b1ss"),
+            ((1, 1), "111s" if queries == 1 and params["max_seqlen_q"] != 1 else "11ss"),
+        )
+        for sizes, name in letters:
+            if (batch, heads) == sizes:
+                return name
+    raise ValueError(
+        f"core_attention_bias_shape={given!r}: accepted are 1hss, b1ss, bhss, 11ss, 111s, and (b, h, sq, skv) for them"
+    )
 
 
 def _window(mask: str, window: Iterable[int] | None) -> Window | None:
@@ -155,17 +232,16 @@ def _formats(layout: str, kv_cache: bool) -> tuple[str, str]:
     return q_format, kv_format
 
 
-def _switched_off(env: Mapping[str, str]) -> dict[str, str]:
+def _switched_off(env: Mapping[str, str], release: Release) -> dict[str, str]:
     """Which backends the environment switches off, and by which setting.
 
     The variables of the versions are read only while NVTE_FLASH_ATTN is on, so a bad value in them can go unnoticed.
     """
-    versions = {"flash2": "NVTE_FLASH_ATTN_V2", "flash3": "NVTE_FLASH_ATTN_V3", "flash4": "NVTE_FLASH_ATTN_V4"}
     others = {"fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
     if parse("NVTE_FLASH_ATTN", env):
-        read = versions | others
+        read = {switch.backend: switch.name for switch in SWITCHES if switch.holds_in(release)} | others
     else:
-        read = dict.fromkeys(("flash", *versions), "NVTE_FLASH_ATTN") | others
+        read = dict.fromkeys(("flash", *FLASH_VERSIONS), "NVTE_FLASH_ATTN") | others
     return {backend: f"{name}={env[name]}" for backend, name in read.items() if not parse(name, env)}
 
 
@@ -186,12 +262,13 @@ def _fused_supported(given: object) -> bool | None:
     raise ValueError(f"platform['fused_supported']={given!r}: accepted are True, False and 'cudnn'")
 
 
-def _absent(platform: Mapping[str, Any], cc: ComputeCapability) -> dict[str, str]:
+def _absent(platform: Mapping[str, Any], cc: ComputeCapability, release: Release) -> dict[str, str]:
     """Rule 0.1: which versions of FlashAttention count as not installed, and why."""
     cutlass_dsl = platform.get("nvidia_cutlass_dsl")
     absent = {}
     for backend in FLASH_VERSIONS:
-        reason = why_not_installed(backend, platform["flash_attn"].get(backend[-1]), cc, cutlass_dsl)
+        version = platform["flash_attn"].get(backend[-1])
+        reason = why_not_installed(backend, version, cc, cutlass_dsl, release=release)
         if reason is not None:
             absent[backend] = reason
     return absent

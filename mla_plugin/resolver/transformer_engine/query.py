@@ -5,11 +5,12 @@ Rule numbers are those of ``docs/te_selection.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from mla_plugin.resolver.transformer_engine.flash import ComputeCapability, at_least
+from mla_plugin.resolver.transformer_engine.release import Release, Span
 
 FLASH_VERSIONS = ("flash2", "flash3", "flash4")
 HALF_TYPES = ("bfloat16", "float16")
@@ -26,7 +27,10 @@ class Query:
     Attributes:
         dq, dv: head_dim_qk and head_dim_v; ``sq``, ``skv``: longest query and key sequence; ``cc``: compute capability.
         q_format, kv_format: ``bshd``, ``sbhd`` or ``thd``; without a KV cache both are the layout's first.
+        release: of TransformerEngine, by its first two numbers.
         window: as given; None stands for the mask's default (``full_window``).
+        bias_shape: ``"1hss"`` and the like; None without a bias.
+        softcap: limit of the scores, 0 for none; ``fa3_softcap``: whether FlashAttention 3's functions take one.
         switched_off: backends that an environment variable switches off, with the setting; ``flash`` stands for all
             three versions of FlashAttention.
         flash_versions: installed version by backend name; ``absent``: why a version counts as not installed.
@@ -34,8 +38,10 @@ class Query:
         The others carry the names of TransformerEngine's ``AttentionParams``, shortened where that loses nothing.
     """
 
+    release: Release
     dtype: str
     layout: str
+    batch_size: int
     q_format: str
     kv_format: str
     num_heads: int
@@ -53,6 +59,7 @@ class Query:
     bias_requires_grad: bool
     pad_between_seqs: bool
     dropout: float
+    softcap: float
     context_parallel: bool
     cp_comm_type: str
     is_training: bool
@@ -71,6 +78,7 @@ class Query:
     cudnn: tuple[int, ...]
     fused_supported: bool | None
     flash_versions: Mapping[str, str]
+    fa3_softcap: bool
     absent: Mapping[str, str]
     switched_off: Mapping[str, str]
 
@@ -124,9 +132,11 @@ class Query:
 
     @cached_property
     def fused_bias_type(self) -> str:
-        """Bias type that cuDNN is asked for: ALiBi with given slopes becomes a post-scale bias (rule 36)."""
-        as_bias = self.bias_type == "alibi" and self.has_alibi_slopes
-        return "post_scale_bias" if as_bias else self.bias_type
+        """Bias type that cuDNN is asked for: ALiBi may become a post-scale bias (rule 36)."""
+        if self.bias_type != "alibi":
+            return self.bias_type
+        as_bias = any(change.when(self) for change in ALIBI_AS_BIAS if change.holds_in(self.release))
+        return "post_scale_bias" if as_bias else "alibi"
 
     @property
     def device(self) -> str:
@@ -142,6 +152,19 @@ class Query:
     def cudnn_text(self) -> str:
         """cuDNN's version, for a message."""
         return ".".join(map(str, self.cudnn))
+
+
+@dataclass(frozen=True)
+class AlibiAsBias(Span):
+    """A call for which cuDNN gets ALiBi as a post-scale bias without gradient (rule 36)."""
+
+    when: Callable[[Query], bool]
+
+
+ALIBI_AS_BIAS: tuple[AlibiAsBias, ...] = (
+    AlibiAsBias(lambda q: q.has_alibi_slopes),
+    AlibiAsBias(lambda q: q.sq != q.skv, until="2.11"),
+)
 
 
 def layout_formats(layout: str) -> tuple[str, str]:

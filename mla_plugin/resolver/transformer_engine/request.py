@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
+from mla_plugin.resolver.transformer_engine.flash import DISTRIBUTIONS, compared_version
+from mla_plugin.resolver.transformer_engine.release import nearest_release, read_release
 
 
 def te_params(request: AttentionRequest) -> dict[str, object]:
@@ -45,12 +47,21 @@ def te_params(request: AttentionRequest) -> dict[str, object]:
     }
 
 
-def te_platform(platform: Platform) -> dict[str, object]:
-    """The platform as TransformerEngine's selection sees it; its cuDNN query is answered by rule 42."""
-    versions = {number: platform.version(name) for number, name in (("2", "flash-attn"), ("3", "flash-attn-3"))}
+def te_platform(platform: Platform, release: str) -> dict[str, object]:
+    """The platform as a TransformerEngine release's selection sees it; its cuDNN query is answered by rule 42."""
+    _, minor = read_release(release)
     return {
         "compute_capability": list(platform.compute_capability or (0, 0)),
         "cudnn_version": list(platform.cudnn_version or (0, 0, 0)),
-        "flash_attn": {**versions, "4": platform.version("flash-attn-4")},
+        "flash_attn": {
+            backend[-1]: compared_version(backend, platform.version(distribution), minor)
+            for backend, distribution in DISTRIBUTIONS.items()
+        },
+        "nvidia_cutlass_dsl": platform.version("nvidia-cutlass-dsl"),
         "fused_supported": "cudnn",
     }
+
+
+def installed_release(host: str, platform: Platform) -> str:
+    """The release to decide as: inside TransformerEngine the installed one or the nearest known, else the newest."""
+    return nearest_release(platform.version("transformer-engine") if host == "transformer_engine" else None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from mla_plugin.resolver.transformer_engine.query import FLASH_VERSIONS, Query
+from mla_plugin.resolver.transformer_engine.release import Span
 
 SUBJECTS = {
     "flash": "FlashAttention",
@@ -22,8 +23,8 @@ EVERYTHING = ("flash", "fused", "unfused")
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One line of the table.
+class Rule(Span):
+    """One line of the table, for the releases from ``since`` to ``until``.
 
     Attributes:
         number: its number in ``docs/te_selection.md``; clauses of one rule share it.
@@ -46,6 +47,11 @@ class Rule:
 def always(query: Query, on: Set[str]) -> bool:
     """Ask, and give the reason, even when there is nothing left to remove."""
     return True
+
+
+def while_on(switch: str) -> Callable[[Query, Set[str]], bool]:
+    """Ask while one switch is on, and give the reason even for what is not installed."""
+    return lambda query, on: switch in on
 
 
 def any_version_on(query: Query, on: Set[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mla_plugin.resolver.transformer_engine.cudnn import why_not_fused
+from mla_plugin.resolver.transformer_engine.cudnn import fused_kernels, why_not_fused
 from mla_plugin.resolver.transformer_engine.query import FLASH_VERSIONS, Query
 from mla_plugin.resolver.transformer_engine.rule import (
     Rule,
@@ -10,6 +10,7 @@ from mla_plugin.resolver.transformer_engine.rule import (
     any_installed_version_on,
     any_version_on,
     installed_fa2_on,
+    while_on,
 )
 
 
@@ -18,7 +19,7 @@ def _dropout(q: Query) -> str:
 
 
 def _cp_obstacle(q: Query) -> str | None:
-    """The first thing that neither FlashAttention (26) nor cuDNN (27) runs with context parallelism."""
+    """The first thing that neither FlashAttention (26) nor, in every release, cuDNN (27) runs with it."""
     if "bottom_right" in q.mask:
         return f"mask {q.mask}"
     if "causal" in q.mask and q.sq != q.skv:
@@ -30,21 +31,44 @@ def _cp_obstacle(q: Query) -> str | None:
     return None
 
 
-def _fused_cp_obstacle(q: Query) -> str | None:
-    """The first thing that cuDNN does not run with context parallelism; the number of ranks does not count."""
-    common = _cp_obstacle(q)
-    if common is not None:
-        return common
-    if q.bias_type != "no_bias" and q.cp_comm_type != "p2p":
-        return f"cp_comm_type={q.cp_comm_type} and bias {q.bias_type}, which needs p2p"
-    if q.swa and q.cp_comm_type in ("p2p", "a2a+p2p"):
-        return f"cp_comm_type={q.cp_comm_type} and sliding window {q.window}"
-    if q.cp_comm_type in ("a2a", "a2a+p2p") and (q.num_heads % 2 != 0 or q.num_kv_heads % 2 != 0):
-        return f"cp_comm_type={q.cp_comm_type}, {q.num_heads} heads and {q.num_kv_heads} groups, which must be even"
-    return None
+_SCORES_BELOW = 2**30
+
+
+def _scores(q: Query) -> int:
+    """The size of the matrix of scores, which cuDNN's workspace follows."""
+    return q.batch_size * q.num_heads * q.sq * q.skv
+
+
+def _is_deterministic_backward(q: Query) -> bool:
+    return q.deterministic and q.is_training and fused_kernels(q) == "any length"
+
+
+def _has_bias_gradient(q: Query) -> bool:
+    return q.bias_type == "post_scale_bias" and q.bias_requires_grad
+
+
+def _is_another_shape_too(q: Query) -> bool:
+    """With one sequence, one head or one query (1, 1, 1, s) is also one of the larger shapes."""
+    return 1 in (q.batch_size, q.num_heads, q.sq)
+
+
+def _bias_gradient(q: Query) -> str:
+    return f"no gradient of a post_scale_bias of shape {q.bias_shape}"
+
+
+def _window_alignment(q: Query) -> str:
+    return f"sliding window {q.window} is aligned top-left, with {q.lengths}; it aligns windows bottom-right"
 
 
 SOFTMAX: tuple[Rule, ...] = (
+    Rule(
+        "23",
+        ("flash3",),
+        lambda q: not q.has("flash3") and q.dropout != 0.0,
+        _dropout,
+        asked_while=while_on("flash3"),
+        until="2.14",
+    ),
     Rule("23", ("flash3",), lambda q: q.has("flash3") and q.dropout != 0.0, _dropout),
     Rule("23", ("flash4",), lambda q: q.has("flash4") and q.dropout != 0.0, _dropout),
     Rule(
@@ -64,6 +88,30 @@ SOFTMAX: tuple[Rule, ...] = (
     Rule(
         "24",
         ("fused",),
+        lambda q: q.softmax_type != "vanilla" and q.fmt == "thd" and q.cudnn >= (9, 18, 0),
+        lambda q: f"softmax {q.softmax_type} with thd",
+        asked_while=always,
+        until="2.11",
+    ),
+    Rule(
+        "24",
+        ("unfused",),
+        lambda q: q.softmax_type != "vanilla" and q.fmt == "thd",
+        lambda q: f"softmax {q.softmax_type} with thd",
+        asked_while=always,
+        until="2.11",
+    ),
+    Rule(
+        "24",
+        ("unfused",),
+        lambda q: q.softmax_type != "vanilla" and q.context_parallel,
+        lambda q: f"softmax {q.softmax_type} with context parallelism",
+        asked_while=always,
+        until="2.11",
+    ),
+    Rule(
+        "24",
+        ("fused",),
         lambda q: q.softmax_type != "vanilla" and q.context_parallel and q.cp_comm_type != "a2a",
         lambda q: f"softmax {q.softmax_type} with context parallelism needs cp_comm_type=a2a, found {q.cp_comm_type}",
         asked_while=always,
@@ -72,7 +120,21 @@ SOFTMAX: tuple[Rule, ...] = (
 
 CONTEXT_PARALLEL: tuple[Rule, ...] = (
     Rule("25", ("unfused",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
-    Rule("25", ("flash4",), lambda q: q.context_parallel, lambda q: "context parallelism is not supported"),
+    Rule(
+        "25",
+        ("flash4",),
+        lambda q: q.has("flash4") and q.context_parallel,
+        lambda q: "context parallelism is not supported",
+        until="2.18",
+    ),
+    Rule(
+        "25",
+        ("flash4",),
+        lambda q: q.context_parallel and q.cp_comm_type not in ("p2p", "all_gather", "a2a"),
+        lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type}, accepted are p2p, all_gather and a2a",
+        asked_while=while_on("flash4"),
+        since="2.19",
+    ),
     # Silent, without effect on what is left, where no version is installed.
     Rule(
         "26",
@@ -84,8 +146,53 @@ CONTEXT_PARALLEL: tuple[Rule, ...] = (
     Rule(
         "27",
         ("fused",),
-        lambda q: q.context_parallel and _fused_cp_obstacle(q) is not None,
-        lambda q: f"context parallelism with {_fused_cp_obstacle(q)}",
+        lambda q: q.context_parallel and _cp_obstacle(q) is not None,
+        lambda q: f"context parallelism with {_cp_obstacle(q)}",
+    ),
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: q.context_parallel and q.bias_type != "no_bias" and q.cp_comm_type != "p2p",
+        lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type} and bias {q.bias_type}, which needs p2p",
+        since="2.15",
+    ),
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: q.context_parallel and q.fmt == "thd" and q.cp_comm_type == "all_gather",
+        lambda q: "context parallelism with cp_comm_type=all_gather and thd",
+        since="2.15",
+        until="2.17",
+    ),
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: q.context_parallel and q.fmt == "thd" and q.cp_comm_type == "a2a+p2p",
+        lambda q: "context parallelism with cp_comm_type=a2a+p2p and thd",
+        since="2.15",
+        until="2.18",
+    ),
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: q.context_parallel and q.swa and q.cp_comm_type in ("p2p", "a2a+p2p"),
+        lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type} and sliding window {q.window}",
+        since="2.15",
+    ),
+    # The number of ranks does not count.
+    Rule(
+        "27",
+        ("fused",),
+        lambda q: (
+            q.context_parallel
+            and q.cp_comm_type in ("a2a", "a2a+p2p")
+            and (q.num_heads % 2 != 0 or q.num_kv_heads % 2 != 0)
+        ),
+        lambda q: (
+            f"context parallelism with cp_comm_type={q.cp_comm_type}, {q.num_heads} heads and {q.num_kv_heads} groups, "
+            "which must be even"
+        ),
+        since="2.15",
     ),
 )
 
@@ -110,6 +217,15 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         ("flash4",),
         lambda q: q.is_blackwell_datacenter and q.dq == q.dv == 256 and q.swa,
         lambda q: f"sliding window {q.window} with head dimension 256 on {q.device}",
+        asked_while=while_on("flash4"),
+        since="2.18",
+    ),
+    Rule(
+        "32",
+        ("fused",),
+        lambda q: q.swa and q.full_window[1] != 0,
+        lambda q: f"sliding window {q.window}, accepted is (left, 0)",
+        until="2.11",
     ),
     Rule(
         "32",
@@ -130,18 +246,29 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         lambda q: f"sliding window needs flash-attn 2.3, found {q.flash_versions['flash2']}",
         subject="FlashAttention",
     ),
-    # Asked only while FlashAttention 2 could run, although it removes every version: defect 3 in docs/te_selection.md.
+    # Up to 2.19 asked only while FlashAttention 2 could run, although it removes every version: defect 3 in
+    # docs/te_selection.md.
     Rule(
         "33",
         ("flash",),
         lambda q: q.swa and q.is_top_left_cross,
-        lambda q: f"sliding window {q.window} is aligned top-left, with {q.lengths}; it aligns windows bottom-right",
+        _window_alignment,
         asked_while=installed_fa2_on,
+        since="2.12",
+        until="2.19",
+    ),
+    Rule(
+        "33",
+        ("flash",),
+        lambda q: q.swa and q.is_top_left_cross,
+        _window_alignment,
+        asked_while=while_on("flash"),
+        since="2.20",
     ),
 )
 
 BIAS: tuple[Rule, ...] = (
-    Rule("34", ("flash3", "flash4"), lambda q: q.bias_type == "alibi", lambda q: "ALiBi is not supported"),
+    Rule("34", ("flash3",), lambda q: q.bias_type == "alibi", lambda q: "ALiBi is not supported"),
     Rule(
         "34",
         ("flash2",),
@@ -155,7 +282,9 @@ BIAS: tuple[Rule, ...] = (
         lambda q: q.bias_type == "alibi" and q.is_top_left_cross,
         lambda q: f"ALiBi is aligned top-left, with {q.lengths}; it aligns ALiBi bottom-right",
         asked_while=installed_fa2_on,
+        since="2.12",
     ),
+    Rule("34", ("flash4",), lambda q: q.bias_type == "alibi", lambda q: "ALiBi is not supported"),
     Rule(
         "35",
         ("flash",),
@@ -166,8 +295,23 @@ BIAS: tuple[Rule, ...] = (
     Rule(
         "37",
         ("fused",),
-        lambda q: q.bias_type == "post_scale_bias" and q.bias_shape == "111s" and q.bias_requires_grad,
-        lambda q: "no gradient of a post_scale_bias of shape 111s",
+        lambda q: _has_bias_gradient(q) and q.bias_shape == "111s" and not _is_another_shape_too(q),
+        _bias_gradient,
+    ),
+    # From 2.20 on the shape is in numbers, and one that could have another name has it.
+    Rule(
+        "37",
+        ("fused",),
+        lambda q: _has_bias_gradient(q) and q.bias_shape == "111s" and _is_another_shape_too(q),
+        _bias_gradient,
+        until="2.19",
+    ),
+    Rule(
+        "37",
+        ("fused",),
+        lambda q: _has_bias_gradient(q) and q.bias_shape not in ("1hss", "111s"),
+        _bias_gradient,
+        until="2.12",
     ),
 )
 
@@ -186,23 +330,54 @@ DETERMINISM: tuple[Rule, ...] = (
     Rule(
         "40",
         ("flash3",),
-        lambda q: q.deterministic and q.is_training and max(q.dq, q.dv) >= 256,
+        lambda q: q.has("flash3") and q.deterministic and q.dq >= 256,
+        lambda q: f"head_dim_qk={q.dq}; determinism needs it below 256",
+        since="2.15",
+        until="2.15",
+    ),
+    Rule(
+        "40",
+        ("flash3",),
+        lambda q: q.has("flash3") and q.deterministic and q.is_training and max(q.dq, q.dv) >= 256,
         lambda q: f"head_dim_qk={q.dq}, head_dim_v={q.dv}; a deterministic backward needs both below 256",
+        since="2.16",
     ),
     Rule(
         "41",
         ("fused",),
         lambda q: q.deterministic and q.softmax_type != "vanilla",
         lambda q: f"softmax {q.softmax_type} is not deterministic",
+        since="2.12",
     ),
     Rule(
         "41",
         ("fused",),
-        lambda q: q.deterministic and q.is_training and (q.cc < (9, 0) or q.bias_requires_grad or q.cudnn < (8, 9, 5)),
+        lambda q: _is_deterministic_backward(q) and (q.cc < (9, 0) or q.bias_requires_grad),
         lambda q: (
-            f"a deterministic backward needs compute capability 9.0 (found {q.cc[0]}.{q.cc[1]}), cuDNN 8.9.5 (found "
-            f"{q.cudnn_text}) and no gradient of the bias ({'asked for' if q.bias_requires_grad else 'not asked for'})"
+            f"a deterministic backward needs compute capability 9.0 (found {q.cc[0]}.{q.cc[1]}) and no gradient of the "
+            f"bias ({'asked for' if q.bias_requires_grad else 'not asked for'})"
         ),
+    ),
+    Rule(
+        "41",
+        ("fused",),
+        lambda q: _is_deterministic_backward(q) and q.cudnn < (8, 9, 5),
+        lambda q: f"a deterministic backward needs cuDNN 8.9.5, found {q.cudnn_text}",
+        until="2.19",
+    ),
+    Rule(
+        "41",
+        ("fused",),
+        lambda q: q.deterministic and q.is_training and q.cc >= (10, 0),
+        lambda q: f"a deterministic backward on {q.device}, from 10.0 on",
+        until="2.11",
+    ),
+    Rule(
+        "41",
+        ("fused",),
+        lambda q: _is_deterministic_backward(q) and q.fmt == "thd" and q.cc == (9, 0) and _scores(q) >= _SCORES_BELOW,
+        lambda q: f"a deterministic thd backward on {q.device} with {_scores(q)} scores, {_SCORES_BELOW} or more",
+        since="2.19",
     ),
 )
 

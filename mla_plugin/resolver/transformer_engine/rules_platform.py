@@ -1,9 +1,9 @@
-"""Rules 1 to 11: environment, hardware, data type, and features that few backends have."""
+"""Rules 0.2 to 11: environment, hardware, data type, and features that few backends have."""
 
 from __future__ import annotations
 
 from mla_plugin.resolver.transformer_engine.query import HALF_TYPES, Query
-from mla_plugin.resolver.transformer_engine.rule import EVERYTHING, Rule, always, any_flash_switch_on
+from mla_plugin.resolver.transformer_engine.rule import EVERYTHING, Rule, always, any_flash_switch_on, while_on
 
 
 def _environment_rule(backend: str) -> Rule:
@@ -39,11 +39,18 @@ def _score_mod_obstacles(q: Query) -> list[str]:
     return [name for name, found in obstacles.items() if found]
 
 
+def _softcap(q: Query) -> str:
+    return f"softcap {q.softcap}, accepted is 0"
+
+
 RULES: tuple[Rule, ...] = (
+    # Off, not only absent: a version that is on counts for rules 26 and 29 even when it is not installed.
+    Rule("0.2", ("flash4",), lambda q: True, lambda q: "not known before 2.15", until="2.14"),
     *map(_environment_rule, ("flash2", "flash3", "flash4", "fused", "unfused")),
     Rule("2", ("flash2", "fused"), lambda q: q.cc < (8, 0), lambda q: f"{q.device}, below 8.0"),
     Rule("3", ("flash3",), lambda q: q.cc != (9, 0), lambda q: f"{q.device}, accepted is 9.0"),
-    Rule("4", ("flash4",), lambda q: q.cc < (9, 0), lambda q: f"{q.device}, below 9.0"),
+    Rule("4", ("flash4",), lambda q: q.cc < (8, 0), lambda q: f"{q.device}, below 8.0"),
+    Rule("4", ("flash4",), lambda q: q.cc < (9, 0), lambda q: f"{q.device}, below 9.0", since="2.19"),
     Rule(
         "5",
         ("flash4",),
@@ -75,12 +82,47 @@ RULES: tuple[Rule, ...] = (
     Rule("8", ("fused", "unfused"), _not_one_split, _splits),
     Rule("9", ("flash",), lambda q: q.return_max_logit, lambda q: "return_max_logit is not supported"),
     Rule(
+        "9",
+        ("fused",),
+        lambda q: q.return_max_logit and q.fmt == "thd",
+        lambda q: "return_max_logit with thd is not supported",
+        until="2.10",
+    ),
+    Rule("9a", ("fused", "flash4"), lambda q: q.softcap != 0.0, _softcap, since="2.20"),
+    Rule(
+        "9a",
+        ("flash3",),
+        lambda q: q.softcap != 0.0 and (not q.fa3_softcap or max(q.dq, q.dv) > 256 or q.context_parallel),
+        lambda q: (
+            f"{_softcap(q)}, unless its functions take one, head dimensions up to 256 (found {max(q.dq, q.dv)}), no "
+            "context parallelism"
+        ),
+        asked_while=while_on("flash3"),
+        since="2.20",
+    ),
+    Rule(
+        "9a",
+        ("flash2",),
+        lambda q: q.softcap != 0.0 and not (q.has("flash2") and q.fa2_at_least("2.6")),
+        lambda q: f"softcap needs flash-attn 2.6, found {q.flash_versions.get('flash2')}",
+        asked_while=while_on("flash2"),
+        since="2.20",
+    ),
+    Rule(
+        "9a",
+        ("flash2",),
+        lambda q: q.softcap != 0.0 and q.dropout != 0.0 and q.is_training,
+        lambda q: f"softcap with dropout {q.dropout} in training",
+        since="2.20",
+    ),
+    Rule(
         "10",
         EVERYTHING,
         lambda q: q.has_score_mod_bprop and not q.has_score_mod,
         lambda q: "score_mod_bprop without score_mod",
         subject="all backends",
         asked_while=always,
+        since="2.17",
     ),
     Rule(
         "11",
@@ -88,12 +130,14 @@ RULES: tuple[Rule, ...] = (
         lambda q: q.has_score_mod,
         lambda q: "score_mod is not supported",
         asked_while=any_flash_switch_on,
+        since="2.17",
     ),
-    Rule("11", ("unfused",), lambda q: q.has_score_mod, lambda q: "score_mod is not supported"),
+    Rule("11", ("unfused",), lambda q: q.has_score_mod, lambda q: "score_mod is not supported", since="2.17"),
     Rule(
         "11",
         ("fused",),
         lambda q: q.has_score_mod and bool(_score_mod_obstacles(q)),
         lambda q: f"score_mod together with {', '.join(_score_mod_obstacles(q))}",
+        since="2.17",
     ),
 )

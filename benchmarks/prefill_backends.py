@@ -1,0 +1,323 @@
+"""Every attention backend side by side on this GPU, forward and backward, and how far the resolver's choice is behind.
+
+    python benchmarks/prefill_backends.py             every shape
+    python benchmarks/prefill_backends.py --quick     a few shapes
+    python benchmarks/prefill_backends.py --between   shapes between those of the resolver's table
+    python benchmarks/prefill_backends.py --check     exit 1 where the choice is below 0.95 of the best
+
+bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
+two passes are compared apart. Milliseconds of the GPU, from events around short bursts; the backends take turns in a
+shuffled order, because a GPU's clock drifts and a model never runs one kernel for a long time. A pass whose error
+against float64, in the first and the last head, is more than twice that of plain PyTorch in bfloat16 is not timed.
+``choice`` is what the resolver takes for the forward and for the backward. Writes
+benchmarks/results/prefill_backends_<gpu>.json after each shape, prints a table last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from common import error, parser, write
+
+import mla_plugin
+from mla_plugin import AttentionRequest, AttentionTensors, Plan, device
+from mla_plugin.hooks.attention import Residuals
+from mla_plugin.operations.attention import dispatch
+
+BACKENDS = ("triton", "fa3", "fa4", "fa2", "cudnn", "sdpa")
+WITHIN = 0.95
+BURST_MS = 4.0
+MOST_CALLS = 20
+
+
+class Case(NamedTuple):
+    """One shape: ``masks`` are causal, full or a window of so many tokens to the left."""
+
+    dims: tuple[int, int]
+    heads: int
+    kv_heads: int
+    batch: int
+    seqlen: int
+    mask: str | int = "causal"
+    packed: bool = False
+    deterministic: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the table."""
+        shape = f"{self.dims[0]}/{self.dims[1]} H {self.heads}/{self.kv_heads} B {self.batch} S {self.seqlen}"
+        flags = (name for name in ("packed", "deterministic") if getattr(self, name))
+        return " ".join((shape, str(self.mask), *flags))
+
+
+MLA, EVEN, WIDE, SMALL = (192, 128), (128, 128), (256, 256), (64, 64)
+CASES = (
+    *(Case(MLA, 16, 16, 1, s) for s in (512, 1024, 2048, 4096, 8192, 16384)),
+    *(Case(MLA, 128, 128, 1, s) for s in (1024, 4096, 8192)),
+    *(Case(MLA, 16, 16, b, 1024) for b in (2, 16)),
+    *(Case(MLA, h, h, 1, s, "full") for h, s in ((16, 1024), (16, 4096), (128, 4096), (16, 16384))),
+    *(Case(MLA, 64, 4, 1, s) for s in (2048, 8192)),
+    *(Case(MLA, 16, 16, 1, s, 4096) for s in (8192, 16384)),
+    *(Case(MLA, h, h, 8, s, "causal", True) for h, s in ((16, 512), (16, 4096), (128, 512), (128, 4096))),
+    *(Case(MLA, 16, 16, 8, 4096, "full", True) for _ in range(1)),
+    *(Case(EVEN, 16, 16, 1, s) for s in (1024, 4096, 16384)),
+    *(Case(EVEN, h, 8, 1, s) for h, s in ((32, 2048), (32, 8192))),
+    *(Case(EVEN, 16, 16, 1, s, "full") for s in (1024, 8192)),
+    *(Case(EVEN, 16, 16, 8, s, "causal", True) for s in (512, 4096)),
+    Case(EVEN, 16, 16, 1, 16384, 4096),
+    *(Case(WIDE, 16, 16, 1, s) for s in (1024, 8192)),
+    Case(WIDE, 16, 16, 1, 4096, "full"),
+    Case(WIDE, 16, 16, 8, 4096, "causal", True),
+    *(Case(SMALL, 16, 16, 1, s) for s in (1024, 8192)),
+    Case(SMALL, 16, 16, 8, 4096, "causal", True),
+    *(Case((96, 64), 40, 40, 1, s) for s in (1024, 8192)),
+    *(Case(dims, 16, 16, 1, s, deterministic=True) for dims in (MLA, EVEN) for s in (1024, 8192)),
+    *(Case(dims, 16, 16, 8, 4096, "causal", True, deterministic=True) for dims in (MLA, EVEN)),
+    *(Case(MLA, h, h, b, s) for h, b, s in ((32, 1, 3000), (64, 4, 2048), (8, 1, 700), (40, 2, 6000), (16, 1, 32768))),
+    *(Case(MLA, h, h, b, s, "full") for h, b, s in ((32, 2, 2000), (64, 1, 6000))),
+    *(Case(MLA, h, h, b, s, "causal", True) for h, b, s in ((32, 16, 1000), (64, 4, 8000), (16, 3, 20000))),
+    *(Case(MLA, 32, kv, 1, 3000) for kv in (1, 8)),
+    *(Case(MLA, 32, 32, 1, s, w) for s, w in ((4096, 1024), (12000, 512))),
+    *(Case(EVEN, h, kv, 2, s) for h, kv, s in ((32, 32, 3000), (64, 8, 5000), (16, 2, 900))),
+    Case(EVEN, 32, 32, 6, 2500, "causal", True),
+    *(Case((160, 128), 16, 16, 2, s) for s in (1500, 6000)),
+    Case((96, 96), 32, 32, 2, 3000),
+    Case((192, 192), 16, 16, 1, 3000),
+    Case((256, 256), 8, 2, 2, 3000),
+    Case(MLA, 32, 32, 1, 3000, deterministic=True),
+)
+BETWEEN = (
+    *(Case(MLA, h, h, b, s) for h, b, s in ((24, 1, 5000), (128, 2, 1500), (16, 8, 400), (64, 1, 12000))),
+    *(Case(MLA, h, h, b, s, "full") for h, b, s in ((48, 1, 3000), (16, 4, 900), (24, 1, 10000))),
+    *(Case(MLA, h, h, b, s, "causal", True) for h, b, s in ((24, 32, 700), (64, 16, 2500), (128, 3, 6000))),
+    Case(MLA, 32, 32, 12, 1500, "full", True),
+    *(Case(MLA, h, kv, 1, s) for h, kv, s in ((48, 4, 5000), (32, 2, 1200))),
+    *(Case(MLA, h, h, 2, s, w) for h, s, w in ((16, 6000, 2048), (64, 3000, 700))),
+    *(Case(EVEN, h, kv, b, s) for h, kv, b, s in ((40, 40, 1, 5000), (48, 8, 1, 3500), (32, 4, 8, 700))),
+    *(Case(EVEN, 24, 24, 1, s, "full") for s in (2500, 12000)),
+    Case(EVEN, 24, 24, 10, 1500, "causal", True),
+    Case((160, 128), 24, 24, 1, 3500),
+    Case((80, 80), 24, 24, 2, 2500),
+    Case((192, 192), 24, 24, 2, 1500),
+    Case(WIDE, 24, 24, 1, 3000),
+    Case(SMALL, 24, 24, 4, 2500),
+    *(Case(dims, 24, 24, 1, 5000, deterministic=True) for dims in (MLA, EVEN)),
+)
+"""Shapes that the resolver's table does not hold."""
+QUICK = (Case(MLA, 16, 16, 1, 4096), Case(MLA, 16, 16, 1, 4096, "full"), Case(MLA, 16, 16, 8, 4096, "causal", True))
+
+
+def lengths_of(case: Case) -> list[int]:
+    """Log-normal lengths of a packed batch, as many tokens in all as B times S."""
+    drawn = random.Random(0)
+    weights = [math.exp(0.6 * drawn.gauss(0, 1)) for _ in range(case.batch)]
+    lengths = [max(1, int(case.batch * case.seqlen * weight / sum(weights))) for weight in weights]
+    return [*lengths[:-1], case.batch * case.seqlen - sum(lengths[:-1])]
+
+
+class Problem:
+    """The tensors of a case, its request, and exact results of two heads of its first sequence."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.case = case
+        self.lengths = lengths_of(case) if case.packed else [case.seqlen] * case.batch
+
+        def draw(heads: int, width: int) -> torch.Tensor:
+            leading = (sum(self.lengths),) if case.packed else (case.batch, case.seqlen)
+            return torch.randn(*leading, heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        dim_qk, dim_v = case.dims
+        q, k, v = draw(case.heads, dim_qk), draw(case.kv_heads, dim_qk), draw(case.kv_heads, dim_v)
+        self.dout = draw(case.heads, dim_v)
+        options: dict[str, Any] = {"attn_mask_type": "no_mask" if case.mask == "full" else "causal_bottom_right"}
+        given: dict[str, torch.Tensor] = {}
+        if isinstance(case.mask, int):
+            options["window_size"] = (case.mask, 0)
+        if case.packed:
+            sums = [sum(self.lengths[:i]) for i in range(case.batch + 1)]
+            offsets = torch.tensor(sums, device="cuda", dtype=torch.int32)
+            given = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+            options |= {"qkv_format": "thd", "max_seqlen_q": max(self.lengths), "max_seqlen_kv": max(self.lengths)}
+        self.tensors = AttentionTensors(q, k, v, dim_qk**-0.5, **given)
+        self.requests = {
+            name: AttentionRequest.of(
+                self.tensors, **options, is_training=name == "backward", deterministic=case.deterministic
+            )
+            for name in ("forward", "backward")
+        }
+
+    def plain(self, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """out, lse, dq of one query head by plain PyTorch; dk and dv are of grouped heads together, so left out."""
+        case, t = self.case, self.tensors
+        kv_head = head // (case.heads // case.kv_heads)
+        tokens = self.lengths[0]
+        pick = (lambda x, h: x[:tokens, h]) if case.packed else (lambda x, h: x[0, :, h])
+        q, k, v = pick(t.q, head).to(dtype), pick(t.k, kv_head).to(dtype), pick(t.v, kv_head).to(dtype)
+        scores = (q @ k.T) * t.softmax_scale
+        distance = torch.arange(tokens, device="cuda")[:, None] - torch.arange(tokens, device="cuda")
+        if case.mask != "full":
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        if isinstance(case.mask, int):
+            scores = scores.masked_fill(distance > case.mask, -torch.inf)
+        p = scores.softmax(-1)
+        out = p @ v
+        dout = pick(self.dout, head).to(dtype)
+        ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True))
+        return [out, (ds @ k) * t.softmax_scale]
+
+    def call(self, backend: str, kind: str, residuals: Residuals | None) -> Callable[[], Any]:
+        """One pass of one backend, which the resolver must accept."""
+        request = self.requests[kind]
+        mla_plugin.resolve(request, backend=backend)
+        plan = Plan(request, device.platform("cuda", torch.cuda.current_device()), backend, backend)
+        if kind == "forward":
+            return functools.partial(dispatch.forward, plan, self.tensors)
+        assert residuals is not None
+        return functools.partial(dispatch.backward, plan, residuals, self.dout, None)
+
+    def is_right(self, which: int, found: torch.Tensor) -> bool:
+        """Whether out (0) or dq (1) is within twice plain PyTorch's error, in two heads."""
+        tokens = self.lengths[0]
+        for head in {0, self.case.heads - 1}:
+            exact = self.plain(head, torch.float64)[which]
+            limit = 2 * error(self.plain(head, torch.bfloat16)[which], exact)
+            rows = found[:tokens, head] if self.case.packed else found[0, :, head]
+            if not error(rows, exact) <= limit:
+                return False
+        return True
+
+
+def milliseconds(call: Callable[[], Any], calls: int) -> float:
+    """Of one call in a burst."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def in_shuffled_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds; a graph of each, so that the host's time does not count."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    sizes: dict[str, int] = {}
+    for name, call in calls.items():
+        once = milliseconds(call, 2)
+        sizes[name] = max(1, min(MOST_CALLS, int(BURST_MS / once)))
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(sizes[name]):
+                call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for _ in range(rounds):
+        random.shuffle(names)
+        for name in names:
+            found[name].append(milliseconds(graphs[name].replay, 1) / sizes[name])
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def passes(problem: Problem, row: dict[str, Any]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """The calls of both passes that are right, by backend; why the others are not timed is noted in ``row``."""
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
+    residuals = None
+    for kind, found in calls.items():
+        for name in BACKENDS:
+            try:
+                call = problem.call(name, kind, residuals)
+                result = call()
+                right = problem.is_right(*((0, result.out) if kind == "forward" else (1, result.dq)))
+            except Exception as reason:  # of a library, in whatever way it says so
+                row["refused"][f"{name} {kind}"] = str(reason)[:300]
+                continue
+            if not right:
+                row["refused"][f"{name} {kind}"] = "its error is more than twice plain PyTorch's"
+                continue
+            found[name] = call
+            if residuals is None:
+                residuals = Residuals(problem.tensors, result.out, result.lse)
+    return calls
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    problem = Problem(case)
+    row: dict[str, Any] = {**case._asdict(), "longest": max(problem.lengths), "refused": {}}
+    plan = mla_plugin.resolve(problem.requests["backward"])
+    inference = mla_plugin.resolve(problem.requests["forward"]).forward_backend
+    row["choice"] = {"forward": inference, "training": [plan.forward_backend, plan.backward_backend]}
+    for kind, calls in passes(problem, row).items():
+        row[kind] = in_shuffled_turns(calls, rounds)
+    row["of_the_best"] = shares(row)
+    return row
+
+
+def shares(row: dict[str, Any]) -> dict[str, float]:
+    """Speed of the choice by that of the best: of each pass, and of both beside the best single backend."""
+    forward, backward = row["forward"], row["backward"]
+    first, second = row["choice"]["training"]
+    single = [forward[name] + backward[name] for name in forward if name in backward]
+    return {
+        "forward": min(forward.values()) / forward[row["choice"]["forward"]],
+        "training forward": min(forward.values()) / forward[first],
+        "backward": min(backward.values()) / backward[second],
+        "of the best single one": min(single) / (forward[first] + backward[second]),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of both passes, the choice in bold, its speed as a share of the best."""
+    lines = [f"| shape | {' | '.join(BACKENDS)} | share forward, backward, both |", "|---" * (len(BACKENDS) + 2) + "|"]
+    for row in rows:
+        case = Case(*(row[name] if name != "dims" else tuple(row[name]) for name in Case._fields))
+        cells = []
+        for name in BACKENDS:
+            chosen = row["choice"]["training"]
+            texts = []
+            for index, kind in enumerate(("forward", "backward")):
+                text = f"{row[kind][name]:.3f}" if name in row[kind] else "-"
+                texts.append(f"**{text}**" if name == chosen[index] else text)
+            cells.append(" ".join(texts))
+        share = row["of_the_best"]
+        both = f"{share['training forward']:.2f} {share['backward']:.2f} {share['of the best single one']:.2f}"
+        lines.append(f"| {case.name} | {' | '.join(cells)} | {both} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every case, write, print."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="a few shapes")
+    arguments.add_argument("--between", action="store_true", help="shapes between those of the resolver's table")
+    arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: nothing to time")
+    rows: list[dict[str, Any]] = []
+    name = "prefill_backends_between" if options.between else "prefill_backends"
+    with torch.no_grad():
+        for case in QUICK if options.quick else BETWEEN if options.between else CASES:
+            rows.append(measure(case, options.rounds))
+            packages = dict(device.installed_packages())
+            path = write(name, {"packages": packages, "rows": rows}, options.commit)
+            torch.cuda.empty_cache()
+    print(path)
+    print(table(rows))
+    both = [row["of_the_best"]["of the best single one"] for row in rows]
+    print(f"of the best single backend, both passes, geometric mean: {statistics.geometric_mean(both):.3f}")
+    behind = [row for row in rows if min(value for name, value in row["of_the_best"].items()) < WITHIN]
+    print(f"{len(behind)} of {len(rows)} shapes have a choice below {WITHIN} of the best")
+    if options.check and behind:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

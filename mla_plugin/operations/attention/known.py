@@ -1,0 +1,115 @@
+"""What is known of calls that are alike: their request, the decision and what comes out, found by one lookup."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_plugin import environment
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionRequest, Plan, kind_of, request_of
+from mla_plugin.hooks.manager import get_manager
+from mla_plugin.resolver.asking import check_backend_is_registered
+from mla_plugin.resolver.attention import resolve
+
+_MAX_KNOWN = 4096
+
+
+@dataclass(frozen=True)
+class Known:
+    """What calls that are alike share.
+
+    Attributes:
+        request: what they ask.
+        backend: the backend asked for by name.
+        plan: the decision; None for a call without queries or keys, which no backend sees.
+        out_shape, lse_shape, lse_dtype: of the results.
+    """
+
+    request: AttentionRequest
+    backend: str | None
+    plan: Plan | None
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    lse_dtype: torch.dtype
+
+
+_known: dict[tuple[Any, ...], Known] = {}
+
+
+def known_of(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:
+    """What is known of a call; one that is like an earlier call is neither checked nor decided again.
+
+    A variable of the environment that changes, or a backend that comes or goes, takes effect at the next call.
+
+    Args:
+        tensors: of the call.
+        said: what the caller says beside them, or a request that was made of them.
+        backend: use this backend and no other.
+
+    Raises:
+        ValueError, TypeError: an argument is off, or the request is not of these tensors; the message says what was
+            given and what is accepted.
+        NoBackendError: no backend takes the request; the message lists every backend with every reason.
+    """
+    try:
+        key = _key(tensors, said, backend)
+        known = _known.get(key)
+    except (TypeError, RuntimeError, AttributeError):  # no tensor, no shape, symbolic sizes, a list as an option
+        return _decide(tensors, said, backend)
+    if known is None:
+        known = _decide(tensors, said, backend)
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> tuple[Any, ...]:
+    """Everything that ``_decide`` depends on: True, 1 and 1.0 are equal as keys and not as options."""
+    if isinstance(said, AttentionRequest):
+        facts: tuple[Any, ...] = ()
+    else:
+        has_lengths, bias = tensors.cu_seqlens_q is not None, tensors.bias
+        facts = (
+            *map(type, said),
+            tensors.needs_gradient,
+            has_lengths and tensors.pads_between_sequences,
+            has_lengths and tensors.lengths_may_differ,
+            bias is not None and bias.requires_grad,
+        )
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return said, backend, facts, kind_of(tensors), is_deterministic, environment.gates(), get_manager().generation
+
+
+def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:
+    request = request_for(tensors, said)
+    q = tensors.q
+    if q.numel() == 0 or tensors.k.numel() == 0:
+        check_backend_is_registered(backend)
+        plan = None
+    else:
+        plan = resolve(request, backend=backend)
+    lse_shape = request.layout.lse_shape(q.shape)
+    return Known(request, backend, plan, (*q.shape[:-1], request.head_dim_v), lse_shape, lse_dtype(q.dtype))
+
+
+def request_for(tensors: AttentionTensors, said: CallOptions | AttentionRequest) -> AttentionRequest:
+    """The checked request of a call; arguments and errors as ``known_of``."""
+    if isinstance(said, CallOptions):
+        return request_of(tensors, said.completed(tensors))
+    if request_of(tensors, options_of(said)) != said:
+        raise ValueError(
+            f"{said} is not what AttentionRequest.of makes of these tensors; make the request of them, and leave what "
+            "attention() has no argument for at its default"
+        )
+    return said
+
+
+def options_of(request: AttentionRequest) -> CallOptions:
+    """What a request says beside the tensors, as the operator takes it."""
+    return CallOptions(**{name: getattr(request, name) for name in CallOptions._fields})

@@ -1,0 +1,145 @@
+"""How fast the built-in backends are at an attention call, as far as it was measured or is known."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.types import Platform
+from mla_plugin.resolver.attention_measured import BACKENDS, MEASURED
+
+_BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
+_WITHOUT_TENSOR_MEMORY = ("fa2", "cudnn", "triton")
+_WITHOUT_TENSOR_MEMORY_MLA = ("triton", "fa2", "cudnn")
+"""Unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many products of weights
+and values; on an H200 ours is twice as fast as that. Before Hopper nothing was measured: with equal head dims the
+kernels that were written for these cards go first."""
+
+_FAR = 4.0
+"""A window, a packed batch or a deterministic backward is as far from a plain call as four doublings of its length."""
+
+_OTHER_CARD = 0.1
+"""Squared distance of what another card of the same compute capability measured: the own card counts first."""
+
+_NEAR = 1e-3
+"""A squared distance below which a measured call decides alone."""
+
+
+def _known_order(request: AttentionRequest, capability: tuple[int, int]) -> tuple[str, ...]:
+    """Where nothing was measured: what NVIDIA's and FlashAttention's own figures say of the generation."""
+    if capability >= (10, 0):
+        return _BLACKWELL
+    return _WITHOUT_TENSOR_MEMORY if request.head_dim_qk == request.head_dim_v else _WITHOUT_TENSOR_MEMORY_MLA
+
+
+class _Call(NamedTuple):
+    """What a measured call and a request are compared by."""
+
+    dim_qk: int
+    dim_v: int
+    heads: int
+    kv_heads: int
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    mask: str
+    is_packed: bool
+    is_deterministic: bool
+
+    @classmethod
+    def of(cls, request: AttentionRequest) -> _Call:
+        """Of a request; true lengths inside a dense batch are packed sequences to every kernel."""
+        return cls(
+            request.head_dim_qk,
+            request.head_dim_v,
+            request.num_heads,
+            request.num_kv_heads,
+            request.batch_size,
+            request.max_seqlen_q,
+            request.max_seqlen_kv,
+            "window" if request.has_sliding_window else "causal" if request.is_causal else "full",
+            request.has_padding,
+            request.deterministic,
+        )
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Coordinates in which near calls are about as fast: doublings, and kinds that are far apart."""
+        return (
+            2 * math.log2(self.dim_qk),
+            2 * math.log2(self.dim_v / self.dim_qk),
+            0.5 * math.log2(max(self.batch * self.heads, 1)),
+            0.5 * math.log2(self.heads / self.kv_heads),
+            math.log2(max(self.seqlen_q, 1)),
+            math.log2(max(self.seqlen_kv, 1) / max(self.seqlen_q, 1)),
+            _FAR * (self.mask == "full"),
+            _FAR * (self.mask == "window"),
+            2 * _FAR * self.is_packed,
+            2 * _FAR * self.is_deterministic,
+        )
+
+
+class _Measured(NamedTuple):
+    """One line of the table: where it is, and how far each backend is behind the fastest, as a logarithm."""
+
+    card: str
+    place: tuple[float, ...]
+    behind: dict[str, dict[str, float]]
+
+
+def _parsed(card: str, line: str) -> _Measured:
+    numbers, forward, backward = line.split("|")
+    *sizes, mask, layout, repeats = numbers.split()
+    dim_qk, dim_v, heads, kv_heads, batch, seqlen = map(int, sizes)
+    flags = (layout == "packed", repeats == "deterministic")
+    call = _Call(dim_qk, dim_v, heads, kv_heads, batch, seqlen, seqlen, mask, *flags)
+    return _Measured(card, call.place, {"forward": _behind(forward), "backward": _behind(backward)})
+
+
+def _behind(milliseconds: str) -> dict[str, float]:
+    found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
+    fastest = min(found.values())
+    return {name: math.log(value / fastest) for name, value in found.items()}
+
+
+@functools.cache
+def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
+    cards = MEASURED.get(capability, {})
+    return tuple(_parsed(card, line) for card, lines in cards.items() for line in lines.split("\n") if line)
+
+
+def _estimates(platform: Platform, place: Sequence[float], direction: str) -> dict[str, float]:
+    """How far each backend is behind the fastest, from the measured calls around, the near ones above all."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for row in _table(platform.compute_capability or (0, 0)):
+        distance = 0.0 if row.card in (platform.device_name or "") else _OTHER_CARD
+        distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
+        weight = 1 / (distance + _NEAR) ** 2  # tuned by leaving each call out of the table
+        for name, value in row.behind[direction].items():
+            sums[name] = sums.get(name, 0.0) + weight * value
+            weights[name] = weights.get(name, 0.0) + weight
+    return {name: sums[name] / weights[name] for name in sums}
+
+
+def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence[str], direction: str) -> list[str]:
+    """Fused built-in backends in the order of their speed at one pass.
+
+    Measured on a card of the same compute capability (``attention_measured``), interpolated between the measured
+    calls; elsewhere by what is known of the generation.
+
+    Args:
+        request, platform: what is decided on.
+        names: of the backends.
+        direction: ``"forward"`` or ``"backward"``.
+    """
+    known = _known_order(request, platform.compute_capability or (0, 0))
+    behind = _estimates(platform, _Call.of(request).place, direction)
+
+    def rank(name: str) -> tuple[float, int]:
+        return behind.get(name, math.inf), known.index(name) if name in known else len(known)
+
+    return sorted(names, key=rank)

@@ -1,0 +1,222 @@
+"""Outside TransformerEngine: the measured table decides, the two passes apart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_plugin import AttentionRequest, NoBackendError, Platform, resolve
+from mla_plugin.resolver import attention_speed as speed
+from mla_plugin.resolver import choice, survey
+from tests.requests import A100, CPU, H100, mla_request
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import prefill_table  # noqa: E402  a script of the benchmarks
+
+RESULTS = [
+    json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    for name in (*prefill_table.RESULTS[(9, 0)].values(),)
+]
+LIBRARIES = {"fa3": ("vllm", "0.25.1"), "fa4": ("flash-attn-4", "4.0.0b36")}
+INSTALLED = [subset for n in range(3) for subset in itertools.combinations(LIBRARIES, n)]
+
+
+def with_libraries(installed: tuple[str, ...], platform: Platform = H100) -> Platform:
+    packages = (*platform.packages, *(LIBRARIES[name] for name in installed), ("nvidia-cutlass-dsl", "4.7.1"))
+    return replace(platform, packages=packages, cudnn_version=(9, 19, 0), cuda_version="13.0")
+
+
+def request_of(row: dict[str, Any], is_training: bool) -> AttentionRequest:
+    window = (row["mask"], 0) if isinstance(row["mask"], int) else (-1, -1)
+    return AttentionRequest(
+        qkv_format="thd" if row["packed"] else "bshd",
+        dtype=torch.bfloat16,
+        device_type="cuda",
+        batch_size=row["batch"],
+        num_heads=row["heads"],
+        num_kv_heads=row["kv_heads"],
+        max_seqlen_q=row["longest"],
+        max_seqlen_kv=row["longest"],
+        head_dim_qk=row["dims"][0],
+        head_dim_v=row["dims"][1],
+        attn_mask_type="no_mask" if row["mask"] == "full" else "causal_bottom_right",
+        window_size=window,
+        is_training=is_training,
+        deterministic=row["deterministic"],
+    )
+
+
+def speeds(row: dict[str, Any], installed: tuple[str, ...], gpu: str) -> dict[str, float]:
+    """Of the choice, as shares of the best that is installed."""
+    missing = set(LIBRARIES) - set(installed)
+    forward, backward = ({name: row[kind][name] for name in row[kind] if name not in missing} for kind in PASSES)
+    platform = replace(with_libraries(installed), device_name=gpu)
+    training = resolve(request_of(row, True), platform=platform, environ={})
+    inference = resolve(request_of(row, False), platform=platform, environ={})
+    first, second = training.forward_backend, training.backward_backend
+    single = min(forward[name] + backward[name] for name in forward if name in backward)
+    return {
+        "inference": min(forward.values()) / forward[inference.forward_backend],
+        "forward": min(forward.values()) / forward[first],
+        "backward": min(backward.values()) / backward[second],
+        "both": single / (forward[first] + backward[second]),
+    }
+
+
+PASSES = ("forward", "backward")
+
+
+@pytest.mark.parametrize("installed", INSTALLED, ids="+".join)
+@pytest.mark.parametrize("record", RESULTS, ids=lambda record: f"{record['benchmark']} {record['gpu']}")
+def test_the_choice_is_never_far_from_the_best_that_is_installed(
+    record: dict[str, Any], installed: tuple[str, ...]
+) -> None:
+    found = [speeds(row, installed, record["gpu"]) for row in record["rows"]]
+    for row, shares in zip(record["rows"], found, strict=True):
+        assert min(shares["inference"], shares["forward"], shares["backward"]) >= 0.95, (row, shares)
+    assert sum(math.log(shares["both"]) for shares in found) >= 0
+
+
+def test_the_table_is_what_the_kept_results_say() -> None:
+    assert prefill_table.MODULE.read_text() == prefill_table.text()
+
+
+BUILTIN = ("triton", "flashinfer", "fa3", "fa4", "fa2", "cudnn", "sdpa")
+
+
+def tried(request: AttentionRequest, environ: dict[str, str], platform: Platform = H100, **others: int) -> list[str]:
+    return choice.order(request, platform, environ, others, BUILTIN, "forward")
+
+
+@pytest.mark.parametrize(
+    ("environ", "left_out"),
+    [
+        ({}, set()),
+        ({"NVTE_FLASH_ATTN": "0"}, {"fa2", "fa3", "fa4"}),
+        ({"NVTE_FLASH_ATTN_V2": "0"}, {"fa2"}),
+        ({"NVTE_FLASH_ATTN_V3": "0"}, {"fa3"}),
+        ({"NVTE_FLASH_ATTN_V4": "0"}, {"fa4"}),
+        ({"NVTE_FUSED_ATTN": "0"}, {"cudnn"}),
+        ({"NVTE_UNFUSED_ATTN": "0"}, {"sdpa"}),
+        ({"NVTE_MLA_TRITON": "0"}, {"triton"}),
+        ({"NVTE_MLA_TRITON": "true"}, set()),
+    ],
+)
+@pytest.mark.parametrize("platform", [A100, H100])
+def test_a_users_switches_decide_who_may_run(environ: dict[str, str], left_out: set[str], platform: Platform) -> None:
+    assert set(BUILTIN) - set(tried(mla_request(), environ, platform)) == left_out
+
+
+def test_the_opt_in_puts_triton_first_where_its_conditions_hold() -> None:
+    assert tried(mla_request(), {"NVTE_MLA_TRITON": "1"})[0] == "triton"
+    assert tried(mla_request(window_size=(512, 0)), {"NVTE_MLA_TRITON": "1"})[0] == "fa4"
+
+
+def test_other_packages_stand_where_their_priority_says_and_the_fallback_behind_all_that_are_fused() -> None:
+    names = tried(mla_request(), {}, A100, before=1, between=0, after=-1)
+    assert names[0] == "before"
+    assert names[-3:] == ["between", "sdpa", "after"]
+
+
+def test_the_interpreter_is_for_tests() -> None:
+    assert "triton" not in tried(mla_request(device_type="cpu"), {}, CPU)
+
+
+def runs(request: AttentionRequest, installed: tuple[str, ...] = ("fa3", "fa4"), **environ: str) -> tuple[str, str]:
+    plan = resolve(request, platform=with_libraries(installed), environ=environ)
+    return plan.forward_backend, plan.backward_backend
+
+
+def test_forward_and_backward_run_on_different_backends() -> None:
+    """vLLM's FlashAttention 3 has no backward, and FlashAttention 4 none for grouped heads of unequal dims."""
+    training = mla_request(is_training=True, num_heads=64, num_kv_heads=4)
+    assert runs(training) == ("fa4", "cudnn")
+    assert runs(training, ("fa3",)) == ("fa3", "cudnn")
+    assert runs(training.replace(qkv_format="thd", lengths_may_differ=False), ("fa3",))[0] == "fa3"
+    entries = {entry.backend: entry for entry in survey(training, platform=with_libraries(("fa3",)), environ={}).trace}
+    assert entries["fa3"].accepted
+    assert "the forward alone: is_training=True: vllm has no backward" in "; ".join(entries["fa3"].reasons)
+
+
+def test_a_gradient_of_lse_is_computed_by_the_fastest_backend_that_takes_one() -> None:
+    assert runs(mla_request(is_training=True, return_lse=True)) == ("fa4", "triton")
+    assert runs(mla_request(is_training=True, return_lse=True), NVTE_MLA_TRITON="0") == ("fa4", "fa2")
+
+
+def test_one_generator_drops_the_same_weights_in_both_passes() -> None:
+    assert runs(mla_request(is_training=True, dropout_p=0.1)) == ("sdpa", "sdpa")
+
+
+def test_a_backend_by_name_keeps_its_own_backward() -> None:
+    training = mla_request(is_training=True)
+    plan = resolve(training, backend="cudnn", platform=with_libraries(("fa4",)), environ={})
+    assert (plan.forward_backend, plan.backward_backend) == ("cudnn", "cudnn")
+    with pytest.raises(NoBackendError, match="vllm has no backward"):
+        resolve(training, backend="fa3", platform=with_libraries(("fa3",)), environ={})
+
+
+def test_without_a_backend_for_the_backward_nothing_trains() -> None:
+    off = {"NVTE_MLA_TRITON": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V2": "0"}
+    assert runs(mla_request(), ("fa3",), **off)[0] == "fa3"
+    with pytest.raises(NoBackendError, match="no backend may run the backward"):
+        runs(mla_request(is_training=True), ("fa3",), **off)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_transformer_engine_keeps_its_order(strict: bool) -> None:
+    request = mla_request(host="direct" if strict else "transformer_engine")
+    assert runs(request, **({"MLA_PLUGIN_STRICT_TE": "1"} if strict else {}))[0] == "cudnn"
+    assert runs(mla_request())[0] == "fa4"
+
+
+def test_the_name_of_the_card_prefers_what_it_measured() -> None:
+    rows = {gpu: [row for row in speed._table((9, 0)) if row.card == gpu] for gpu in ("H100", "H200")}
+    same = [(a, b) for a in rows["H100"] for b in rows["H200"] if a.place == b.place]
+    differing = [(a, b) for a, b in same if order_of(a) != order_of(b)]
+    assert differing
+    for pair in differing:
+        for row in pair:
+            platform = replace(H100, device_name=f"NVIDIA {row.card} 80GB")
+            estimates = speed._estimates(platform, row.place, "backward")
+            assert sorted(row.behind["backward"], key=estimates.__getitem__) == order_of(row)
+
+
+def order_of(row: Any) -> list[str]:
+    return sorted(row.behind["backward"], key=row.behind["backward"].__getitem__)
+
+
+def test_where_nothing_was_measured_the_generation_decides() -> None:
+    blackwell = replace(H100, compute_capability=(10, 0))
+    assert tried(mla_request(), {}, blackwell)[:3] == ["cudnn", "fa4", "triton"]
+    assert tried(mla_request(), {}, A100)[:2] == ["triton", "fa2"]
+    assert tried(mla_request(head_dim_v=192), {}, A100)[:3] == ["fa2", "cudnn", "triton"]
+
+
+LOCAL = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
+"""What Megatron-Core sets for ``attention_backend=local``: no TransformerEngine, its own attention instead."""
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "names"),
+    [
+        ("megatron", LOCAL, ["triton", "sdpa"]),
+        ("megatron", {**LOCAL, "NVTE_MLA_TRITON": "0"}, ["sdpa"]),
+        ("megatron", {**LOCAL, "MLA_PLUGIN_STRICT_TE": "1"}, []),
+        ("megatron", {**LOCAL, "NVTE_FUSED_ATTN": "1"}, ["triton"]),
+        ("megatron", {**LOCAL, "NVTE_FLASH_ATTN": "1"}, ["triton", "fa2"]),
+        ("direct", LOCAL, ["triton"]),
+        ("transformer_engine", LOCAL, []),
+    ],
+)
+def test_megatrons_local_attention_is_the_fallback_too(host: str, environ: dict[str, str], names: list[str]) -> None:
+    decision = survey(mla_request(host=host), platform=with_libraries((), A100), environ=environ)
+    assert [entry.backend for entry in decision.trace if entry.accepted] == names
