@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
 
 _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
-_ENVIRONMENT = type(os.environ)
 
 
 class PoisonedMemory(TorchDispatchMode):
@@ -143,20 +141,13 @@ def _address(x: torch.Tensor) -> int:
 
 def check_same_in_other_environments(ask: Callable[[], object], answer: object) -> None:
     """Ask again with every variable that was read changed: the answer may depend on its arguments alone."""
-    read: list[str] = []
-    original = _ENVIRONMENT.__getitem__
-
-    def recording(self: Any, name: Any) -> Any:
-        read.append(name)
-        return original(self, name)
-
-    with mock.patch.object(_ENVIRONMENT, "__getitem__", recording):
+    with environment.recorded_reads() as read:
         again = ask()
     if again != answer:
         fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
     for name in dict.fromkeys(read):
         for value in ("0", "1", "other"):
-            with mock.patch.dict(os.environ, {name: value}):
+            with environment.changed_variable(name, value):
                 other = ask()
             if other != answer:
                 fail(

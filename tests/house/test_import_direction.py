@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
     "mla_plugin": {"operations", "cache", "registration", "environment", "hooks", "resolver", *VALUES},
-    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", *VALUES},
+    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, *VALUES},
     "mla_plugin.compat.transformer_engine": {
         *(API, "operations", "hooks.manager", "registration", "environment"),
