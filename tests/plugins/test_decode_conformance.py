@@ -25,7 +25,9 @@ class TestTritonInterpreted(DecodeConformance):
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cheap ones: the interpreter takes a tenth of a second for each million multiplications."""
-        return tuple(case for case in super().cases() if case.cost < 2.5 and case.dtype != torch.bfloat16)[::2]
+        cheap = tuple(case for case in super().cases() if case.cost < 2.5)
+        refused = tuple(case for case in cheap if case.dtype == torch.bfloat16)[:1]
+        return (*refused, *(case for case in cheap if case.dtype != torch.bfloat16))
 
 
 class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):
@@ -36,6 +38,7 @@ class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):
         {
             "fp32": "dtype=torch.float32",
             "ranks=256/32": "qk_rope_head_dim=32",
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("96/16", "320/64", "72/8")},
             "contiguous": "page_size=None",
             "no_host_lengths": "has_host_lengths=False",
             "leftpad": "has_leftpad_kv=True",

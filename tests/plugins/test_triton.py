@@ -41,7 +41,7 @@ def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 
 class TestInterpreter(BackendConformance):
     backend = "triton"
-    refuses: Mapping[str, str] = {key: REFUSES[key] for key in ("arbitrary", "bias", "head_dims=13/7")}
+    refuses: Mapping[str, str] = {key: REFUSES[key] for key in ("arbitrary", "bias")}
 
     def cases(self) -> tuple[Case, ...]:
         return covering(super().cases())
@@ -60,7 +60,7 @@ class TestCuda(BackendConformance):
 
 @pytest.mark.gpu
 class TestCudaWithNanPadding(NanPadding, TestCuda):
-    refuses: Mapping[str, str] = {"bias": "bias_type=", "fp64": "dtype=torch.float64"}
+    refuses: Mapping[str, str] = {"fp64": "dtype=torch.float64"}
 
 
 TITAN = Platform("cuda", (7, 5), packages=(("triton", "3.7.1"),))
