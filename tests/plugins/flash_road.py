@@ -97,6 +97,8 @@ def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | No
 class FlashConformance(BackendConformance):
     """On the road: what would run on the GPU besides the library is emulated."""
 
+    is_slow = True
+
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(padding, "write_gaps", write_gaps)

@@ -15,19 +15,21 @@ from tests.plugins.flashinfer_emulation import EmulatedFlashInfer
 
 class TestSdpa(DecodeConformance):
     backend = "sdpa"
+    is_slow = True
     padding_poison = math.nan
 
 
 class TestTritonInterpreted(DecodeConformance):
     backend = "triton"
+    is_slow = True
     padding_poison = math.nan
     refuses = MappingProxyType({"bf16": "Triton's interpreter has no bfloat16 product"})
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cheap ones: the interpreter takes a tenth of a second for each million multiplications."""
-        cheap = tuple(case for case in super().cases() if case.cost < 2.5)
+        cheap = tuple(case for case in super().cases() if case.cost < 1.0)
         refused = tuple(case for case in cheap if case.dtype == torch.bfloat16)[:1]
-        return (*refused, *(case for case in cheap if case.dtype != torch.bfloat16))
+        return (*refused, *[case for case in cheap if case.dtype != torch.bfloat16][::2])
 
 
 class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):

@@ -28,6 +28,8 @@ def with_padding(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 class NanPadding(BackendConformance):
     """Only the cases with padding, which holds NaN."""
 
+    is_slow = True
+
     padding_poison = torch.nan
 
     def cases(self) -> tuple[Case, ...]:
@@ -71,7 +73,7 @@ class CudaRoad:
 
 class TestCudaRoad(BackendConformance):
     backend = "cuda_road"
-    quick = True
+    quick = is_slow = True
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(CudaRoad(), "cuda_road")
 

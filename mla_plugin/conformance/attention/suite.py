@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.watch import Kept
-from mla_plugin.hooks.attention import Plan
+from mla_plugin.hooks.attention import AttentionOutput, Plan
 from mla_plugin.hooks.types import Accepted
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ class BackendConformance(Suite):
         seed: seed of the random data; None for a fresh one in each test, which is printed.
         padding_poison: factor of padded rows of the inputs; NaN asks for more than the contract does.
         quick: run a selection of the cases that takes less than a minute on a CPU.
+        is_slow: for emulations and interpreters: one case in four makes the second call and the library's.
     """
 
     def cases(self) -> tuple[Case, ...]:
@@ -70,9 +70,11 @@ class BackendConformance(Suite):
         calls = [Call.of(x, plan.request, self.device, generator, self.padding_poison) for x in (case, case.other())]
         first = hooks.forward(plan, calls[0])
         kept = Kept("of one call", **_results(first))
-        outputs = [first, hooks.forward(plan, calls[1], is_poisoned=False)]
+        outputs = [first]
+        if self._repeats(case.name):
+            outputs.append(hooks.forward(plan, calls[1], is_poisoned=False))
         kept.check()
-        for call, output in zip(calls, outputs, strict=True):
+        for call, output in zip(calls, outputs, strict=False):
             checks.check_output(call.case, call.inputs, output, call.expected())
         self._check_decision_again(plan)
 
@@ -91,13 +93,14 @@ class BackendConformance(Suite):
         )
         output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
         kept_output = Kept("of one call", **vars(output))
-        output_2 = checks.check_output(
-            second.case, second.inputs, hooks.forward(plan, second, is_poisoned=False), second.expected()
-        )
+        more: list[tuple[Call, AttentionOutput, None]] = []
+        if self._repeats(case.name):
+            result = hooks.forward(plan, second, is_poisoned=False)
+            more.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
         kept_output.check()
         kept = []
         partial = first.partial(generator)
-        for call, residuals, others in ((first, output, None), (second, output_2, None), (first, partial, partial)):
+        for call, residuals, others in ((first, output, None), *more, (first, partial, partial)):
             gradients = hooks.backward(plan, call, residuals, is_poisoned=call is first and others is None)
             checks.check_gradients(
                 call.case,
@@ -113,13 +116,13 @@ class BackendConformance(Suite):
             for _ in range(2):  # a fault may come at every second call
                 checks.check_equal_bits(output, hooks.forward(plan, first))
                 checks.check_equal_bits(gradients, hooks.backward(plan, first, partial))
-        if self._goes_through_the_library():
+        if self._goes_through_the_library() and self._repeats(case.name):
             library.check(self, plan, first)
         self._check_decision_again(plan)
 
     def test_compiled(self) -> None:
         """A call through ``torch.compile``; one of each layout where the command line names the backend."""
-        if self._goes_through_the_library() and not math.isnan(self.padding_poison):
+        if self._goes_through_the_library() and not self.is_slow:
             special.check_compiled(self, most=1 if self.refuses is not None else 4)
 
     def test_dropout(self) -> None:

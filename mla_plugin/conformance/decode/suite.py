@@ -75,13 +75,15 @@ class DecodeConformance(Suite):
         output = self._forward(plan, first)
         _check_output(decode_case, first, output)
         kept = Kept("of one call", out=output.out, lse=output.lse)
-        _check_output(other, second, self._forward(plan, second))
+        if self._repeats(decode_case.name):
+            _check_output(other, second, self._forward(plan, second))
         kept.check()
-        for again in (self._forward(plan, first), self._forward(plan, first)):  # a fault may come at every second call
+        for _ in range(2 if self._repeats(decode_case.name) else 1):  # a fault may come at every second call
+            again = self._forward(plan, first)
             for name, x in output._asdict().items():
                 if x is not None and not torch.equal(x, getattr(again, name)):
                     checks.fail(f"{name} differs between two calls with the same tensors")
-        if self._goes_through_the_library():
+        if self._goes_through_the_library() and self._repeats(decode_case.name):
             self._check_library(decode_case, first)
         _copy(first, other.tensors(self.device, generator, self.padding_poison))
         _check_output(other, first, self._forward(plan, first))
