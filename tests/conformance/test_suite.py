@@ -373,10 +373,8 @@ def test_the_backward_of_another_backend_runs():
 
 
 def test_decode_cases_are_the_requests_that_the_library_makes():
-    from mla_plugin.operations.decode.operator import request_of
-
     for case in decode_cases():
-        made = request_of(case.tensors("cpu", torch.Generator().manual_seed(0), 32.0))
+        made = DecodeRequest.of(case.tensors("cpu", torch.Generator().manual_seed(0), 32.0))
         assert made.replace(max_seqlen_kv=0) == case.request("cpu").replace(max_seqlen_kv=0), case
 
 
