@@ -169,7 +169,7 @@ def _emulated_backward(
 
 class TestCudaRoad(BackendConformance):
     backend = "cudnn"
-    quick = is_slow = True
+    is_slow = True
     refuses = few(REFUSES, (*conformance_cases(), *conformance_cases("large")))
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(_Road(), "cudnn")

@@ -65,7 +65,7 @@ def test_sdpa_computes_several_sequences_without_their_lengths_as_on_a_gpu(case:
     exact = reference.decode(tensors)
     batch = len(case.lengths)
     found = [
-        sdpa_decode._attend(tensors, first, last, sdpa_decode._capacity(tensors), torch.float64)
+        sdpa_decode._attend(tensors, first, last, tensors.capacity, torch.float64)
         for first, last in ((0, 1), (1, batch))
     ]
     out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
