@@ -20,11 +20,11 @@ from common import by_events, write
 from mla_plugin import AttentionRequest, resolve
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case, checks
+from mla_plugin.conformance.attention.call import Call
 from mla_plugin.hooks.attention import Residuals
 from mla_plugin.kernels.prefill.padding import write_gaps
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.plugins import fa2
-from mla_plugin.reference import attention_with_gradients
 
 CASES = ((2, 16, 1024), (1, 16, 4096), (1, 128, 4096), (1, 32, 16384))
 BACKENDS = ("fa2", "triton")
@@ -36,16 +36,14 @@ GAP = 64
 def check(backend: str) -> None:
     """Outputs and gradients of a small case, by the conformance suite's budgets."""
     case = Case("small", dtype=torch.bfloat16, attn_mask_type="causal", seqlens_q=(257,) * 2, seqlens_kv=(257,) * 2)
-    request, given, (dout, _) = case.request("cuda"), case.tensors("cuda"), case.cotangents("cuda")
+    request = case.request("cuda")
+    call = Call.of(case, request, "cuda", torch.Generator(), 1.0)
+    given, dout = call.tensors, call.dout
     plan = resolve(request, backend=backend)
     output = dispatch.forward(plan, given)
     gradients = dispatch.backward(plan, Residuals(given, output.out, output.lse), dout, None)
-    exact, exact_gradients = attention_with_gradients(request, given, dout)
-    low, low_gradients = attention_with_gradients(request, given, dout, compute_dtype=torch.bfloat16)
-    inputs = {"q": given.q, "k": given.k, "v": given.v}
-    checks.check_output(case, inputs, output, exact, low)
-    rounding = checks.delta_rounding(case, exact.out, dout, given.softmax_scale)
-    checks.check_gradients(case, inputs, gradients, exact.lse, exact_gradients, low_gradients, rounding)
+    checks.check_output(case, call.inputs, output, call.expected())
+    checks.check_gradients(case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
 
 
 def passes(batch: int, heads: int, length: int) -> dict[str, float]:

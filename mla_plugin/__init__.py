@@ -15,6 +15,7 @@ from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
+from mla_plugin.hooks.refusals import plain_attention_refusals
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.operations.attention.api import attention
 from mla_plugin.operations.decode.api import decode
@@ -49,6 +50,7 @@ __all__ = [
     "decode",
     "explain",
     "hookimpl",
+    "plain_attention_refusals",
     "register",
     "resolve",
 ]

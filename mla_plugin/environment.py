@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Value: TypeAlias = int | bool | str | tuple[str, ...] | None
 ReadAt: TypeAlias = Literal["selection", "construction", "import", "call"]
@@ -340,3 +341,35 @@ def markdown_table() -> str:
             default = str(int(v.default)) if isinstance(v.default, bool) else str(v.default)
         rows.append(f"| `{v.name}` | {v.accepted} | {default} | {v.read_at} | {v.meaning} |")
     return "\n".join(rows)
+
+
+@contextmanager
+def recorded_reads() -> Iterator[list[str]]:
+    """The names of all variables that anybody reads within the block, in order; for the conformance suite."""
+    kind: Any = type(os.environ)
+    names: list[str] = []
+    original = kind.__getitem__
+
+    def recording(self: Any, name: Any) -> Any:
+        names.append(name)
+        return original(self, name)
+
+    kind.__getitem__ = recording
+    try:
+        yield names
+    finally:
+        kind.__getitem__ = original
+
+
+@contextmanager
+def changed_variable(name: str, value: str) -> Iterator[None]:
+    """The variable has another value within the block; for the conformance suite."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

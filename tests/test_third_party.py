@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -153,12 +154,44 @@ def test_two_packages_cannot_share_a_name(tmp_path: Path, site: Path) -> None:
     assert "zz-rival" in answer["stderr"]
 
 
-def test_it_passes_the_conformance_suite(site: Path) -> None:
+def run_pytest(site: Path, *arguments: str | Path) -> str:
+    """What pytest prints in a fresh process that sees the installed packages; everything must pass."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", EXAMPLE / "tests"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout
+    command = [sys.executable, "-m", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=site, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+    return done.stdout
+
+
+def test_it_passes_the_conformance_suite(site: Path) -> None:
+    run_pytest(site, "pytest", "-q", "-p", "no:cacheprovider", EXAMPLE / "tests")
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the other two example packages installed in it."""
+    target = tmp_path_factory.mktemp("others")
+    for name in ("third_party_decode", "timer_plugin"):
+        source = tmp_path_factory.mktemp("source") / name
+        shutil.copytree(ROOT / "examples" / name, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        subprocess.run([*install, "--target", target, source], check=True, timeout=300)
+    return target
+
+
+def test_the_decode_example_passes_by_the_command(others: Path) -> None:
+    """Its own test file, and the one command, with the timer around it."""
+    tests = ROOT / "examples" / "third_party_decode" / "tests"
+    run_pytest(others, "pytest", "-q", "-p", "no:cacheprovider", tests)
+    printed = run_pytest(others, "mla_plugin.conformance", "tokenwise", "--quick")
+    assert re.search(r"decode +paged +computed", printed)
+    assert re.search(r"decode +leftpad +refused .*has_leftpad_kv=True", printed)
+    assert re.search(r"attention +thd +refused .*AttentionRequest, accepted is DecodeRequest", printed)
+
+
+def test_the_timer_takes_part(others: Path) -> None:
+    run_pytest(others, "pytest", "-q", "-p", "no:cacheprovider", ROOT / "examples" / "timer_plugin" / "tests")
 
 
 def test_the_example_needs_no_change_of_ours() -> None:

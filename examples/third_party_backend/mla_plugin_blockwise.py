@@ -11,14 +11,6 @@ COMPUTES = {
     "qkv_format": ("bshd",),
     "attn_mask_type": ("no_mask", "causal"),
     "window_size": ((-1, -1), (-1, 0)),
-    "bias_type": ("no_bias",),
-    "softmax_type": ("vanilla",),
-    "dropout_p": (0.0,),
-    "has_kv_cache": (False,),
-    "has_score_mod": (False,),
-    "return_max_logit": (False,),
-    "context_parallel": (False,),
-    "fp8": (False,),
 }
 
 
@@ -28,6 +20,7 @@ def refusals(request: mla.AttentionRequest) -> Iterator[str]:
             yield f"{name}={value!r} is not one of {accepted}"
     if request.num_heads != request.num_kv_heads:
         yield f"num_heads={request.num_heads} != num_kv_heads={request.num_kv_heads}"
+    yield from mla.plain_attention_refusals(request)  # dropout, bias, fp8 and what else plain attention is not
 
 
 @mla.hookimpl
@@ -67,13 +60,13 @@ def forward(plan: mla.Plan, tensors: mla.AttentionTensors) -> mla.AttentionOutpu
 @mla.hookimpl
 def backward(plan: mla.Plan, residuals: mla.Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> mla.Gradients:
     t, exact = residuals.tensors, residuals.lse.dtype
-    q, k, v, dout = (x.to(exact) for x in (t.q, t.k, t.v, dout))
+    q, k, v, out, dout = (x.to(exact) for x in (t.q, t.k, t.v, residuals.out, dout))
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    dlse = torch.zeros_like(residuals.lse) if dlse is None else dlse
+    delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
     for rows, scores in score_blocks(plan, t):
-        p = scores.softmax(-1)
+        p = (scores - residuals.lse[:, :, rows, None]).exp()  # of the lse that is given: it may be of more keys
         dp = torch.einsum("bqhd,bkhd->bhqk", dout[:, rows], v)
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True) + dlse[:, :, rows, None]) * t.softmax_scale
+        ds = p * (dp - delta[:, :, rows, None]) * t.softmax_scale
         dq[:, rows] = torch.einsum("bhqk,bkhd->bqhd", ds, k)
         dk += torch.einsum("bhqk,bqhd->bkhd", ds, q[:, rows])
         dv += torch.einsum("bhqk,bqhd->bkhd", p, dout[:, rows])

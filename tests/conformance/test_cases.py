@@ -10,8 +10,10 @@ import torch
 from mla_plugin.arguments.layout import LAYOUTS, to_bhsd
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.conformance import Case, cases
+from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import PADDING_POISON
-from mla_plugin.reference import attention
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.reference import attention, attention_with_gradients
 
 SMALL, LARGE = cases(), cases("large")
 EVERY = (*SMALL, *LARGE)
@@ -36,7 +38,7 @@ def test_names_are_unique_and_can_be_keys_of_refuses():
         *LAYOUTS,
         *ATTN_MASK_TYPES,
         *("fp32", "bf16", "fp16", "fp64"),
-        *(f"head_dims={d}" for d in ("192/128", "128/128", "256/256", "192/256", "96/64", "64/32", "128/64", "24/16")),
+        *(f"head_dims={d}" for d in ("192/128", "128/128", "256/256", "192/256", "96/64", "64/32")),
         *(
             "pre_scale_bias",
             "post_scale_bias",
@@ -47,7 +49,7 @@ def test_names_are_unique_and_can_be_keys_of_refuses():
             "bias_requires_grad",
         ),
         *("window", "window_without_causal_mask", "gqa", "mqa", "unequal_lengths", "one_token", "empty_sequences"),
-        *("pad_between_seqs", "tail", "transposed", "sliced_heads", "packed", "expanded_heads", "dout_expanded"),
+        *("pad_between_seqs", "tail", "transposed", "sliced_heads", "expanded_heads", "dout_expanded"),
         *("return_lse", "deterministic"),
     ],
 )
@@ -82,40 +84,50 @@ def test_large_cases_stay_within_their_memory():
     assert all(sum(case.seqlens_q) * sum(case.seqlens_kv) < 2**18 for case in SMALL)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", SMALL[::3], ids=str)
 def test_request_and_tensors_describe_one_call(case):
-    request, tensors = case.request(), case.tensors(generator=generator())
-    hash(request)
-    assert request.num_heads % request.num_kv_heads == 0
-    assert (tensors.q.shape[-1], tensors.v.shape[-1]) == (request.head_dim_qk, request.head_dim_v)
-    for x, heads, extent in (
-        (tensors.q, request.num_heads, request.max_seqlen_q),
-        (tensors.k, request.num_kv_heads, request.max_seqlen_kv),
-        (tensors.v, request.num_kv_heads, request.max_seqlen_kv),
-    ):
-        assert (x.dtype, x.stride(-1)) == (request.dtype, 1)
-        bhsd = to_bhsd(x, request.qkv_format)
-        assert bhsd.shape[1] == heads
-        if request.qkv_format != "thd":
-            assert (bhsd.shape[0], bhsd.shape[2]) == (request.batch_size, extent)
-    for cu_seqlens, longest in (
-        (tensors.cu_seqlens_q, request.max_seqlen_q),
-        (tensors.cu_seqlens_kv, request.max_seqlen_kv),
-    ):
-        assert (cu_seqlens is not None) == (request.qkv_format == "thd" or request.has_padding)
-        if cu_seqlens is not None:
-            assert (cu_seqlens.dtype, len(cu_seqlens)) == (torch.int32, request.batch_size + 1)
-            assert cu_seqlens.diff().max() <= longest
-    assert (tensors.cu_seqlens_q_padded is not None) == request.pad_between_seqs
-    assert (tensors.bias is not None) == (request.bias_shape is not None)
+    """The request is what the library makes of the tensors, for the first call and for the second."""
+    for each in (case, case.other()):
+        tensors = each.tensors(generator=generator())
+        assert request_of(each, tensors) == case.request()
+        assert all(x.stride(-1) == 1 for x in (tensors.q, tensors.k, tensors.v))
+        output = attention(case.request(), tensors)
+        dout, dlse = each.cotangents(generator=generator())
+        assert (dout.shape, dout.dtype) == (output.out.shape, case.dtype)
+        assert (dlse is not None) == case.return_lse
+        if dlse is not None:
+            assert dlse.shape == output.lse.shape
+            assert dlse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
 
-    output = attention(request, tensors)
-    dout, dlse = case.cotangents(generator=generator())
-    assert (dout.shape, dout.dtype) == (output.out.shape, case.dtype)
-    assert (dlse is not None) == request.return_lse
-    if dlse is not None:
-        assert dlse.shape == output.lse.shape
-        assert dlse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
+
+def request_of(case, tensors):
+    request = case.request()
+    return AttentionRequest.of(
+        tensors,
+        qkv_format=case.qkv_format,
+        attn_mask_type=case.attn_mask_type,
+        window_size=case.window_size,
+        bottom_right_diagonal=None if "causal" in case.attn_mask_type else case.bottom_right_diagonal,
+        max_seqlen_q=request.max_seqlen_q,
+        max_seqlen_kv=request.max_seqlen_kv,
+        bias_type=case.bias_type,
+        bias_requires_grad=case.bias_requires_grad,
+        is_training=True,
+        deterministic=case.deterministic,
+        return_lse=case.return_lse,
+    )
+
+
+def test_the_oracle_is_autograd_through_the_reference():
+    """Two ways to the same numbers: formulas that are written out, and autograd."""
+    for case in SMALL[::7]:
+        call = Call.of(case, case.request(), "cpu", generator(), PADDING_POISON)
+        exact, gradients = attention_with_gradients(call.request, call.tensors, call.dout, call.dlse)
+        out, lse = call.expected()
+        torch.testing.assert_close(out.exact, exact.out, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(lse.exact, exact.lse, rtol=1e-9, atol=1e-11)
+        for name, yardstick in call.expected_gradients().items():
+            torch.testing.assert_close(yardstick.exact, getattr(gradients, name), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)

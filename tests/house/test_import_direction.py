@@ -12,7 +12,7 @@ import pytest
 from tests.house.project import ROOT
 
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
-VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode"}
+VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}
 """What a call and its answer are made of."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.hooks.types": set(),
     "mla_plugin.hooks.attention": {"arguments", "hooks.types"},
     "mla_plugin.hooks.decode": {"arguments", "hooks.types"},
+    "mla_plugin.hooks.refusals": {"hooks.attention"},
     "mla_plugin.hooks.spec": {"hooks", *VALUES},
     "mla_plugin.hooks.registry": {"hooks", "hooks.spec"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.registry", "environment"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
     "mla_plugin": {"operations", "cache", "registration", "environment", "hooks", "resolver", *VALUES},
-    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", *VALUES},
+    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, *VALUES},
     "mla_plugin.compat.transformer_engine": {
         *(API, "operations", "hooks.manager", "registration", "environment"),

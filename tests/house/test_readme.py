@@ -38,6 +38,11 @@ def test_the_backend_shown_is_the_example() -> None:
     assert entry_point in (EXAMPLE / "pyproject.toml").read_text()
 
 
+def test_the_test_file_shown_is_the_example() -> None:
+    """It is pasted as it stands, and tests/test_third_party.py runs it."""
+    assert (EXAMPLE / "tests" / "test_conformance.py").read_text() in blocks("python")
+
+
 @pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
 def test_python_runs(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
@@ -64,7 +69,8 @@ def test_output_is_what_the_command_prints(
 
 
 def test_the_two_commands_install_what_exists() -> None:
-    first, second = blocks("sh")
+    first, second, suite = blocks("sh")
+    assert suite == "python -m mla_plugin.conformance blockwise --quick\n"
     extras = pyproject()["project"]["optional-dependencies"]
     for command, extra in ((first, "demo"), (second, "dev")):
         assert f'pip install -c constraints.txt -e ".[{extra}]"' in command

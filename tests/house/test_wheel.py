@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(distributions: Path) -> N
         for folder in ("mla_plugin", "hooks", "compat")
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert names == modules | {"mla_plugin/py.typed"}
+    assert names == modules | {"mla_plugin/py.typed", "mla_plugin_pytest.py"}
 
 
 def test_the_wheel_ships_the_licence(distributions: Path) -> None:
@@ -94,6 +94,14 @@ def test_the_installed_wheel_imports(environment: Path) -> None:
     file, version = run(environment, "python", "-c", code).split()
     assert Path(file).is_relative_to(environment)
     assert version == pyproject()["project"]["version"]
+
+
+def test_the_installed_suite_is_one_command(environment: Path) -> None:
+    """pytest finds the options by the wheel's entry point."""
+    suite = ("--pyargs", "mla_plugin.conformance", "--backend", "sdpa", "--quick", "--collect-only", "-q")
+    out = run(environment, "python", "-m", "pytest", "-p", "no:cacheprovider", *suite)
+    assert "test_backend.py::TestAttention::test_backward[" in out
+    assert "test_backend.py::TestDecode::test_decode[" in out
 
 
 def test_the_installed_command_explains(environment: Path) -> None:

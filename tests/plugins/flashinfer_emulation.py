@@ -200,6 +200,9 @@ class EmulatedFlashInfer:
     def platform(self) -> Platform:
         return hopper("0.7.2")
 
+    def _accepts(self, case: Any) -> bool:
+        return bool(super()._accepts(_OnCuda(**vars(case))))  # type: ignore[misc]
+
     def _plan(self, case: Any) -> Any:
         as_cuda = _OnCuda(**vars(case))
         return super()._plan(as_cuda)  # type: ignore[misc]

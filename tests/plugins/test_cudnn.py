@@ -10,13 +10,17 @@ import torch
 from mla_plugin import AttentionRequest, Platform, hookimpl
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance
+from mla_plugin.conformance import cases as conformance_cases
+from mla_plugin.conformance.attention.oracle import Oracle
+from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.hooks.attention import AttentionOutput, Gradients, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
 from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import cudnn
 from mla_plugin.plugins.sdpa import efficient
-from mla_plugin.reference import attention, attention_with_gradients
+from mla_plugin.reference import attention
 from tests.plugins import emulation
+from tests.plugins.flash_road import few
 from tests.plugins.test_sdpa import CudaRoad
 from tests.requests import mla_request
 
@@ -35,8 +39,11 @@ REFUSES = {
     "window": "window_size=",
     "unequal_lengths causal_masks": "max_seqlen_q=",
     "unequal_lengths window_without_causal_mask": "=",
-    "lengths_1_1-causal-bf16": "max_seqlen_kv=1 < 2",
-    "lengths_1_1-causal_bottom_right-bf16": "max_seqlen_kv=1 < 2",
+    **{
+        f"lengths_{q}_1-{mask}-bf16": "max_seqlen_kv=1 < 2"
+        for q in (1, 67)
+        for mask in ("causal", "causal_bottom_right")
+    },
     "bias": "bias_type=",
     "deterministic training": "deterministic=True",
     "head_dims=256/256": "head_dim_qk=256",
@@ -51,7 +58,7 @@ class TestCuda(BackendConformance):
 
     backend = "cudnn"
     device = "cuda"
-    refuses = REFUSES
+    refuses = few(REFUSES, (*conformance_cases(), *conformance_cases("large")))
 
 
 class _Road:
@@ -155,15 +162,15 @@ def _emulated_backward(
         order = _memory_order(x)
         assert [dim for dim in order if dim in order_q] == [dim for dim in order_q if dim in order]
     call = _call(query, key, value, is_causal, scale)
-    output, gradients = attention_with_gradients(*call, grad_out, compute_dtype=torch.float32)
-    torch.testing.assert_close(out, output.out.to(out.dtype), rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(logsumexp, output.lse.unsqueeze(-1), rtol=1e-5, atol=1e-5)
-    return tuple(x.to(query.dtype) for x in (gradients.dq, gradients.dk, gradients.dv))
+    oracle = Oracle(*call)
+    gradients = oracle.backward(Yardstick(out.double(), out.double() * 0), logsumexp.squeeze(-1), grad_out, None)
+    return tuple(gradients[name].exact.to(query.dtype) for name in ("dq", "dk", "dv"))
 
 
 class TestCudaRoad(BackendConformance):
     backend = "cudnn"
-    refuses = REFUSES
+    is_slow = True
+    refuses = few(REFUSES, (*conformance_cases(), *conformance_cases("large")))
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(_Road(), "cudnn")
     manager.register(CudaRoad(), "sdpa")

@@ -48,6 +48,7 @@ class TestFlashInfer(DecodeConformance):
         {
             "fp32": "dtype=torch.float32",
             "ranks=256/32": "qk_rope_head_dim=32",
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("96/16", "320/64", "72/8")},
             "ranks=512/0": "qk_rope_head_dim=0 with flashinfer-python=0.6",
             "ranks=128/0": "qk_rope_head_dim=0 with flashinfer-python=0.6",
             "contiguous": "page_size=None",
@@ -67,7 +68,7 @@ class TestFlashAttention3(DecodeConformance):
     refuses = MappingProxyType(
         {
             "fp32": "dtype=torch.float32",
-            "ranks=128/64": "kv_lora_rank=128",
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("128/64", "96/16", "320/64", "72/8")},
             "ranks=512/0": "qk_rope_head_dim=0",
             "ranks=128/0": "kv_lora_rank=128",
             "leftpad": "has_leftpad_kv=True",

@@ -28,6 +28,8 @@ def with_padding(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 class NanPadding(BackendConformance):
     """Only the cases with padding, which holds NaN."""
 
+    is_slow = True
+
     padding_poison = torch.nan
 
     def cases(self) -> tuple[Case, ...]:
@@ -35,7 +37,7 @@ class NanPadding(BackendConformance):
 
 
 class TestCpuWithNanPadding(NanPadding, TestCpu):
-    pass
+    quick = True
 
 
 @pytest.mark.gpu
@@ -71,6 +73,7 @@ class CudaRoad:
 
 class TestCudaRoad(BackendConformance):
     backend = "cuda_road"
+    quick = is_slow = True
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(CudaRoad(), "cuda_road")
 

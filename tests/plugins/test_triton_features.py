@@ -55,6 +55,7 @@ def _head_dims(pairs: tuple[tuple[int, int], ...]) -> Iterator[Case]:
 
 class TestInterpreter(BackendConformance):
     backend = "triton"
+    is_slow = True
 
     @pytest.fixture(autouse=True)
     def _unequal_tiles(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import LAYOUTS, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import LAYOUTS, Layout, from_bhsd, lse_dtype
 from mla_plugin.arguments.mask import canonical_mask
+from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.attention import AttentionRequest
 
 Side = Literal["q", "kv"]
-Storage = Literal["contiguous", "transposed", "sliced_heads", "packed", "expanded_heads"]
-DoutStorage = Literal["contiguous", "transposed", "expanded"]
 
 PADDING_POISON = 32.0
 """What padded rows of the inputs are multiplied by.
@@ -31,6 +29,8 @@ _BIAS_AXES = {"bhss": (True, True, True), "1hss": (False, True, True), "b1ss": (
     "11ss": (False, False, True),
     "111s": (False, False, False),
 }
+_SCORES = {"normal": (1.0, 1.0), "large": (40.0, 1.0), "overflow": (64.0, 64.0)}
+"""What q and k are multiplied by: scores of 100 and more, and products that float16 cannot hold unscaled."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,22 @@ class Case:
         qkv_format, dtype, attn_mask_type, window_size: as in ``AttentionRequest``.
         seqlens_q, seqlens_kv: true length of each sequence.
         rows_q, rows_kv: rows that each sequence takes in memory; None for its length. A dense layout needs equal ones.
-        tail: ``thd`` only: rows of q, k and v behind the last sequence.
+        lead, tail: ``thd`` only: rows of q, k and v before the first sequence (with ``rows_q``) and behind the last.
+        max_seqlen: what the caller says of the longest sequence: ``exact``, or ``extent`` of the tensor, which is no
+            less. Padding masks in a dense layout say the extent unless told otherwise: ``exact`` is below it.
         num_heads, num_kv_heads, head_dim_qk, head_dim_v: as in ``AttentionRequest``.
         bottom_right_diagonal: where the diagonal of a window is; with a causal mask the mask type decides.
         bias_type, bias_shape, bias_requires_grad: shape is one of ``bhss``, ``1hss``, ``b1ss``, ``11ss``, ``111s``.
         mask_shape: shape of the mask of mask type ``arbitrary``, spelled as a bias shape.
         softmax_scale: None for ``head_dim_qk ** -0.5``.
-        storage: memory of q, k and v. ``transposed``: tokens and heads swapped. ``sliced_heads``: every second head of
-            a larger tensor. ``packed``: the last dimension of one tensor holds q, k and v. ``expanded_heads``: the
-            heads of k and v are one head with stride 0. The last dimension is always contiguous.
-        dout_storage: ``expanded`` is one number with all strides 0, as ``out.sum().backward()`` gives.
+        scores: ``large`` are 100 and more; ``overflow`` are products beyond float16 with a scale that tames them.
+        storage: memory of q, k and v, see ``draw``; ``packed`` is one tensor whose last dimension holds the three. The
+            last dimension is always contiguous.
+        storage_q, storage_k, storage_v: of one of them; None for ``storage``.
+        dout_storage: ``expanded`` is one number with all strides 0, as ``out.sum().backward()`` gives; ``strided`` has
+            the last stride 2.
+        dlse_storage, bias_storage, offsets_storage: of dlse, of the bias or the mask, of the cumulative lengths.
+        needs_gradient: which of q, k and v require a gradient in training, such as ``"qv"``.
         return_lse: the caller uses lse, so the backward gets a ``dlse``.
         deterministic: as in ``AttentionRequest``.
         is_large: a real size, for CUDA devices only.
@@ -78,10 +84,20 @@ class Case:
     mask_shape: str = "b1ss"
     softmax_scale: float | None = None
     storage: Storage = "contiguous"
-    dout_storage: DoutStorage = "contiguous"
+    dout_storage: Storage = "contiguous"
     return_lse: bool = False
     deterministic: bool = False
     is_large: bool = False
+    lead: int = 0
+    max_seqlen: Literal["exact", "extent"] | None = None
+    scores: Literal["normal", "large", "overflow"] = "normal"
+    storage_q: Storage | None = None
+    storage_k: Storage | None = None
+    storage_v: Storage | None = None
+    dlse_storage: Storage = "contiguous"
+    bias_storage: Storage = "contiguous"
+    offsets_storage: Storage = "contiguous"
+    needs_gradient: str = "qkv"
 
     def __str__(self) -> str:
         return self.name
@@ -94,35 +110,65 @@ class Case:
     @property
     def is_packed(self) -> bool:
         """True for ``thd``."""
-        return LAYOUTS[self.qkv_format].is_packed
+        return self._layout.is_packed
+
+    @property
+    def _layout(self) -> Layout:
+        return LAYOUTS[self.qkv_format]
+
+    @property
+    def storages(self) -> tuple[Storage, Storage, Storage]:
+        """Memory of q, of k and of v."""
+        given = (self.storage_q, self.storage_k, self.storage_v)
+        if self.storage == "expanded_heads":
+            given = (self.storage_q or "contiguous", *given[1:])
+        return tuple(own or self.storage for own in given)  # type: ignore[return-value]
+
+    @property
+    def cost(self) -> float:
+        """Million multiplications of the forward, to choose cases for a slow interpreter by."""
+        pairs = sum(a * b for a, b in zip(self.seqlens_q, self.seqlens_kv, strict=True))
+        return pairs * self.num_heads * (self.head_dim_qk + self.head_dim_v) / 1e6
 
     @property
     def tags(self) -> frozenset[str]:
         """What the case is about, derived from its values; ``cases`` selects by them, ``refuses`` names them."""
-        (mask, window, _), ratio = self._mask, self.num_heads // self.num_kv_heads
+        (mask, window, bottom_right), ratio = self._mask, self.num_heads // self.num_kv_heads
+        has_bias, has_window = self.bias_type != "no_bias", window[0] != -1 or window[1] not in (-1, 0)
+        strided = {*self.storages, self.dout_storage, self.dlse_storage} - {"contiguous"}
         facts = {
             "large" if self.is_large else "small": True,
             "padding_masks": "padding" in mask,
             "causal_masks": "causal" in mask,
-            "window": window[0] != -1 or window[1] not in (-1, 0),
+            "window": has_window,
             "window_without_causal_mask": window != (-1, -1) and "causal" not in mask,
+            "top_left_diagonal": not bottom_right and window != (-1, -1),
             "gqa": ratio > 1,
             "mqa": ratio > 1 and self.num_kv_heads == 1,
             "head_dim_qk!=head_dim_v": self.head_dim_qk != self.head_dim_v,
+            "head_dim>256": max(self.head_dim_qk, self.head_dim_v) > 256,
             "unequal_lengths": self.seqlens_q != self.seqlens_kv,
+            "unequal_extents": self._max_seqlen("q") != self._max_seqlen("kv"),
             "one_token": 1 in (*self.seqlens_q, *self.seqlens_kv),
             "empty_sequences": 0 in (*self.seqlens_q, *self.seqlens_kv),
+            "no_tokens": 0 in (max(self.seqlens_q), max(self.seqlens_kv)),
             "pad_between_seqs": self._pads_between_sequences,
+            "lead": self.lead > 0,
             "tail": self.tail > 0,
-            "bias": self.bias_type != "no_bias",
-            f"bias_{self.bias_shape}": self.bias_type != "no_bias",
+            "max_seqlen_of_extent": self.is_packed and self.max_seqlen == "extent",
+            "bias": has_bias,
+            f"bias_{self.bias_shape}": has_bias,
             "bias_requires_grad": self.bias_requires_grad,
-            "non_contiguous": self.storage != "contiguous" or self.dout_storage != "contiguous",
+            "non_contiguous": bool(strided),
             f"dout_{self.dout_storage}": self.dout_storage != "contiguous",
+            f"dlse_{self.dlse_storage}": self.dlse_storage != "contiguous" and self.return_lse,
+            f"scores_{self.scores}": self.scores != "normal",
+            "some_gradients": self.needs_gradient != "qkv",
+            "softmax_scale": self.softmax_scale is not None,
             "return_lse": self.return_lse,
             "deterministic": self.deterministic,
         }
-        named = {"all", self.qkv_format, DTYPE_NAMES[self.dtype], mask, self.bias_type, self.storage}
+        named = {"all", self.qkv_format, DTYPE_NAMES[self.dtype], mask, self.bias_type, *self.storages}
         sizes = {f"head_dims={self.head_dim_qk}/{self.head_dim_v}"}
         return frozenset(named | sizes | {name for name, holds in facts.items() if holds})
 
@@ -149,15 +195,21 @@ class Case:
 
     def _extent(self, side: Side) -> int:
         """Tokens along the tensor: the packed total, or the rows of one sequence."""
-        return sum(self._rows(side)) + self.tail if self.is_packed else max(self._rows(side))
+        return self.lead + sum(self._rows(side)) + self.tail if self.is_packed else max(self._rows(side))
 
     def _max_seqlen(self, side: Side) -> int:
-        return max(self._lengths(side)) if self.is_packed else self._extent(side)
+        if not self.has_padding or (self.max_seqlen or ("exact" if self.is_packed else "extent")) == "extent":
+            return self._extent(side)
+        return max(self._lengths(side))
+
+    @property
+    def _shares_offsets(self) -> bool:
+        """One tensor of offsets serves both sides, which is how a caller says that lengths agree."""
+        return self.has_padding and self.seqlens_q == self.seqlens_kv
 
     def request(self, device: torch.device | str = "cpu", *, is_training: bool = True) -> AttentionRequest:
         """The call as a value."""
         device = torch.device(device)
-        has_bias = self.bias_type != "no_bias"
         mask, window, bottom_right = self._mask
         return AttentionRequest(
             qkv_format=self.qkv_format,
@@ -176,13 +228,22 @@ class Case:
             bottom_right_diagonal=bottom_right,
             pad_between_seqs=self._pads_between_sequences,
             bias_type=self.bias_type,
-            bias_shape=self.bias_shape if has_bias else None,
+            bias_shape=self._bias_letters() if self.bias_type != "no_bias" else None,
             bias_requires_grad=self.bias_requires_grad and is_training,
             is_training=is_training,
             deterministic=self.deterministic,
             return_lse=self.return_lse,
-            lengths_may_differ=self.has_padding and self.seqlens_q != self.seqlens_kv,
+            lengths_may_differ=self.has_padding and not self._shares_offsets,
         )
+
+    def _bias_letters(self) -> str:
+        sizes = self._score_shape(self.bias_shape)[:3]
+        return "".join("1" if size == 1 else letter for size, letter in zip(sizes, "bhs", strict=True)) + "s"
+
+    def other(self) -> Case:
+        """A call of the same request whose sequences have other lengths, where they can."""
+        turned = {name: getattr(self, name) for name in ("seqlens_q", "seqlens_kv", "rows_q", "rows_kv")}
+        return replace(self, **{name: x and x[::-1] for name, x in turned.items()})
 
     def is_padding(self, side: Side) -> torch.Tensor:
         """Rows that belong to no sequence: bool, with as many dimensions as q, broadcastable to it (on the CPU)."""
@@ -192,7 +253,8 @@ class Case:
                 for length, rows in zip(self._lengths(side), self._rows(side), strict=True)
                 for row in range(rows)
             ]
-            padding = torch.tensor([*flags, *[True] * self.tail], dtype=torch.bool)[None]  # [1, T]
+            around = ([True] * self.lead, [True] * self.tail)
+            padding = torch.tensor([*around[0], *flags, *around[1]], dtype=torch.bool)[None]  # [1, T]
         else:
             padding = torch.arange(self._extent(side)) >= torch.tensor(self._lengths(side))[:, None]  # [B, S]
         return from_bhsd(padding[:, None, :, None], self.qkv_format)
@@ -211,20 +273,29 @@ class Case:
             generator: CPU generator; None for PyTorch's own.
             padding_poison: factor of the padded rows, see ``PADDING_POISON``.
         """
-        draw = _Draw(self, torch.device(device), generator, padding_poison)
-        q, k, v = draw.qkv()
+        draw = Draw(self.dtype, torch.device(device), generator)
+        q, k, v = self._qkv(draw, padding_poison)
+        cu_q, cu_kv, padded_q, padded_kv = self._offsets(draw)
+        has_mask, has_bias = self.attn_mask_type == "arbitrary", self.bias_type != "no_bias"
+        bias = draw.placed(draw.normal(self._score_shape(self.bias_shape)), self.bias_storage) if has_bias else None
         return AttentionTensors(
             q=q,
             k=k,
             v=v,
-            softmax_scale=self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale,
-            cu_seqlens_q=_offsets(self.seqlens_q, device) if self.has_padding else None,
-            cu_seqlens_kv=_offsets(self.seqlens_kv, device) if self.has_padding else None,
-            cu_seqlens_q_padded=_offsets(self._rows("q"), device) if self._pads_between_sequences else None,
-            cu_seqlens_kv_padded=_offsets(self._rows("kv"), device) if self._pads_between_sequences else None,
-            attention_mask=draw.attention_mask() if self.attn_mask_type == "arbitrary" else None,
-            bias=draw.normal(self._score_shape(self.bias_shape)) if self.bias_type != "no_bias" else None,
+            softmax_scale=self._scale,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_kv=cu_kv,
+            cu_seqlens_q_padded=padded_q,
+            cu_seqlens_kv_padded=padded_kv,
+            attention_mask=self._attention_mask(draw) if has_mask else None,
+            bias=bias,
         )
+
+    @property
+    def _scale(self) -> float:
+        if self.scores == "overflow":
+            return float(1.7 / (64.0 * 64.0 * self.head_dim_qk**0.5))
+        return float(self.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale)
 
     def cotangents(
         self,
@@ -234,86 +305,71 @@ class Case:
         padding_poison: float = PADDING_POISON,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Random dout, and dlse (lse's dtype) when the case uses lse; padded rows as in ``tensors``."""
-        draw = _Draw(self, torch.device(device), generator, padding_poison)
-        if self.dout_storage == "expanded":
-            dout = draw.normal(()).expand(self._shape("q", self.num_heads, self.head_dim_v))
-        else:
-            dout = draw.strided("q", self.num_heads, self.head_dim_v, self.dout_storage)
+        draw = Draw(self.dtype, torch.device(device), generator)
+        layout, poison = self._layout, self._factor("q", padding_poison).to(device)
+        dout = draw.normal(self._shape("q", self.num_heads, self.head_dim_v))
+        if self.dout_storage != "expanded":
+            dout = dout * poison.to(self.dtype)
+        dout = draw.placed(dout, self.dout_storage, layout)
         if not self.return_lse:
             return dout, None
-        lse_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        poison = to_bhsd(draw.factor("q"), self.qkv_format)[..., 0].to(lse_dtype)  # [B, 1, S] or [1, 1, T]
-        dlse = draw.normal((poison.shape[0], self.num_heads, poison.shape[2]), lse_dtype) * poison
-        return dout, dlse.squeeze(0) if self.is_packed else dlse
+        dtype = lse_dtype(self.dtype)
+        dlse = draw.normal(layout.lse_shape(self._shape("q", self.num_heads, 1)), dtype)
+        if self.dlse_storage != "expanded":
+            factor = layout.to_bhsd(poison)[..., 0].to(dtype)  # [B, 1, S] or [1, 1, T]
+            dlse = dlse * (factor[0] if self.is_packed else factor)
+        return dout, draw.placed(dlse, self.dlse_storage)
 
     def _shape(self, side: Side, heads: int, head_dim: int) -> tuple[int, ...]:
-        return LAYOUTS[self.qkv_format].shape(self.batch_size, heads, self._extent(side), head_dim)
+        return self._layout.shape(self.batch_size, heads, self._extent(side), head_dim)
 
     def _score_shape(self, name: str) -> tuple[int, int, int, int]:
         has_batch, has_heads, has_queries = _BIAS_AXES[name]
         return (
             self.batch_size if has_batch else 1,
             self.num_heads if has_heads else 1,
-            self._max_seqlen("q") if has_queries else 1,
-            self._max_seqlen("kv"),
+            self._extent("q") if has_queries else 1,
+            self._extent("kv"),
         )
 
-
-@dataclass(frozen=True)
-class _Draw:
-    """Draws a case's tensors on one device."""
-
-    case: Case
-    device: torch.device
-    generator: torch.Generator | None
-    padding_poison: float
-
-    def normal(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        x = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64)
-        return x.to(self.device, dtype or self.case.dtype)
-
-    def factor(self, side: Side) -> torch.Tensor:
+    def _factor(self, side: Side, padding_poison: float) -> torch.Tensor:
         """``padding_poison`` on padded rows and 1 elsewhere, broadcastable to q or k."""
-        padding = self.case.is_padding(side).to(self.device)
-        return torch.ones(padding.shape, dtype=self.case.dtype, device=self.device).masked_fill(
-            padding, self.padding_poison
+        padding = self.is_padding(side)
+        return torch.ones(padding.shape, dtype=torch.float64).masked_fill(padding, padding_poison)
+
+    def _qkv(self, draw: Draw, padding_poison: float) -> list[torch.Tensor]:
+        sizes: tuple[tuple[Side, int, int, float], ...] = (
+            ("q", self.num_heads, self.head_dim_qk, _SCORES[self.scores][0]),
+            ("kv", self.num_kv_heads, self.head_dim_qk, _SCORES[self.scores][1]),
+            ("kv", self.num_kv_heads, self.head_dim_v, 1.0),
         )
+        values = []
+        for side, heads, head_dim, factor in sizes:
+            poison = self._factor(side, padding_poison).to(draw.device, self.dtype)
+            values.append(draw.normal(self._shape(side, heads, head_dim)) * factor * poison)
+        if self.storages == ("packed",) * 3:
+            return draw.split(values)
+        return [draw.placed(x, storage, self._layout) for x, storage in zip(values, self.storages, strict=True)]
 
-    def strided(self, side: Side, heads: int, head_dim: int, storage: str) -> torch.Tensor:
-        """A tensor in the case's layout whose memory is laid out as ``storage`` says."""
-        layout = LAYOUTS[self.case.qkv_format]
-        in_memory = {"sliced_heads": 2 * heads, "expanded_heads": 1}.get(storage, heads)
-        shape = list(self.case._shape(side, in_memory, head_dim))
-        if storage == "transposed":
-            a, b = layout.tokens, layout.heads
-            shape[a], shape[b] = shape[b], shape[a]
-            return self.normal(shape).transpose(a, b).mul_(self.factor(side))
-        x = self.normal(shape).mul_(self.factor(side))
-        if storage == "sliced_heads":
-            return x[(slice(None),) * layout.heads + (slice(None, None, 2),)]
-        return x.expand(self.case._shape(side, heads, head_dim))
+    def _offsets(self, draw: Draw) -> list[torch.Tensor | None]:
+        """cu_seqlens_q, cu_seqlens_kv and both padded ones, as far as the case has them."""
+        if not self.has_padding:
+            return [None] * 4
 
-    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        case = self.case
-        if case.storage == "packed":
-            dims = (case.head_dim_qk, case.head_dim_qk, case.head_dim_v)
-            q, k, v = torch.split_with_sizes(self.strided("q", case.num_heads, sum(dims), "contiguous"), dims, -1)
-            return q, k, v
-        storage_q = "contiguous" if case.storage == "expanded_heads" else case.storage
-        return (
-            self.strided("q", case.num_heads, case.head_dim_qk, storage_q),
-            self.strided("kv", case.num_kv_heads, case.head_dim_qk, case.storage),
-            self.strided("kv", case.num_kv_heads, case.head_dim_v, case.storage),
-        )
+        def offsets(lengths: tuple[int, ...], start: int) -> torch.Tensor:
+            values = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=draw.device) + start
+            return draw.placed(values, self.offsets_storage)
 
-    def attention_mask(self) -> torch.Tensor:
+        cu_q = offsets(self.seqlens_q, 0)
+        cu_kv = cu_q if self._shares_offsets else offsets(self.seqlens_kv, 0)
+        if not self._pads_between_sequences:
+            return [cu_q, cu_kv, None, None]
+        return [cu_q, cu_kv, offsets(self._rows("q"), self.lead), offsets(self._rows("kv"), self.lead)]
+
+    def _attention_mask(self, draw: Draw) -> torch.Tensor:
         """A third of the positions hidden, and of each sequence the first, a middle and the last row entirely."""
-        shape = self.case._score_shape(self.case.mask_shape)
-        mask = torch.rand(shape, generator=self.generator) < 1 / 3
+        shape = self._score_shape(self.mask_shape)
+        mask = draw.uniform(shape) < 1 / 3
         for row in {0, shape[2] // 2, shape[2] - 1}:
             mask[:, :, row] = True
-        return mask.to(self.device)
-
-
-def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return draw.placed(mask, self.bias_storage)

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import checks
-from mla_plugin.conformance.attention.case import PADDING_POISON, Case
-from mla_plugin.conformance.attention.cases import cases
-from mla_plugin.device import platform
-from mla_plugin.hooks.attention import AttentionOutput, Plan, Residuals
-from mla_plugin.hooks.manager import BackendManager, get_manager
-from mla_plugin.hooks.types import Accepted, Refused
-from mla_plugin.reference import attention, attention_with_gradients
+from mla_plugin.conformance.attention import library, special
+from mla_plugin.conformance.attention.call import Call, Hooks
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.cases import cases, cases_for
+from mla_plugin.conformance.base import Suite
+from mla_plugin.conformance.watch import Kept
+from mla_plugin.hooks.attention import AttentionOutput, Plan
+from mla_plugin.hooks.types import Accepted
 
 if TYPE_CHECKING:
     import pytest
 
 
-class BackendConformance:
+class BackendConformance(Suite):
     """Subclass it in a test file, name the backend and what it refuses; pytest collects the rest.
 
     Attributes:
@@ -32,27 +29,22 @@ class BackendConformance:
         refuses: what the backend is expected to refuse: from the name of a case, or tags that a case must all have,
             separated by blanks, to a text that one of the reasons contains. A case's tags are ``Case.tags`` and, for
             the request at hand, ``training`` or ``inference``. A refusal that is not expected fails, as does an
-            expected one that does not come.
+            expected one that does not come. None expects nothing: every refusal with reasons passes.
         manager: where the backend is registered; None for the process's manager.
         seed: seed of the random data; None for a fresh one in each test, which is printed.
         padding_poison: factor of padded rows of the inputs; NaN asks for more than the contract does.
+        quick: run a selection of the cases that takes less than a minute on a CPU.
+        is_slow: for emulations and interpreters: one case in four makes the second call and the library's.
     """
 
-    backend: str = ""
-    device: str = "cpu"
-    refuses: Mapping[str, str] = MappingProxyType({})
-    manager: BackendManager | None = None
-    seed: int | None = None
-    padding_poison: float = PADDING_POISON
-
     def cases(self) -> tuple[Case, ...]:
-        """The cases to run; override it to add your own."""
-        return cases() + (cases("large") if torch.device(self.device).type == "cuda" else ())
+        """The cases to run, made for what the backend accepts; override it to add your own."""
+        small = self._once(lambda: cases_for(self._accepts, is_quick=self.quick), cases())
+        return small + (cases("large") if torch.device(self.device).type == "cuda" and not self.quick else ())
 
-    def expected_refusals(self, case: Case, *, is_training: bool) -> tuple[str, ...]:
-        """Texts that the backend's reasons contain when it must refuse the case; empty when it must accept it."""
-        labels = _labels(case, is_training)
-        return tuple(text for key, text in self.refuses.items() if labels.issuperset(key.split()))
+    def _accepts(self, case: Case) -> bool:
+        """Whether the backend takes the case, without any check of its answer."""
+        return any(self.takes(case.request(self.device, is_training=way)) for way in (True, False))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test for each case."""
@@ -61,114 +53,135 @@ class BackendConformance:
 
     def test_every_expected_refusal_names_a_case(self) -> None:
         """A key of ``refuses`` that fits no case is a misspelling, or left over."""
-        labels = [_labels(case, is_training) for case in self.cases() for is_training in (False, True)]
-        for key in self.refuses:
-            if not any(found.issuperset(key.split()) for found in labels):
-                checks.fail(f"refuses names {key!r}, which is neither a case nor tags that one case has together")
+        self.check_keys([case.tags | {case.name, way} for case in self.cases() for way in ("training", "inference")])
+
+    def test_something_is_computed(self) -> None:
+        """A backend that refuses every case has shown nothing."""
+        given = self.cases()
+        if self.refuses is not None and not any(map(self._accepts, given)):
+            checks.fail(f"{self.backend} refuses all {len(given)} cases, so nothing of it was tested")
 
     def test_forward(self, case: Case) -> None:
-        """Without a backward to follow: refuse with reasons, or compute out and lse."""
+        """Without a backward to follow: refuse with reasons, or compute out and lse, twice and with other data."""
         plan = self._plan(case, is_training=False)
         if plan is None:
             return
-        tensors = case.tensors(self.device, self._generator(), padding_poison=self.padding_poison)
-        output = self._forward(plan, tensors)
-        exact = attention(plan.request, tensors)
-        low = attention(plan.request, tensors, compute_dtype=case.dtype)
-        checks.check_output(case, _by_name(tensors), output, exact, low)
+        hooks, generator = self._hooks(), self._generator()
+        calls = [Call.of(x, plan.request, self.device, generator, self.padding_poison) for x in (case, case.other())]
+        first = hooks.forward(plan, calls[0])
+        kept = Kept("of one call", **_results(first))
+        outputs = [first]
+        if self._repeats(case.name):
+            outputs.append(hooks.forward(plan, calls[1], is_poisoned=False))
+        kept.check()
+        for call, output in zip(calls, outputs, strict=False):
+            checks.check_output(call.case, call.inputs, output, call.expected())
+        self._check_decision_again(plan)
 
     def test_backward(self, case: Case) -> None:
         """With a backward to follow: refuse with reasons, or compute out, lse and the gradients.
 
-        The backward runs on the forward's own out and lse, and on the oracle's, as if another backend had made them.
+        The backward runs on the forward's own out and lse, and on those that context parallelism would give it: over
+        more keys than it sees.
         """
         plan = self._plan(case, is_training=True)
         if plan is None:
             return
-        generator = self._generator()
-        tensors = case.tensors(self.device, generator, padding_poison=self.padding_poison)
-        dout, dlse = case.cotangents(self.device, generator, padding_poison=self.padding_poison)
-        exact, exact_gradients = attention_with_gradients(plan.request, tensors, dout, dlse)
-        low, low_gradients = attention_with_gradients(plan.request, tensors, dout, dlse, compute_dtype=case.dtype)
-
-        inputs = _by_name(tensors)
-        output = checks.check_output(case, inputs, self._forward(plan, tensors), exact, low)
-        anothers = AttentionOutput(exact.out.to(output.out.dtype), exact.lse.to(output.lse.dtype))
-        for origin in (output, anothers):
-            gradients = self._backward(plan, Residuals(tensors, origin.out, origin.lse), dout, dlse)
-            rounding = checks.delta_rounding(case, exact.out, dout, tensors.softmax_scale)
-            checks.check_gradients(case, inputs, gradients, exact.lse, exact_gradients, low_gradients, rounding)
+        hooks, generator = self._hooks(), self._generator()
+        first, second = (
+            Call.of(x, plan.request, self.device, generator, self.padding_poison) for x in (case, case.other())
+        )
+        output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
+        kept_output = Kept("of one call", **vars(output))
+        more: list[tuple[Call, AttentionOutput, None]] = []
+        if self._repeats(case.name):
+            result = hooks.forward(plan, second, is_poisoned=False)
+            more.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
+        kept_output.check()
+        kept = []
+        partial = first.partial(generator)
+        for call, residuals, others in ((first, output, None), *more, (first, partial, partial)):
+            gradients = hooks.backward(plan, call, residuals, is_poisoned=call is first and others is None)
+            checks.check_gradients(
+                call.case,
+                {**call.inputs, "out": residuals.out, "lse": residuals.lse, "dout": call.dout, "dlse": call.dlse},
+                gradients,
+                call.expected()[1].exact,
+                call.expected_gradients(others),
+            )
+            kept.append(Kept("of one call", **vars(gradients)))
+        for results in (kept_output, *kept):
+            results.check()
         if case.deterministic:
-            checks.check_equal_bits(output, self._forward(plan, tensors))
-            again = self._backward(plan, Residuals(tensors, anothers.out, anothers.lse), dout, dlse)
-            checks.check_equal_bits(gradients, again)
+            for _ in range(2):  # a fault may come at every second call
+                checks.check_equal_bits(output, hooks.forward(plan, first))
+                checks.check_equal_bits(gradients, hooks.backward(plan, first, partial))
+        if self._goes_through_the_library() and self._repeats(case.name):
+            library.check(self, plan, first)
+        self._check_decision_again(plan)
+
+    def test_compiled(self) -> None:
+        """A call through ``torch.compile``; one of each layout where the command line names the backend."""
+        if self._goes_through_the_library() and not self.is_slow:
+            special.check_compiled(self, most=1 if self.refuses is not None else 4)
+
+    def test_dropout(self) -> None:
+        """Dropout is refused, or drops as many weights as asked for, by the seed, in both passes alike."""
+        special.check_dropout(self)
+
+    def test_what_no_tensors_go_with_is_refused(self) -> None:
+        """Requests that say more than a hook is given tensors for cannot be computed, so they are refused."""
+        special.check_hopeless(self)
+
+    def test_cuda(self) -> None:
+        """On a CUDA device: a second stream, a second device where there is one, a graph that is replayed."""
+        if torch.device(self.device).type == "cuda":
+            special.check_cuda(self)
+
+    def plain_cases(self) -> list[Case]:
+        """Accepted cases, at most one of each layout, as plain as there are."""
+        found: dict[str, Case] = {}
+        for case in sorted(self.cases(), key=lambda case: (len(case.tags), case.name)):
+            if (
+                case.qkv_format not in found
+                and not {"large", "no_tokens", "dropout"} & case.tags
+                and self._accepts(case)
+            ):
+                found[case.qkv_format] = case
+        return list(found.values())
+
+    def plan_of(self, case: Case, *, is_training: bool = True) -> Plan | None:
+        """A plan for a case, or None where it is refused, whether expected or not."""
+        request = case.request(self.device, is_training=is_training)
+        decision = self._answer(request)
+        if not isinstance(decision, Accepted):
+            return None
+        return Plan(request, self.platform(), self.backend, decision.backward_by or self.backend)
+
+    def hooks(self) -> Hooks:
+        """The backend's hooks, called as the library calls them and watched."""
+        return self._hooks()
+
+    def _hooks(self) -> Hooks:
+        return Hooks(self._manager(), torch.device(self.device).type)
 
     def _plan(self, case: Case, *, is_training: bool) -> Plan | None:
         """A plan for the case, or None after a refusal that was expected."""
         request = case.request(self.device, is_training=is_training)
-        expected = self.expected_refusals(case, is_training=is_training)
-        plan = Plan(request, platform(request.device_type, request.device_index), self.backend, self.backend)
-        decision = self._decide(plan)
-        if isinstance(decision, Accepted):
-            if expected:
-                checks.fail(f"{self.backend} accepts {case}, but is expected to refuse it with {expected}")
-            return Plan(request, plan.platform, self.backend, decision.backward_by or self.backend)
-        checks.check_reasons(decision.reasons)
-        if not expected:
-            checks.fail(
-                f"{self.backend} refuses {case}, which it is expected to compute: {'; '.join(decision.reasons)}. "
-                f"If that is meant, add to refuses the case or one of its tags: {', '.join(sorted(case.tags))}"
-            )
-        for text in expected:
-            if not any(text in reason for reason in decision.reasons):
-                checks.fail(f"{self.backend} refuses {case}, but {text!r} is in none of its reasons {decision.reasons}")
-        return None
+        labels = case.tags | {case.name, "training" if is_training else "inference"}
+        decision = self.decide(request, str(case), labels)
+        if decision is None:
+            return None
+        return Plan(request, self.platform(), self.backend, decision.backward_by or self.backend)
 
-    def _decide(self, plan: Plan) -> Accepted | Refused:
-        select_backend = self._manager().caller("select_backend", self.backend)
-        answers = select_backend(request=plan.request, platform=plan.platform)
-        if len(answers) != 1 or not isinstance(answers[0], Accepted | Refused):
-            checks.fail(f"select_backend returns Accepted or Refused, not {answers[0] if answers else None!r}")
-        if select_backend(request=plan.request, platform=plan.platform) != answers:
-            checks.fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
-        decision: Accepted | Refused = answers[0]
-        return decision
+    def expected_refusals(self, case: Case, *, is_training: bool) -> tuple[str, ...]:
+        """Texts that the backend's reasons contain when it must refuse the case; empty when it must accept it."""
+        return self.expected(case.tags | {case.name, "training" if is_training else "inference"})
 
-    def _forward(self, plan: Plan, tensors: AttentionTensors) -> Any:
-        return self._run("forward", plan.forward_backend, _by_name(tensors), plan=plan, tensors=tensors)
-
-    def _backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Any:
-        inputs = _by_name(residuals.tensors) | {"out": residuals.out, "lse": residuals.lse, "dout": dout}
-        if dlse is not None:
-            inputs["dlse"] = dlse
-        return self._run(
-            "backward", plan.backward_backend, inputs, plan=plan, residuals=residuals, dout=dout, dlse=dlse
-        )
-
-    def _run(self, hook: str, backend: str, inputs: Mapping[str, torch.Tensor], **arguments: Any) -> Any:
-        """Call a hook as the library does, outside autograd, and watch what it does to memory and to the host."""
-        run = self._manager().caller(hook, backend)
-        device_type = torch.device(self.device).type
-        with (
-            torch.no_grad(),
-            checks.unmodified(inputs),
-            checks.synchronisation_is_an_error(device_type),
-            checks.PoisonedMemory(),  # type: ignore[no-untyped-call]
-        ):
-            return run(**arguments)
-
-    def _manager(self) -> BackendManager:
-        return get_manager() if self.manager is None else self.manager
-
-    def _generator(self) -> torch.Generator:
-        seed = secrets.randbits(31) if self.seed is None else self.seed
-        print(f"seed = {seed}")  # pytest shows it when the test fails
-        return torch.Generator().manual_seed(seed)
+    def _check_decision_again(self, plan: Plan) -> None:
+        if not isinstance(self._answer(plan.request), Accepted):
+            checks.fail("select_backend gives two answers to one request, another one after the call")
 
 
-def _by_name(tensors: AttentionTensors) -> dict[str, torch.Tensor]:
-    return {name: x for name, x in vars(tensors).items() if isinstance(x, torch.Tensor)}
-
-
-def _labels(case: Case, is_training: bool) -> frozenset[str]:
-    return case.tags | {case.name, "training" if is_training else "inference"}
+def _results(output: Any) -> dict[str, Any]:
+    return vars(output) if hasattr(output, "__dict__") else {}

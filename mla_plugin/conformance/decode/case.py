@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
+from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.decode import DecodeRequest
 
 OTHER_PAGES = 3
@@ -34,6 +37,12 @@ class DecodeCase:
         return_lse: lse is asked for.
         is_packed: c_kv and k_rope are views of one tensor, and so are the queries.
         is_large: a real size, for CUDA devices only.
+        softmax_scale: 0.1353 is DeepSeek-V3's, where YaRN multiplies 192 ** -0.5 by 1.87.
+        scores: ``large`` are 100 and more.
+        query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
+        cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence.
+        table_storage: of the page table.
+        shares_pages: the sequences' first pages are the same ones, as a cache of common prefixes has it.
     """
 
     name: str
@@ -52,9 +61,20 @@ class DecodeCase:
     return_lse: bool = True
     is_packed: bool = True
     is_large: bool = False
+    softmax_scale: float = 0.1353
+    scores: Literal["normal", "large"] = "normal"
+    query_storage: Storage = "contiguous"
+    cache_storage: Literal["contiguous", "sliced_dims", "sliced_batch"] = "contiguous"
+    table_storage: Literal["contiguous", "sliced_dims"] = "contiguous"
+    shares_pages: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def cost(self) -> float:
+        """Million multiplications, to choose cases for a slow interpreter by."""
+        return sum(self.lengths) * self.seqlen_q * self.num_heads * (2 * self.rank + self.rope) / 1e6
 
     @property
     def tags(self) -> frozenset[str]:
@@ -65,13 +85,23 @@ class DecodeCase:
             "contiguous": self.page_size is None,
             "several_queries": self.seqlen_q > 1,
             "causal": self.causal and self.seqlen_q > 1,
+            "all_keys": not self.causal and self.seqlen_q > 1,
             "empty_sequences": 0 in self.lengths,
             "leftpad": self.leftpads is not None,
             "return_lse": self.return_lse,
             "no_host_lengths": not self.has_host_lengths and self.has_seqlens_kv,
             "host_lengths": self.has_host_lengths,
+            "full_cache": not self.has_seqlens_kv,
+            "strided_queries": self.query_storage != "contiguous",
+            "strided_cache": self.cache_storage != "contiguous",
+            "unaligned_rows": not self.has_aligned_rows,
+            "sliced_page_table": self.page_size is not None and self.table_storage != "contiguous",
+            "shared_pages": self.shares_pages,
+            "pair_of_caches": not self.is_packed,
+            f"scores_{self.scores}": self.scores != "normal",
         }
         named = {"all", DTYPE_NAMES[self.dtype], f"ranks={self.rank}/{self.rope}", f"page_size={self.page_size}"}
+        named |= {f"queries={self.seqlen_q}", f"heads={self.num_heads}"}
         return frozenset(named | {name for name, holds in facts.items() if holds})
 
     @property
@@ -81,6 +111,14 @@ class DecodeCase:
             return max(self.lengths)
         rows = max(self.lengths) + 5 if self.rows is None else self.rows
         return rows if self.page_size is None else -(-rows // self.page_size) * self.page_size
+
+    @property
+    def has_aligned_rows(self) -> bool:
+        """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
+        extra = 8 if self.cache_storage == "sliced_dims" else 0
+        whole = self.rank + self.rope
+        steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + extra or 1)
+        return all(step * self.dtype.itemsize % 16 == 0 for step in steps)
 
     def request(self, device: torch.device | str) -> DecodeRequest:
         """The request of the case."""
@@ -100,55 +138,71 @@ class DecodeCase:
             has_seqlens_kv=self.has_seqlens_kv,
             has_host_lengths=self.has_host_lengths or not self.has_seqlens_kv,
             has_leftpad_kv=self.leftpads is not None,
+            has_aligned_rows=self.has_aligned_rows,
             return_lse=self.return_lse,
         )
 
+    def other(self) -> DecodeCase:
+        """A call of the same request whose sequences have other lengths, in a cache of the same size."""
+        leftpads = self.leftpads and self.leftpads[::-1]
+        return replace(self, lengths=self.lengths[::-1], leftpads=leftpads, rows=self.capacity)
+
     def tensors(self, device: torch.device | str, generator: torch.Generator, poison: float) -> DecodeTensors:
         """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are absurd."""
-
-        def draw(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=generator, dtype=torch.float64).to(device, self.dtype)
-
+        draw = Draw(self.dtype, torch.device(device), generator)
         batch, width = len(self.lengths), self.rank + self.rope
-        queries = draw(batch, self.seqlen_q, self.num_heads, width)
-        tokens = draw(batch, self.capacity, width)
+        queries = draw.normal((batch, self.seqlen_q, self.num_heads, width))
+        if self.scores == "large":
+            queries = queries * 20.0
+        tokens = draw.normal((batch, self.capacity, width))
+        if self.shares_pages and self.page_size is not None:
+            tokens[:, : self.page_size] = tokens[:1, : self.page_size].clone()
         for b, length in enumerate(self.lengths):
-            tokens[b, length:] *= poison
-        page_table = None
-        cache = tokens
-        if self.page_size is not None:
-            cache, page_table = self._in_pages(tokens, generator, poison)
-        parts = [queries[..., : self.rank], queries[..., self.rank :], cache[..., : self.rank], cache[..., self.rank :]]
-        if not self.is_packed:
-            parts = [x.clone(memory_format=torch.contiguous_format) for x in parts]
+            if not (self.shares_pages and self.page_size and length < self.page_size):
+                tokens[b, length:] *= poison
+        cache, page_table = (tokens, None) if self.page_size is None else self._in_pages(draw, tokens, poison)
+        whole_or_parts = [(cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])]
+        stored = [self._cache(draw, x) for x in whole_or_parts[0]]
+        c_kv, k_rope = (stored[0][..., : self.rank], stored[0][..., self.rank :]) if self.is_packed else stored
+        parts = [queries] if self.is_packed else [queries[..., : self.rank], queries[..., self.rank :]]
+        placed = [draw.placed(x.contiguous(), self.query_storage, LAYOUTS["bshd"]) for x in parts]
+        q_nope, q_rope = (placed[0][..., : self.rank], placed[0][..., self.rank :]) if self.is_packed else placed
         seqlens_kv = lengths = leftpad_kv = None
         if self.has_seqlens_kv:
-            seqlens_kv = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+            given = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+            seqlens_kv = draw.placed(given, "contiguous")
             lengths = DecodeLengths(self.lengths, seqlens_kv=seqlens_kv) if self.has_host_lengths else None
         if self.leftpads is not None:
             leftpad_kv = torch.tensor(self.leftpads, dtype=torch.int32, device=device)
         return DecodeTensors(
-            *(parts[0], parts[1], parts[2], parts[3]),
-            softmax_scale=0.1353,  # DeepSeek-V3: YaRN multiplies 192 ** -0.5 by 1.87
+            *(q_nope, q_rope, c_kv, k_rope),
+            softmax_scale=self.softmax_scale,
             causal=self.causal and self.seqlen_q > 1,
             return_lse=self.return_lse,
-            page_table=page_table,
+            page_table=None if page_table is None else draw.placed(page_table, self.table_storage),
             seqlens_kv=seqlens_kv,
             leftpad_kv=leftpad_kv,
             lengths=lengths,
         )
 
-    def _in_pages(
-        self, tokens: torch.Tensor, generator: torch.Generator, poison: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cache(self, draw: Draw, values: torch.Tensor) -> torch.Tensor:
+        """The cache as ``cache_storage`` says; what lies between is NaN."""
+        if self.cache_storage == "sliced_batch":
+            whole = draw.placed(values.new_full((2 * len(values), *values.shape[1:]), torch.nan), "contiguous")
+            return whole[::2].copy_(values)
+        return draw.placed(values, self.cache_storage)
+
+    def _in_pages(self, draw: Draw, tokens: torch.Tensor, poison: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The same rows in shuffled pages, and the page table; entries behind the used ones name no page."""
         assert self.page_size is not None
         batch, capacity, width = tokens.shape
         each = capacity // self.page_size
-        order = torch.randperm(batch * each + OTHER_PAGES, generator=generator)
-        cache = torch.randn(len(order), self.page_size, width, generator=generator).to(tokens) * poison
+        order = torch.randperm(batch * each + OTHER_PAGES, generator=draw.generator)
+        cache = draw.normal((len(order), self.page_size, width)) * poison
         page_table = torch.full((batch, each + 1), 2**30, dtype=torch.int32)
         pages = order[: batch * each].view(batch, each)
+        if self.shares_pages:
+            pages[:, 0] = pages[0, 0]
         for b, length in enumerate(self.lengths):
             used = -(-length // self.page_size)
             page_table[b, :used] = pages[b, :used]

@@ -1,9 +1,9 @@
-"""The catalogue of decode cases: small ones for every device, and large ones with real sizes for CUDA devices."""
+"""The catalogue of decode cases: edges by hand, every pair of factors by ``factors``, real sizes for CUDA devices."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.conformance.decode.factors import SPACE
 
-RANKS = ((512, 64), (256, 32), (128, 64), (512, 0), (128, 0))
-PAGE_SIZES = (1, 3, 16, 64, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REAL: dict[str, dict[str, Any]] = {
     "deepseek_tp8": {"num_heads": 16},
@@ -25,40 +24,53 @@ REAL: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
-    """The small cases, or the large ones."""
-    if large:
-        return tuple(_large())
+    """The small cases of a backend that accepts everything, or the large ones."""
+    return tuple(_large()) if large else (*_edges(), *_every_pair())
+
+
+def decode_cases_for(accepts: Callable[[DecodeCase], bool], *, is_quick: bool = False) -> tuple[DecodeCase, ...]:
+    """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts.
+
+    Args:
+        accepts: whether it accepts a case.
+        is_quick: every third pair alone, beside the edges.
+    """
+    pairs = _every_pair()
+    if not all(map(accepts, (*_edges(), *pairs))):
+        pairs = SPACE.cases(accepts)
+    return (*_edges(), *(pairs[::3] if is_quick else pairs))
+
+
+@functools.cache
+def _every_pair() -> tuple[DecodeCase, ...]:
+    return SPACE.cases()
+
+
+@functools.cache
+def _edges() -> tuple[DecodeCase, ...]:
     return tuple(
-        replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype) for case in _small() for dtype in DTYPES
+        replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
+        for index, case in enumerate(_small())
+        for dtype in (DTYPES if index < 4 else (DTYPES[index % 3],))
     )
 
 
 def _small() -> Iterator[DecodeCase]:
-    for rank, rope in RANKS:
-        for page_size in (None, 64):
-            place = "contiguous" if page_size is None else "paged"
-            yield DecodeCase(f"ranks_{rank}_{rope}-{place}", rank=rank, rope=rope, page_size=page_size)
-    for page_size in PAGE_SIZES:
-        for seqlen_q in (1, 2, 3, 4):
-            name = f"page_{page_size}-queries_{seqlen_q}"
-            yield DecodeCase(name, page_size=page_size, seqlen_q=seqlen_q, has_host_lengths=True)
-    for seqlen_q in (1, 2, 4):
-        yield DecodeCase(f"contiguous-queries_{seqlen_q}", seqlen_q=seqlen_q)
-        yield DecodeCase(f"full_cache-queries_{seqlen_q}", seqlen_q=seqlen_q, lengths=(67, 67), has_seqlens_kv=False)
-    yield DecodeCase("all_keys", seqlen_q=3, causal=False, page_size=16)
+    host: dict[str, Any] = {"page_size": 64, "has_host_lengths": True}
+    yield DecodeCase("paged", **host)
+    yield DecodeCase("contiguous")
+    yield DecodeCase("host_lengths-paged-queries_4-heads_40", seqlen_q=4, num_heads=40, **host)
+    yield DecodeCase("paged-queries_2-512_64", rank=512, seqlen_q=2, **host)
+    yield DecodeCase("full_cache-queries_4", seqlen_q=4, lengths=(67, 67), has_seqlens_kv=False)
     yield DecodeCase("pair_of_caches", is_packed=False, page_size=16, seqlen_q=2)
     yield DecodeCase("pair_of_contiguous_caches", is_packed=False)
-    yield DecodeCase("without_lse", return_lse=False, page_size=16)
+    yield DecodeCase("ranks_128_0", rank=128, rope=0, page_size=16)
     for page_size in (None, 64):
         place = "contiguous" if page_size is None else "paged"
-        host: dict[str, Any] = {"page_size": page_size, "has_host_lengths": True}
-        yield DecodeCase(f"host_lengths-{place}", **host)
-        yield DecodeCase(f"host_lengths-{place}-queries_3-heads_4", seqlen_q=3, num_heads=4, **host)
-        yield DecodeCase(f"host_lengths-{place}-queries_4-heads_40", seqlen_q=4, num_heads=40, **host)
-        yield DecodeCase(f"host_lengths-{place}-512_64", rank=512, return_lse=False, **host)
         leftpads: dict[str, Any] = {"leftpads": (5, 1, 0, 130), "page_size": page_size}
-        yield DecodeCase(f"leftpad-{place}", **leftpads)
         yield DecodeCase(f"leftpad-{place}-queries_3", seqlen_q=3, **leftpads)
+    yield DecodeCase("keys_2050", lengths=(2050,), rank=72, rope=8, page_size=64)
+    yield DecodeCase("batch_17", lengths=tuple(range(3, 20)), rank=72, rope=8, page_size=16)
 
 
 def _large() -> Iterator[DecodeCase]:

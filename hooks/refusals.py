@@ -1,0 +1,45 @@
+"""Reasons that most attention backends share, for their ``select_backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mla_plugin.hooks.attention import AttentionRequest
+
+
+def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
+    """Yield the reasons of a backend that computes softmax(scores) @ V over expanded K and V, and nothing else.
+
+    What is left to the backend are layouts, masks, windows, lengths, grouped heads, head dimensions and dtypes. A
+    backend that computes one of these yields the others itself.
+
+    Args:
+        request: what is asked for: dropout, a bias, fp8, another softmax, a score function, a key-value cache, the
+            largest logit, split sums and context parallelism are refused.
+
+    Yields:
+        one reason for each, with the value found and the one accepted.
+    """
+    if request.dropout_p:
+        yield f"dropout_p={request.dropout_p}, accepted is 0"
+    if request.bias_type != "no_bias":
+        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+    yield from beyond_plain_attention(request)
+
+
+def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
+    """The same for a backend that computes a bias and dropout too."""
+    if request.softmax_type != "vanilla":
+        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+    if request.has_score_mod or request.has_score_mod_bprop:
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+    if request.fp8:
+        yield "fp8=True, accepted is False"
+    if request.return_max_logit:
+        yield "return_max_logit=True, accepted is False"
+    if request.num_splits != 1:
+        yield f"num_splits={request.num_splits}, accepted is 1"
+    if request.has_kv_cache:
+        yield "has_kv_cache=True, accepted is False"
+    if request.context_parallel:
+        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"

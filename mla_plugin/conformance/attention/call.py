@@ -1,0 +1,119 @@
+"""One call of a case with its data, what it must give, and the hooks that compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.oracle import Oracle
+from mla_plugin.conformance.budget import Roundings, Yardstick
+from mla_plugin.conformance.watch import as_the_library
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
+from mla_plugin.hooks.manager import BackendManager
+
+
+@dataclass(frozen=True)
+class Call:
+    """A case with its data: what a hook is given.
+
+    Attributes:
+        case: that the data was drawn for.
+        request: its request.
+        tensors: the inputs; those that the case says require a gradient.
+        dout, dlse: what the backward is given; without a backward they are not used.
+    """
+
+    case: Case
+    request: AttentionRequest
+    tensors: AttentionTensors
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        request: AttentionRequest,
+        device: str,
+        generator: torch.Generator,
+        padding_poison: float,
+    ) -> Call:
+        """Fresh data."""
+        tensors = case.tensors(device, generator, padding_poison=padding_poison)
+        dout, dlse = case.cotangents(device, generator, padding_poison=padding_poison)
+        if request.is_training:
+            needing = {name: getattr(tensors, name).detach().requires_grad_() for name in case.needs_gradient}
+            if request.bias_requires_grad and tensors.bias is not None:
+                needing["bias"] = tensors.bias.detach().requires_grad_()
+            tensors = replace(tensors, **needing)
+        return cls(case, request, tensors, dout, dlse)
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor | None]:
+        """The tensors by name."""
+        return {name: x for name, x in vars(self.tensors).items() if isinstance(x, torch.Tensor)}
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """What the call must give."""
+        return Oracle(self.request, self.tensors)
+
+    @cached_property
+    def _expected(self) -> tuple[Yardstick, Yardstick]:
+        return self.oracle.forward()
+
+    def expected(self) -> tuple[Yardstick, Yardstick]:
+        """out and lse."""
+        return self._expected
+
+    def partial(self, generator: torch.Generator) -> AttentionOutput:
+        """out and lse over these keys and others that this call does not see, as context parallelism merges them."""
+        out, lse = self._expected
+        share = torch.rand(lse.exact.shape, generator=generator, dtype=torch.float64).to(lse.exact.device) * 0.7 + 0.2
+        others = torch.randn(out.exact.shape, generator=generator, dtype=torch.float64).to(out.exact.device)
+        rows = share[None, ..., None] if self.case.is_packed else share[..., None]
+        rows = self.request.layout.from_bhsd(rows)
+        merged = torch.where(out.sigma > 0, rows * out.exact + (1 - rows) * others, 0.0)
+        whole = (lse.exact - share.log()).to(lse_dtype(self.case.dtype))
+        return AttentionOutput(merged.to(self.case.dtype), whole)
+
+    def expected_gradients(self, partial: AttentionOutput | None = None) -> dict[str, Yardstick]:
+        """The gradients for the call's own out and lse, or for those that ``partial`` gave."""
+        if partial is None:
+            return self._own_gradients
+        given = partial.out.double()
+        rounded = Yardstick(given, Roundings.of(self.case.dtype).step * given.abs())
+        return self.oracle.backward(rounded, partial.lse, self.dout, self.dlse)
+
+    @cached_property
+    def _own_gradients(self) -> dict[str, Yardstick]:
+        out, lse = self._expected
+        return self.oracle.backward(out, lse.exact, self.dout, self.dlse)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """The hooks of a backend, called as the library does: outside autograd, and watched."""
+
+    manager: BackendManager
+    device_type: str
+
+    def forward(self, plan: Plan, call: Call, *, is_poisoned: bool = True) -> Any:
+        """The forward of a call; ``is_poisoned`` fills uninitialised memory with NaN."""
+        run = self.manager.caller("forward", plan.forward_backend)
+        with as_the_library(self.device_type, call.inputs, is_poisoned=is_poisoned):
+            return run(plan=plan, tensors=call.tensors)
+
+    def backward(self, plan: Plan, call: Call, output: AttentionOutput, *, is_poisoned: bool = True) -> Any:
+        """The backward of a call, given an out and an lse."""
+        run = self.manager.caller("backward", plan.backward_backend)
+        residuals = Residuals(call.tensors, output.out, output.lse)
+        inputs = {**call.inputs, "out": output.out, "lse": output.lse, "dout": call.dout, "dlse": call.dlse}
+        with as_the_library(self.device_type, inputs, is_poisoned=is_poisoned):
+            return run(plan=plan, residuals=residuals, dout=call.dout, dlse=call.dlse)

@@ -1,0 +1,128 @@
+"""What the suites of both operations share: the backend, its decisions, what it is expected to refuse."""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.case import PADDING_POISON
+from mla_plugin.conformance.watch import check_same_in_other_environments
+from mla_plugin.device import platform
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.manager import BackendManager, get_manager
+from mla_plugin.hooks.types import Accepted, Platform, Refused
+
+CaseT = TypeVar("CaseT")
+_made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""The cases of each suite class: they are asked for by every test, and made of a thousand decisions."""
+
+
+class Suite:
+    """The attributes and decisions of a suite; see ``BackendConformance``."""
+
+    backend: str = ""
+    device: str = "cpu"
+    refuses: Mapping[str, str] | None = MappingProxyType({})
+    manager: BackendManager | None = None
+    seed: int | None = None
+    padding_poison: float = PADDING_POISON
+    quick: bool = False
+    is_slow: bool = False
+    decision: Accepted | Refused | None = None
+    """The answer to the case that ran last, for whoever draws a matrix."""
+
+    def platform(self) -> Platform:
+        """The platform that requests are judged for; override it where the backend's library is replaced in a test."""
+        device = torch.device(self.device)
+        return platform(device.type, device.index)
+
+    def takes(self, request: AttentionRequest | DecodeRequest) -> bool:
+        """Whether the backend takes a request; one whose answer is an error is taken, so that a test shows it."""
+        try:
+            return not isinstance(self._answer(request), Refused)
+        except Exception:
+            return True
+
+    def _once(self, make: Callable[[], tuple[CaseT, ...]], otherwise: tuple[CaseT, ...]) -> tuple[CaseT, ...]:
+        """What ``make`` gives, made once for a backend; ``otherwise`` where there is no such device."""
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            return otherwise
+        key = (type(self), self.backend, self.device, self.quick, id(self.manager))
+        if key not in _made:
+            _made[key] = make()
+        return _made[key]
+
+    def expected(self, labels: frozenset[str]) -> tuple[str, ...]:
+        """Texts that the reasons must contain for a case of these tags."""
+        return tuple(text for key, text in (self.refuses or {}).items() if labels.issuperset(key.split()))
+
+    def check_keys(self, labels: list[frozenset[str]]) -> None:
+        """Every key of ``refuses`` is a case or tags that one case has together."""
+        known = sorted(frozenset().union(*labels))
+        for key in self.refuses or ():
+            if any(found.issuperset(key.split()) for found in labels):
+                continue
+            unknown = [tag for tag in key.split() if tag not in known]
+            tags = [tag for tag in known if not tag.startswith(("pairs-", "alone-"))]
+            close = [near for tag in unknown for near in difflib.get_close_matches(tag, tags, 2)]
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            what = f"{', '.join(map(repr, unknown))} is no tag" if unknown else "each is a tag, no case has them all"
+            checks.fail(
+                f"refuses names {key!r}, which is neither a case nor tags that one case has together: {what}{hint} "
+                f"Tags: {', '.join(tags)}"
+            )
+
+    def decide(self, request: AttentionRequest | DecodeRequest, name: str, labels: Iterable[str]) -> Accepted | None:
+        """The acceptance of a case, or None after a refusal that was expected."""
+        labels = frozenset(labels)
+        expected = self.expected(labels)
+        decision = self.decision = self._checked_answer(request)
+        if isinstance(decision, Accepted):
+            if expected:
+                checks.fail(f"{self.backend} accepts {name}, but is expected to refuse it with {expected}")
+            return decision
+        checks.check_reasons(decision.reasons)
+        if not expected and self.refuses is not None:
+            checks.fail(
+                f"{self.backend} refuses {name}, which it is expected to compute: {'; '.join(decision.reasons)}. "
+                f"If that is meant, add to refuses the case or one of its tags: {', '.join(sorted(labels))}"
+            )
+        for text in expected:
+            if not any(text in reason for reason in decision.reasons):
+                checks.fail(f"{self.backend} refuses {name}, but {text!r} is in none of its reasons {decision.reasons}")
+        return None
+
+    def _checked_answer(self, request: AttentionRequest | DecodeRequest) -> Accepted | Refused:
+        decision = self._answer(request)
+        if not isinstance(decision, Accepted | Refused):
+            checks.fail(f"select_backend returns Accepted or Refused, not {decision!r}")
+        check_same_in_other_environments(lambda: self._answer(request), decision)
+        return decision
+
+    def _answer(self, request: AttentionRequest | DecodeRequest) -> Any:
+        answers = self._manager().caller("select_backend", self.backend)(request=request, platform=self.platform())
+        return answers[0] if len(answers) == 1 else None
+
+    def _repeats(self, name: str) -> bool:
+        """Whether a case makes a second call and one through the library: for a slow backend one case in four does."""
+        return not self.is_slow or zlib.crc32(name.encode()) % 4 == 0
+
+    def _goes_through_the_library(self) -> bool:
+        """False where the platform is replaced: the library would judge the request for the real one."""
+        return type(self).platform is Suite.platform
+
+    def _manager(self) -> BackendManager:
+        return get_manager() if self.manager is None else self.manager
+
+    def _generator(self) -> torch.Generator:
+        seed = secrets.randbits(31) if self.seed is None else self.seed
+        print(f"seed = {seed}")  # pytest shows it when the test fails
+        return torch.Generator().manual_seed(seed)

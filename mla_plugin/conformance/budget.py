@@ -1,0 +1,122 @@
+"""How far a result may be from the exact one: what the roundings of the same computation in the case's dtype add up to.
+
+A ``Yardstick`` holds the exact values and, for each element, the standard deviation of the error that independent
+roundings make: of the scores, the softmax weights, their gradients and the result to the case's dtype, and of every sum
+in float32 (float64 for float64). It is computed from the inputs, so it neither depends on luck nor on a second run.
+
+Three things are held to it. The largest error of one element shows a key too many or too few; the root mean square
+shows sums in a low precision; and the gain, <got, exact> / <exact, exact>, shows a factor of half a percent, which no
+norm of the error does: roundings go both ways and cancel in it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+LARGEST = 9.0
+"""Standard deviations that one element may be off."""
+MEAN = 2.0
+"""Twice what plain PyTorch in the dtype makes, of all elements together."""
+GAIN = 8.0
+"""Standard deviations that the gain may be off."""
+
+
+class ConformanceError(AssertionError):
+    """A backend does not keep the contract of ``mla_plugin.hooks.spec``."""
+
+
+def fail(message: str) -> NoReturn:
+    """Raise ConformanceError."""
+    raise ConformanceError(message)
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """The roundings of one dtype.
+
+    Attributes:
+        step: standard deviation of the relative error of one rounding to the dtype.
+        tiny: the same of the absolute error near 0, where float16 has few numbers.
+        sum: relative error of a sum in the accumulator, of the sum of its terms' absolute values.
+    """
+
+    step: float
+    tiny: float
+    sum: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Roundings:
+        """Half a unit in the last place is the most that a rounding changes; it is spread evenly."""
+        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+        info = torch.finfo(dtype)
+        step = info.eps / 2 / math.sqrt(3)
+        tiny = info.smallest_normal * (step if dtype == torch.float16 else 1.0)  # others may flush to zero below it
+        return cls(step, tiny, 4 * torch.finfo(accumulator).eps)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Exact values and the standard deviation of their error, both float64, one shape."""
+
+    exact: torch.Tensor
+    sigma: torch.Tensor
+
+
+def check_error(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
+    """Fail unless the largest error, their root mean square and the gain are what roundings explain."""
+    _check_no_nan(name, got)
+    exact, sigma = yardstick.exact, yardstick.sigma
+    error = (got.double() - exact).abs_()
+    ratio = error / sigma  # 0 / 0 is NaN where 0 is exact, and x / 0 is infinite
+    count = int((sigma > 0).sum())
+    ratio.nan_to_num_(0.0, torch.inf)
+    if not count and not ratio.numel():
+        return
+    worst = float(ratio.max())
+    if worst == torch.inf and float((error * (sigma == 0)).max()) != 0:
+        fail(f"{name}: an element that must be exactly 0 is not")
+    if not worst <= LARGEST:
+        where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+        fail(
+            f"{name}: the error {error[where]:.3g} of the element {where}, {got[where].item():.6g} for "
+            f"{exact[where]:.6g}, is {worst:.3g} times what rounding explains; accepted is {LARGEST:g}"
+        )
+    if not count:
+        return
+    rows = max(1, count // exact.shape[-1]) if exact.dim() > 3 else count
+    mean, accepted = float(ratio.square_().sum().div(count).sqrt()), MEAN * (1 + 3 / math.sqrt(rows))
+    if not mean <= accepted:
+        fail(
+            f"{name}: the root-mean-square error is {mean:.3g} times what plain PyTorch's roundings explain; accepted "
+            f"is {accepted:.3g}"
+        )
+    _check_gain(name, got, yardstick)
+
+
+def _check_gain(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
+    """Errors in one row may be of one origin and add up; those of different rows are independent."""
+    exact, sigma = yardstick.exact, yardstick.sigma
+    power = float(exact.flatten() @ exact.flatten())
+    if not power:
+        return
+    gain = float(got.double().flatten() @ exact.flatten()) / power
+    spread = float((sigma * exact).abs_().sum(-1).norm()) / power
+    accepted = GAIN * spread
+    if not abs(gain - 1) <= accepted:
+        fail(
+            f"{name}: it is the exact result times {gain:.6g}; roundings explain {accepted:.2g} either way, so a "
+            "factor such as the scale is off, or something is added or missing everywhere"
+        )
+
+
+def _check_no_nan(name: str, x: torch.Tensor) -> None:
+    count = int(x.isnan().sum())
+    if count:
+        fail(
+            f"{name} has NaN in {count} of {x.numel()} elements: memory that was never written, memory that is not "
+            "the tensor's, scores that overflow, or a row that sees no key"
+        )

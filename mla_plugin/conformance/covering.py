@@ -1,0 +1,197 @@
+"""Few rows that hold every pair of levels of the factors: a covering array, made greedily and always the same.
+
+A fault that needs two things at once (a window and grouped heads) hides from cases that vary one at a time. All
+combinations are too many; a covering array of strength two has every pair of levels in some row, and what is asked for
+besides (``aspects``) in every combination of three.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Row = dict[str, Any]
+Marks = tuple[tuple[int, ...], int]
+CaseT = TypeVar("CaseT")
+
+_POOL = 1200
+"""Random rows, to learn what is possible and to begin with."""
+
+
+class _Coverage:
+    """What rows cover, as sets of bits: pairs of levels, and pairs of aspects with a third one."""
+
+    def __init__(self, aspects: Callable[[Row], Mapping[str, Any]]) -> None:
+        self._aspects = aspects
+        self._bits: dict[Any, int] = {}
+        self.missing: dict[int, int] = {}
+
+    def _bit(self, thing: Any) -> int:
+        return self._bits.setdefault(thing, len(self._bits))
+
+    def marks(self, row: Row) -> tuple[Marks, Marks]:
+        """(numbers of the levels, their set of bits), and the same of pairs of aspects and of aspects."""
+        levels = tuple(self._bit(item) for item in row.items())
+        aspects = [(f"~{name}", value) for name, value in self._aspects(row).items()]
+        pairs = tuple(self._bit(pair) for pair in itertools.combinations(aspects, 2))
+        return (levels, _set_of(levels)), (pairs, _set_of(self._bit(aspect) for aspect in aspects))
+
+    def add(self, row: Row) -> None:
+        """What the row covers is possible, so it is to be covered."""
+        for numbers, bits in self.marks(row):
+            for number in numbers:
+                self.missing[number] = self.missing.get(number, 0) | bits & ~(1 << number)
+
+    def gain(self, row: Row) -> int:
+        """How much of what is missing the row covers."""
+        missing = self.missing
+        return sum(
+            (missing.get(number, 0) & bits).bit_count() for numbers, bits in self.marks(row) for number in numbers
+        )
+
+    def remove(self, row: Row) -> None:
+        """The row has been chosen."""
+        for numbers, bits in self.marks(row):
+            for number in numbers:
+                self.missing[number] &= ~bits
+
+
+def _set_of(numbers: Any) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits
+
+
+def covering_rows(
+    factors: Mapping[str, Sequence[Any]],
+    *,
+    settle: Callable[[Row], Row],
+    aspects: Callable[[Row], Mapping[str, Any]],
+    accepts: Callable[[Row], bool] | None,
+    seed: str,
+) -> list[Row]:
+    """Rows in which every pair of levels occurs, and every triple of aspects.
+
+    Args:
+        factors: name to levels.
+        settle: makes a row possible where its levels exclude one another; it returns a new row.
+        aspects: coarse facts of a settled row, of which all triples are covered.
+        accepts: whether a settled row may be used; None for all.
+        seed: any text; rows depend on the arguments alone.
+
+    Returns:
+        settled rows. What no row can have, because ``settle`` changes it or ``accepts`` is against it, is left out.
+    """
+    rng, coverage = random.Random(seed), _Coverage(aspects)
+    drawn = (settle({name: rng.choice(levels) for name, levels in factors.items()}) for _ in range(_POOL))
+    pool = [row for row in drawn if accepts is None or accepts(row)]
+    for row in pool:
+        coverage.add(row)
+    rows = []
+    for start in pool:
+        if not coverage.gain(start):
+            continue
+        row = _climb(start, factors, settle, coverage, accepts, rng)
+        rows.append(row)
+        coverage.remove(row)
+        if coverage.gain(start):  # what made the start worth it was given up on the way
+            rows.append(start)
+            coverage.remove(start)
+    return rows
+
+
+def _climb(
+    row: Row,
+    factors: Mapping[str, Sequence[Any]],
+    settle: Callable[[Row], Row],
+    coverage: _Coverage,
+    accepts: Callable[[Row], bool] | None,
+    rng: random.Random,
+) -> Row:
+    """Change one factor after the other to the level with which the row covers the most."""
+    best = coverage.gain(row)
+    for name in rng.sample(list(factors), len(factors)):
+        for level in factors[name]:
+            other = settle(row | {name: level})
+            gain = coverage.gain(other)
+            if gain > best and (accepts is None or accepts(other)):
+                row, best = other, gain
+    return row
+
+
+@dataclass(frozen=True)
+class Space(Generic[CaseT]):
+    """All the calls of one operation.
+
+    Attributes:
+        name: of its cases.
+        factors: name to levels; the first ones together are the plainest call.
+        settle, aspects: as for ``covering_rows``.
+        case_of: a name and a settled row to a case.
+        needing: a factor to the levels of others that give it a meaning.
+        plain: the factors that are changed to find a call that a backend accepts.
+        labels: a row to the words in its case's name.
+    """
+
+    name: str
+    factors: Mapping[str, Sequence[Any]]
+    settle: Callable[[Row], Row]
+    aspects: Callable[[Row], Mapping[str, Any]]
+    case_of: Callable[[str, Row], CaseT]
+    needing: Callable[[str], Row]
+    plain: Sequence[str]
+    labels: Callable[[Row], str]
+
+    def cases(self, accepts: Callable[[CaseT], bool] | None = None) -> tuple[CaseT, ...]:
+        """The cases that hold every pair of what a backend accepts, and one for each level that it refuses.
+
+        Args:
+            accepts: whether the backend accepts a case; None for a backend that accepts everything.
+        """
+        if accepts is None:
+            return self._covering(self.factors, None)
+
+        def takes(row: Row) -> bool:
+            return accepts(self.case_of("", row))
+
+        plain = self._plainest(takes)
+        if plain is None:
+            return (self.case_of(f"{self.name}-plain", self.settle(self._default)),)
+        levels = {name: list(given) for name, given in self.factors.items()}
+        refused = []
+        for name, level in [(name, level) for name, given in self.factors.items() for level in given]:
+            beside = self._default | plain | {name: level}
+            beside |= {key: value for key, value in self.needing(name).items() if plain[key] == self._default[key]}
+            row = self.settle(beside)
+            if level not in (plain[name], None) and not takes(row):
+                levels[name].remove(level)
+                refused.append(self.case_of(f"{self.name}-without-{name}-{_text(level)}", row))
+        return (*self._covering(levels, takes), *refused)
+
+    @property
+    def _default(self) -> Row:
+        return {name: levels[0] for name, levels in self.factors.items()}
+
+    def _plainest(self, takes: Callable[[Row], bool]) -> Row | None:
+        """The plainest row that the backend takes: the default, or with up to three levels changed."""
+        rows: list[Row] = [self._default]
+        for _ in range(4):
+            found = next((row for row in map(self.settle, rows) if takes(row)), None)
+            if found is not None:
+                return found
+            rows = [row | {name: level} for row in rows for name in self.plain for level in self.factors[name][1:]]
+        return None
+
+    def _covering(self, factors: Mapping[str, Sequence[Any]], takes: Callable[[Row], bool] | None) -> tuple[CaseT, ...]:
+        rows: Iterable[Row] = covering_rows(
+            factors, settle=self.settle, aspects=self.aspects, accepts=takes, seed=self.name
+        )
+        return tuple(self.case_of(f"{self.name}-{i:03}-{self.labels(row)}", row) for i, row in enumerate(rows))
+
+
+def _text(level: object) -> str:
+    return "".join("_" if letter in " (),[]" else letter for letter in str(level).replace("torch.", ""))

@@ -1,0 +1,50 @@
+"""Decode in float64 with the error that roundings explain; see ``budget``."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.conformance.budget import Roundings, Yardstick
+from mla_plugin.reference import _cache_rows
+
+
+def expected(tensors: DecodeTensors) -> tuple[Yardstick, Yardstick]:
+    """out [B, S_q, H, R] and lse [B, H, S_q]; a query that sees no key gives 0 and -inf."""
+    q = torch.cat([tensors.q_nope_abs, tensors.q_rope], -1).double()
+    batch, seqlen_q, heads, _ = q.shape
+    rank = tensors.c_kv.shape[-1]
+    roundings = Roundings.of(tensors.q_nope_abs.dtype)
+    out, out_variance = (q.new_zeros((batch, seqlen_q, heads, rank)) for _ in range(2))
+    lse = q.new_full((batch, heads, seqlen_q), -torch.inf)
+    lse_error = torch.zeros_like(lse)
+    leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
+    for b, leftpad in enumerate(leftpads):
+        rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)
+        for i in range(seqlen_q):
+            end = len(rows) - seqlen_q + i + 1 if tensors.causal else len(rows)
+            if end <= leftpad:
+                continue
+            keys = rows[leftpad:end].double()
+            found = _attend(q[b, i], keys, rank, tensors.softmax_scale, roundings)
+            out[b, i], out_variance[b, i], lse[b, :, i], lse_error[b, :, i] = found
+    return Yardstick(out, out_variance.sqrt()), Yardstick(lse, lse_error)
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, rank: int, softmax_scale: float, roundings: Roundings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One query token: q [H, R + Dr], keys [S_kv, R + Dr] to out, its variance, lse and its error."""
+    values = keys[:, :rank]
+    scores = (q @ keys.T) * softmax_scale
+    sums = roundings.sum * (softmax_scale * (q.abs() @ keys.abs().T) + scores.abs())
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+    out = weights @ values
+    spread = weights.square() * ((2 * roundings.step * scores).square() + sums.square())
+    rounded = 2 * (roundings.step * weights).square() + roundings.tiny**2
+    squares = values.square()
+    variance = rounded @ squares + (roundings.step * out).square() + roundings.tiny**2
+    variance += (spread @ squares - 2 * out * (spread @ values) + out.square() * spread.sum(-1, keepdim=True)).clamp(0)
+    common = roundings.sum * (1 + lse.abs())[:, None]  # of exp(score - lse), when nothing divides by the sum again
+    variance += (roundings.sum * (weights @ values.abs())).square() + (common * out).square()
+    return out, variance, lse, (weights * sums).sum(-1) + roundings.sum * (lse.abs() + 1)

@@ -1,0 +1,156 @@
+"""What is watched while a hook runs: memory that is never written, inputs, the random state, the host's waiting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mla_plugin import environment
+from mla_plugin.conformance.budget import fail
+
+_ALLOCATIONS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """Fills every floating-point tensor that is allocated uninitialised with NaN, so that what is never written shows.
+
+    ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
+    algorithms, which change what is under test.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _ALLOCATIONS and result.is_floating_point():
+            result.fill_(torch.nan)
+        if isinstance(result, list):  # one with None, which stands for an undefined tensor, cannot go back
+            return [torch.empty(0) if x is None else x for x in result]
+        return result
+
+
+@contextmanager
+def synchronisation_is_an_error(device_type: str) -> Iterator[None]:
+    """On a CUDA device, an operator of PyTorch that makes the host wait raises."""
+    if device_type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def unmodified(tensors: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """Fail when the memory behind a tensor, gaps between its elements included, changes inside the block."""
+    before = {name: _memory(x).clone() for name, x in tensors.items() if x is not None}
+    yield
+    for name, memory in before.items():
+        if not torch.equal(memory, _memory(tensors[name])):
+            fail(f"{name} was modified; a backend must leave its inputs as they are")
+
+
+def _memory(x: torch.Tensor | None) -> torch.Tensor:
+    assert x is not None
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.detach().untyped_storage())
+
+
+@contextmanager
+def random_state_kept(device_type: str) -> Iterator[None]:
+    """Fail when the global random state of PyTorch or Python changes inside the block."""
+    before = _random_state(device_type)
+    yield
+    for name, state in _random_state(device_type).items():
+        same = torch.equal(state, before[name]) if isinstance(state, torch.Tensor) else state == before[name]
+        if not same:
+            fail(f"the random state of {name} was changed; use a generator of your own")
+
+
+def _random_state(device_type: str) -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()[1][:4]}
+    if device_type == "cuda":
+        states["torch.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+@contextmanager
+def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], *, is_poisoned: bool) -> Iterator[None]:
+    """Around a hook: autograd and autocast off, as in the library, and everything watched."""
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(torch.no_grad())
+        enter(unmodified(inputs))
+        enter(random_state_kept(device_type))
+        enter(synchronisation_is_an_error(device_type))
+        if is_poisoned:
+            enter(PoisonedMemory())  # type: ignore[no-untyped-call]
+        enter(torch._C._AutoDispatchBelowAutograd())
+        enter(torch._C._DisableAutocast())
+        yield
+
+
+class Kept:
+    """Results that the caller keeps while other calls run, and what they were."""
+
+    def __init__(self, words: str, **tensors: torch.Tensor | None) -> None:
+        self._words = words
+        self._tensors = {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+        self._before = {name: x.clone() for name, x in self._tensors.items()}
+
+    def check(self) -> None:
+        """Fail when one of them is no longer what it was."""
+        for name, x in self._tensors.items():
+            if not _equal_bits(x, self._before[name]):
+                fail(f"{name} {self._words} was changed by a later call; return fresh memory each time")
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+def check_no_graph(**tensors: torch.Tensor | None) -> None:
+    """Results of a hook belong to no graph."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and (x.requires_grad or x.grad_fn is not None):
+            fail(f"{name} requires a gradient; autograd is the library's part, return a plain tensor")
+
+
+def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
+    """Results lie in memory of their own."""
+    owners = {_address(x): name for name, x in inputs.items() if x is not None and x.numel()}
+    for name, x in results.items():
+        owner = owners.get(_address(x)) if isinstance(x, torch.Tensor) and x.numel() else None
+        if owner is not None:
+            fail(f"{name} shares its memory with {owner}; return a fresh tensor")
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def check_same_in_other_environments(ask: Callable[[], object], answer: object) -> None:
+    """Ask again with every variable that was read changed: the answer may depend on its arguments alone."""
+    with environment.recorded_reads() as read:
+        again = ask()
+    if again != answer:
+        fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
+    for name in dict.fromkeys(read):
+        for value in ("0", "1", "other"):
+            with environment.changed_variable(name, value):
+                other = ask()
+            if other != answer:
+                fail(
+                    f"select_backend answers otherwise with {name}={value} in the environment; the answer is cached, "
+                    "so it must depend on the request and the platform alone"
+                )

@@ -1,0 +1,85 @@
+"""Hold every broken backend against the suite, and write down which case catches it first.
+
+    python -m tests.conformance.whole_table [attention|decode] [NAME ...]
+
+It takes ten minutes. ``caught.json``, which the tests go by, keeps what it finds; a backend that nothing catches is
+printed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mla_plugin.conformance import BackendConformance, DecodeConformance
+from tests.conformance.mutants import HERE, Broken, manager_of, module_of
+
+SUITES = {"attention": BackendConformance, "decode": DecodeConformance}
+GENERAL = {
+    "attention": ("test_what_no_tensors_go_with_is_refused", "test_dropout"),
+    "decode": ("test_attention_is_answered",),
+}
+CAUGHT = HERE / "caught.json"
+
+
+def suite_of(
+    operation: str, fault: Broken | None, constants: dict[str, object] | None = None, **attributes: object
+) -> BackendConformance | DecodeConformance:
+    """The suite over the correct backend of an operation, or over one with a fault."""
+    manager = manager_of(module_of(f"plain_{operation}", fault, **(constants or {})))
+    members = {"backend": "sample", "manager": manager, "refuses": {}, **attributes}
+    return type(f"Test{operation}", (SUITES[operation],), members)()
+
+
+def runs_of(operation: str, suite: object, seed: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every test by name; the cases in an order of their own for each fault, so that many of them have to serve."""
+    for name in GENERAL[operation]:
+        yield name, getattr(suite, name)
+    given = list(suite.cases())
+    random.Random(seed).shuffle(given)
+    ways = ("test_backward", "test_forward") if operation == "attention" else ("test_decode",)
+    for case in given:
+        for way in ways:
+            yield f"{way}[{case}]", lambda way=way, case=case: getattr(suite, way)(case)
+
+
+def first_catch(operation: str, fault: Broken) -> tuple[str, str] | None:
+    """The test that fails first, and how."""
+    for name, test in runs_of(operation, suite_of(operation, fault), fault.name):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                test()
+        except Exception as error:
+            return name, f"{type(error).__name__}: {error}"
+    return None
+
+
+def main(operations: list[str], names: list[str]) -> int:
+    """Search, print and keep."""
+    torch.set_num_threads(1)
+    caught = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {name: {} for name in SUITES}
+    missed = 0
+    for operation in operations:
+        for fault in importlib.import_module(f"tests.conformance.broken_{operation}").BROKEN:
+            if names and fault.name not in names:
+                continue
+            found = first_catch(operation, fault)
+            missed += found is None
+            print(fault.name, "MISSED" if found is None else f"{found[0]}  {found[1][:90]}", flush=True)
+            if found is not None:
+                caught[operation][fault.name] = found[0]
+    CAUGHT.write_text(json.dumps(caught, indent=1) + "\n")
+    print(f"{missed} missed")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    chosen = [name for name in sys.argv[1:] if name in SUITES]
+    sys.exit(main(chosen or list(SUITES), [name for name in sys.argv[1:] if name not in SUITES]))
