@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.layout import to_bhsd
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance import Case
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.shared.packed import Rows, addressable
@@ -42,7 +42,7 @@ def test_a_dense_batch_with_lengths_is_laid_end_to_end(qkv_format: str) -> None:
     assert of_kernel.is_contiguous()
     of_kernel[:, 0] = torch.inf
     found = rows.lse(of_kernel)
-    visible = ~to_bhsd(case.is_padding("q"), qkv_format)[..., 0].expand(3, 3, 6)
+    visible = ~LAYOUTS[qkv_format].to_bhsd(case.is_padding("q"))[..., 0].expand(3, 3, 6)
     assert found[0, :, 0].isneginf().all()
     assert torch.equal(found[0, :, 1], lse[0, :, 1])
     assert found[~visible].isneginf().all()

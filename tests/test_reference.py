@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import LAYOUTS, from_bhsd, to_bhsd
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.reference import attention, attention_with_gradients, visibility
 
@@ -31,7 +31,7 @@ def random(*shape: int) -> torch.Tensor:
 
 def dense_tensors(qkv_format: str = "bshd", seqlen_q: int = S_Q, seqlen_kv: int = S_KV) -> AttentionTensors:
     q, k, v = random(B, H, seqlen_q, D), random(B, H_KV, seqlen_kv, D), random(B, H_KV, seqlen_kv, D_V)
-    return AttentionTensors(*(from_bhsd(x, qkv_format) for x in (q, k, v)), softmax_scale=SCALE)
+    return AttentionTensors(*(LAYOUTS[qkv_format].from_bhsd(x) for x in (q, k, v)), softmax_scale=SCALE)
 
 
 def offsets(*values: int) -> torch.Tensor:
@@ -47,11 +47,11 @@ def rows(*texts: str) -> torch.Tensor:
 
 
 def sdpa(tensors: AttentionTensors, attn_mask=None, qkv_format: str = "bshd", is_causal: bool = False) -> torch.Tensor:
-    q, k, v = (to_bhsd(x, qkv_format) for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = (LAYOUTS[qkv_format].to_bhsd(x) for x in (tensors.q, tensors.k, tensors.v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=tensors.softmax_scale, enable_gqa=True
     )
-    return from_bhsd(out, qkv_format)
+    return LAYOUTS[qkv_format].from_bhsd(out)
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
@@ -193,7 +193,7 @@ def test_dense_padding_equals_the_packed_call(qkv_format, attn_mask_type):
     output = attention(request, tensors)
 
     def pack(x: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        bhsd = to_bhsd(x, qkv_format)
+        bhsd = LAYOUTS[qkv_format].to_bhsd(x)
         return torch.cat([bhsd[b, :, :length] for b, length in enumerate(lengths)], 1).transpose(0, 1)
 
     packed = replace(
@@ -203,7 +203,7 @@ def test_dense_padding_equals_the_packed_call(qkv_format, attn_mask_type):
     torch.testing.assert_close(pack(output.out, lengths_q), expected.out)
     for b, (start, stop) in enumerate(itertools.pairwise(cu_q.tolist())):
         torch.testing.assert_close(output.lse[b, :, : stop - start], expected.lse[:, start:stop])
-    padding = to_bhsd(output.out, qkv_format)[0, :, lengths_q[0] :]
+    padding = LAYOUTS[qkv_format].to_bhsd(output.out)[0, :, lengths_q[0] :]
     assert padding.numel()
     assert (padding == 0).all()
     assert output.lse[0, :, lengths_q[0] :].isneginf().all()
@@ -291,9 +291,9 @@ def test_layouts_agree():
     bhsd = dense_tensors("bhsd")
     expected = attention(make_request(qkv_format="bhsd"), bhsd).out
     for qkv_format in tuple(LAYOUTS)[:3]:
-        views = (from_bhsd(x, qkv_format) for x in (bhsd.q, bhsd.k, bhsd.v))
+        views = (LAYOUTS[qkv_format].from_bhsd(x) for x in (bhsd.q, bhsd.k, bhsd.v))
         output = attention(make_request(qkv_format=qkv_format), AttentionTensors(*views, softmax_scale=SCALE))
-        assert torch.equal(to_bhsd(output.out, qkv_format), expected)
+        assert torch.equal(LAYOUTS[qkv_format].to_bhsd(output.out), expected)
 
 
 @pytest.mark.parametrize(

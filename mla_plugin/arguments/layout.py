@@ -86,16 +86,6 @@ LAYOUTS = {
 """Every layout by its name."""
 
 
-def to_bhsd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """``Layout.to_bhsd`` of the layout of this name."""
-    return LAYOUTS[qkv_format].to_bhsd(x)
-
-
-def from_bhsd(x: torch.Tensor, qkv_format: str) -> torch.Tensor:
-    """``Layout.from_bhsd`` of the layout of this name."""
-    return LAYOUTS[qkv_format].from_bhsd(x)
-
-
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the log-sum-exp for inputs of this dtype: float32, and float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from mla_plugin.arguments.layout import from_bhsd, lse_dtype
+from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.budget import ConformanceError, Yardstick, check_error, fail
 from mla_plugin.conformance.watch import check_no_graph, check_not_shared
@@ -128,4 +128,4 @@ def check_zero(name: str, x: torch.Tensor, where: torch.Tensor) -> None:
 def rows_without_keys(case: Case, lse: torch.Tensor) -> torch.Tensor:
     """Lse's -inf in the layout of out: [..., H, 1]."""
     bhsd = lse[None, ..., None] if case.is_packed else lse[..., None]
-    return from_bhsd(bhsd.isneginf(), case.qkv_format)
+    return LAYOUTS[case.qkv_format].from_bhsd(bhsd.isneginf())

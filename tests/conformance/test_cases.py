@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.layout import LAYOUTS, to_bhsd
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.conformance import Case, cases
 from mla_plugin.conformance.attention.call import Call
@@ -189,7 +189,7 @@ def test_dout_storage(storage, strides):
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
 def test_padding_of_dense_layouts(qkv_format):
     case = replace(PADDED, qkv_format=qkv_format)
-    padding = to_bhsd(case.is_padding("q"), qkv_format)
+    padding = LAYOUTS[qkv_format].to_bhsd(case.is_padding("q"))
     assert padding.shape == (2, 1, 6, 1)
     assert padding[:, 0, :, 0].tolist() == [[False, False, *[True] * 4], [*[False] * 5, True]]
 
@@ -218,7 +218,7 @@ def test_padded_rows_are_poisoned(case, storage):
     )
     factor = torch.where(case.is_padding("q"), PADDING_POISON, 1.0)
     assert torch.equal(dout_poisoned, dout * factor)
-    factor = to_bhsd(factor, case.qkv_format)[..., 0]
+    factor = LAYOUTS[case.qkv_format].to_bhsd(factor)[..., 0]
     assert torch.equal(dlse_poisoned, dlse * (factor[0] if case.is_packed else factor))
 
 

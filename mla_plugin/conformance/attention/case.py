@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import LAYOUTS, Layout, from_bhsd, lse_dtype
+from mla_plugin.arguments.layout import LAYOUTS, Layout, lse_dtype
 from mla_plugin.arguments.mask import canonical_mask
 from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.attention import AttentionRequest
@@ -257,7 +257,7 @@ class Case:
             padding = torch.tensor([*around[0], *flags, *around[1]], dtype=torch.bool)[None]  # [1, T]
         else:
             padding = torch.arange(self._extent(side)) >= torch.tensor(self._lengths(side))[:, None]  # [B, S]
-        return from_bhsd(padding[:, None, :, None], self.qkv_format)
+        return self._layout.from_bhsd(padding[:, None, :, None])
 
     def tensors(
         self,

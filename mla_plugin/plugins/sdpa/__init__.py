@@ -89,7 +89,7 @@ def _is_empty(tensors: AttentionTensors) -> bool:
 def _empty_output(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
     q = tensors.q
     rows = request.layout.to_bhsd(q).shape[:-1]
-    shape = rows[1:] if request.qkv_format == "thd" else rows
+    shape = rows[1:] if request.layout.is_packed else rows
     lse = q.new_full(shape, -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     return AttentionOutput(empty_output(q, tensors.v.shape[-1]).zero_(), lse)
 

@@ -131,14 +131,14 @@ class _Call:
             lse = lse[..., : self.tokens(q).shape[1] - self.skip]
             return F.pad(lse, (self.skip, 0), value=-torch.inf).contiguous()
         lse = self.q.unpad(lse.transpose(1, 2), self.tokens(q).shape, -torch.inf).transpose(1, 2)
-        return (lse.squeeze(0) if self.request.qkv_format == "thd" else lse).contiguous()
+        return (lse.squeeze(0) if self.request.layout.is_packed else lse).contiguous()
 
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """The caller's lse as the kernel's backward wants it."""
         if self.q is None:
             lse = lse[..., self.skip :]
         else:
-            lse = lse.unsqueeze(0) if self.request.qkv_format == "thd" else lse
+            lse = lse.unsqueeze(0) if self.request.layout.is_packed else lse
             lse = self.q.pad(lse.transpose(1, 2), torch.inf).transpose(1, 2)
         return F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf).contiguous()
 
@@ -181,7 +181,7 @@ def backward(
     v, out, dout = (_widened(x, wide_v) for x in (call.columns(tensors.v), call.rows(residuals.out), call.rows(dout)))
     if dlse is not None:  # wide_v > head_dim_v, so v and dout are fresh tensors
         v[..., head_dim_v] = 1
-        dlse = dlse.unsqueeze(0) if request.qkv_format == "thd" else dlse
+        dlse = dlse.unsqueeze(0) if request.layout.is_packed else dlse
         dout[..., head_dim_v] = call.rows(request.layout.from_bhsd(dlse.unsqueeze(-1))).squeeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64)
     dq, dk, dv, _ = _backward(

@@ -149,7 +149,7 @@ def groups(request: AttentionRequest, tensors: AttentionTensors) -> Iterator[Gro
     lengths = list(zip(_steps(cu_q), _steps(cu_kv), strict=True))
     firsts_q: Sequence[int] = range(len(lengths))
     firsts_kv = firsts_q
-    is_packed = request.qkv_format == "thd"
+    is_packed = request.layout.is_packed
     if is_packed:
         padded_q, padded_kv = tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded
         firsts_q = cu_q if padded_q is None else padded_q.tolist()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import from_bhsd, to_bhsd
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
@@ -18,7 +17,7 @@ class _Padding:
     """Takes tensors of the caller's layout to [B, H, S, ...] and back, padding or not."""
 
     def __init__(self, request: AttentionRequest, tensors: AttentionTensors) -> None:
-        self.qkv_format = request.qkv_format
+        self.layout = request.layout
         self.q: Ragged | None = None
         self.k: Ragged | None = None
         if is_ragged(request):
@@ -31,27 +30,27 @@ class _Padding:
 
     def pad(self, x: torch.Tensor, where: Ragged | None) -> torch.Tensor:
         """[B, H, S, D]; zero, and so no garbage, beyond a sequence's length."""
-        x = to_bhsd(x, self.qkv_format)
+        x = self.layout.to_bhsd(x)
         return x if where is None else where.pad(x.transpose(1, 2)).transpose(1, 2)
 
     def unpad(self, x: torch.Tensor, where: Ragged | None, like: torch.Tensor) -> torch.Tensor:
         """[B, H, S, D] back to like's layout and dtype, contiguous."""
         if where is not None:
-            shape = to_bhsd(like, self.qkv_format).transpose(1, 2).shape
+            shape = self.layout.to_bhsd(like).transpose(1, 2).shape
             x = where.unpad(x.transpose(1, 2), shape).transpose(1, 2)
-        return from_bhsd(x, self.qkv_format).to(like.dtype).contiguous()
+        return self.layout.from_bhsd(x).to(like.dtype).contiguous()
 
     def pad_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """[B, H, S_q] from the caller's [B, H, S_q] or [H, T]; 0 beyond a sequence's length."""
-        lse = lse.unsqueeze(0) if self.qkv_format == "thd" else lse
+        lse = lse.unsqueeze(0) if self.layout.is_packed else lse
         return lse if self.q is None else self.q.pad(lse.transpose(1, 2)).transpose(1, 2)
 
     def unpad_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The inverse of ``pad_lse``."""
         if self.q is not None:
-            shape = to_bhsd(q, self.qkv_format).transpose(1, 2).shape
+            shape = self.layout.to_bhsd(q).transpose(1, 2).shape
             lse = self.q.unpad(lse.transpose(1, 2), shape, -torch.inf).transpose(1, 2)
-        return (lse.squeeze(0) if self.qkv_format == "thd" else lse).contiguous()
+        return (lse.squeeze(0) if self.layout.is_packed else lse).contiguous()
 
 
 def forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:

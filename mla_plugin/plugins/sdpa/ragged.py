@@ -17,7 +17,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 
 def is_ragged(request: AttentionRequest) -> bool:
     """Offsets say where the sequences lie."""
-    return request.qkv_format == "thd" or request.has_padding
+    return request.layout.is_packed or request.has_padding
 
 
 def cu_seqlens(request: AttentionRequest, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ def _where(valid: torch.Tensor, x: torch.Tensor, padding: float) -> torch.Tensor
 def ragged(request: AttentionRequest, tensors: AttentionTensors) -> tuple[Ragged, Ragged]:
     """Index tensors of the queries and of the keys of a ragged batch."""
     cu_q, cu_kv = cu_seqlens(request, tensors)
-    is_thd, lengths_q, lengths_kv = request.qkv_format == "thd", cu_q.diff().long(), cu_kv.diff().long()
+    is_thd, lengths_q, lengths_kv = request.layout.is_packed, cu_q.diff().long(), cu_kv.diff().long()
     if not is_thd:
         return _rectangle(request, tensors.q, lengths_q), _rectangle(request, tensors.k, lengths_kv)
     starts_q, starts_kv = tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded
