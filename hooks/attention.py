@@ -162,6 +162,9 @@ class AttentionRequest:
         Raises:
             ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         """
+        unknown = ", ".join(sorted(options.keys() - set(CallOptions._fields)))
+        if unknown:
+            raise TypeError(f"{unknown}: no option of a request; accepted: {', '.join(CallOptions._fields)}")
         return request_of(tensors, CallOptions(**options).completed(tensors))
 
     @functools.cached_property

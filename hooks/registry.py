@@ -94,7 +94,7 @@ def _direct(caller: pluggy.HookCaller) -> Caller | None:
     if len(implementations) != 1 or _is_wrapper(implementations[0]) or not declared or not declared.opts["firstresult"]:
         return None
     (only,) = implementations
-    if getattr(only, "kwargnames", ()):  # pluggy from 1.7 on knows arguments with defaults
+    if getattr(only, "kwargnames", ()):  # arguments with defaults: pluggy alone knows what to pass
         return None
     function, names = only.function, only.argnames
 

@@ -45,7 +45,8 @@ class Accepted:
         priority: for backends of other packages. 0 (the default) places the backend after the built-in fused backends
             and before the unfused fallback; a positive number before every built-in, higher numbers first; a negative
             number after everything else. Built-in backends are ordered by the resolver, which ignores their priority.
-        backward_by: name of the backend that runs the backward; None for the accepting backend itself.
+        backward_by: name of the backend that runs the backward; None for the accepting backend itself. Outside
+            TransformerEngine a built-in's is not asked: the passes of the built-in backends are chosen apart.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
     """
 

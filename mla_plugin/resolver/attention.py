@@ -88,11 +88,15 @@ class _Survey:
         """The backend of the backward behind this forward; None when there is none."""
         answers = self.asked.answers
         if self._takes_passes_apart(name) and self.request.is_training:
-            able = [other for other in self.asked.builtin if _computes_backward(answers[other])]
-            return next((other for other in self.order("backward") if other in able), None)
+            return self._fastest_backward
         if isinstance(answer, Refused) or answer.backward_by is None:
             return name
         return answer.backward_by if isinstance(answers.get(answer.backward_by), Accepted) else None
+
+    @functools.cached_property
+    def _fastest_backward(self) -> str | None:
+        able = [name for name in self.asked.builtin if _computes_backward(self.asked.answers[name])]
+        return next((name for name in self.order("backward") if name in able), None)
 
     def _why_no_backward(self, answer: Accepted | Refused) -> str:
         if isinstance(answer, Refused):
@@ -115,6 +119,18 @@ class _Survey:
             return TraceEntry(name, False, "host", (reason,))
         reasons = _cascade_reasons(self.cascade, name) if self.cascade else ()
         return TraceEntry(name, False, "cascade", reasons)
+
+
+def _cascade(request: AttentionRequest, asked: Inquiry, te_release: str | None) -> CascadeDecision | None:
+    """TransformerEngine's own selection; None where it raises and neither the host nor the caller asked for it."""
+    release = installed_release(request.host, asked.platform) if te_release is None else read_release(te_release)[0]
+    platform = te_platform(asked.platform, release)
+    try:
+        return te_decide(te_params(request), asked.environ, platform, release=release)
+    except (AssertionError, TypeError, ValueError):
+        if te_release is not None or choice.is_as_strict_as_te(request, asked.environ):
+            raise
+        return None
 
 
 def survey(
@@ -145,10 +161,7 @@ def survey(
         request = request.replace(deterministic=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
-    te_release = installed_release(request.host, platform) if te_release is None else read_release(te_release)[0]
-    cascade = None
-    if platform.device_type == "cuda":
-        cascade = te_decide(te_params(request), asked.environ, te_platform(platform, te_release), release=te_release)
+    cascade = _cascade(request, asked, te_release) if platform.device_type == "cuda" else None
 
     known = _Survey(request, asked, cascade)
     tried = known.order("forward")

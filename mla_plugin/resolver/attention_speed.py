@@ -12,14 +12,20 @@ from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.attention_measured import BACKENDS, MEASURED
 
 _BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
-_WITHOUT_TENSOR_MEMORY = ("fa2", "cudnn", "triton")
-_WITHOUT_TENSOR_MEMORY_MLA = ("triton", "fa2", "cudnn")
-"""Unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many products of weights
-and values; on an H200 ours is twice as fast as that. Before Hopper nothing was measured: with equal head dims the
-kernels that were written for these cards go first."""
+"""From compute capability 10.0 on; not measured."""
 
-_FAR = 4.0
-"""A window, a packed batch or a deterministic backward is as far from a plain call as four doublings of its length."""
+_OLDER = ("fa2", "cudnn", "triton")
+"""Before Hopper, equal head dims: the kernels that were written for these cards go first; not measured."""
+
+_OLDER_MLA = ("triton", "fa2", "cudnn")
+"""Before Hopper, unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many products
+of weights and values; on an H200 ours is twice as fast as that."""
+
+_OTHER_MASK = 4.0
+"""No mask, or a window, is as far from a causal mask as four doublings of the length."""
+
+_OTHER_WORK = 8.0
+"""So many doublings for packed sequences, and for a deterministic backward."""
 
 _OTHER_CARD = 0.1
 """Squared distance of what another card of the same compute capability measured: the own card counts first."""
@@ -32,7 +38,7 @@ def _known_order(request: AttentionRequest, capability: tuple[int, int]) -> tupl
     """Where nothing was measured: what NVIDIA's and FlashAttention's own figures say of the generation."""
     if capability >= (10, 0):
         return _BLACKWELL
-    return _WITHOUT_TENSOR_MEMORY if request.head_dim_qk == request.head_dim_v else _WITHOUT_TENSOR_MEMORY_MLA
+    return _OLDER if request.head_dim_qk == request.head_dim_v else _OLDER_MLA
 
 
 class _Call(NamedTuple):
@@ -75,10 +81,10 @@ class _Call(NamedTuple):
             0.5 * math.log2(self.heads / self.kv_heads),
             math.log2(max(self.seqlen_q, 1)),
             math.log2(max(self.seqlen_kv, 1) / max(self.seqlen_q, 1)),
-            _FAR * (self.mask == "full"),
-            _FAR * (self.mask == "window"),
-            2 * _FAR * self.is_packed,
-            2 * _FAR * self.is_deterministic,
+            _OTHER_MASK * (self.mask == "full"),
+            _OTHER_MASK * (self.mask == "window"),
+            _OTHER_WORK * self.is_packed,
+            _OTHER_WORK * self.is_deterministic,
         )
 
 
@@ -116,9 +122,9 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str) -> di
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for row in _table(platform.compute_capability or (0, 0)):
-        distance = 0.0 if row.card in (platform.device_name or "") else _OTHER_CARD
+        distance = 0.0 if row.card in (platform.device_name or "").split() else _OTHER_CARD
         distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
-        weight = 1 / (distance + _NEAR) ** 2  # tuned by leaving each call out of the table
+        weight = 1 / (distance + _NEAR) ** 2
         for name, value in row.behind[direction].items():
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0.0) + weight

@@ -72,7 +72,8 @@ def order(
     fused = [name for name in allowed if name != FALLBACK]
     if platform.device_type == "cuda":
         fused = fastest_first(request, platform, fused, direction)
-    if environment.parse("NVTE_MLA_TRITON", environ) == "1" and not triton_opt_in_obstacles(request, platform):
+    opt_in = environment.parse("NVTE_MLA_TRITON", environ) == "1" and not triton_opt_in_obstacles(request, platform)
+    if opt_in and "triton" in builtin:
         fused = ["triton", *(name for name in fused if name != "triton")]
     others = by_priority(priorities)
     return [

@@ -90,9 +90,9 @@ def test_whether_every_query_sees_a_key_is_known_from_the_shapes(
         for right in range(-1, 6):
             how = Packing("bshd", seqlen_q, seqlen_kv, mask=Band(left, right, bottom_right))
             call = Call("bshd", (0,), (0,), (seqlen_q,), (seqlen_kv,), left, right, bottom_right, 0.5)
-            assert kind(q, k, how).every_query_sees_a_key == bool(call.seen(0).any(1).all())
+            assert kind(q, k, how).shapes_show_every_query_a_key == bool(call.seen(0).any(1).all())
     lengths = torch.tensor([0, 1], dtype=torch.int32)
-    assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).every_query_sees_a_key
+    assert not kind(q, k, Packing("bshd", seqlen_q, seqlen_kv, lengths, lengths)).shapes_show_every_query_a_key
 
 
 @pytest.mark.parametrize("mask", [Band(*mask) for mask in itertools.product((-1, 0, 2), (-1, 0, 2), (False, True))])

@@ -87,6 +87,43 @@ def test_the_choice_is_never_far_from_the_best_that_is_installed(
     assert sum(math.log(shares["both"]) for shares in found) >= 0
 
 
+@pytest.mark.parametrize("direction", PASSES)
+def test_calls_that_the_table_lacks_are_chosen_well_from_those_around(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call is left out of the table, on every card, and chosen from the others."""
+    table = speed._table((9, 0))
+    found = []
+    for row in table:
+        others = tuple(other for other in table if other.place != row.place)
+        monkeypatch.setattr(speed, "_table", lambda _, others=others: others)
+        estimates = speed._estimates(replace(H100, device_name=f"NVIDIA {row.card}"), row.place, direction)
+        behind = row.behind[direction]
+        found.append(math.exp(-behind[min(behind, key=lambda name: estimates.get(name, math.inf))]))
+    assert sum(found) / len(found) >= 0.98
+    assert sum(share >= 0.95 for share in found) >= 0.9 * len(found)
+
+
+def test_a_card_is_known_by_a_word_of_its_name() -> None:
+    place = speed._Call.of(mla_request()).place
+    by_card = {
+        name: speed._estimates(replace(H100, device_name=name), place, "forward")
+        for name in (None, "NVIDIA GH200 480GB", "NVIDIA H200")
+    }
+    assert by_card[None] == by_card["NVIDIA GH200 480GB"] != by_card["NVIDIA H200"]
+
+
+def test_what_transformer_engine_would_raise_for_is_no_matter_elsewhere() -> None:
+    """A window without its left side: TransformerEngine asserts; so it does with a batch of none."""
+    request = mla_request(attn_mask_type="no_mask", window_size=(-1, 5))
+    decision = survey(request, platform=with_libraries(("fa4",)), environ={})
+    assert decision.cascade is None
+    assert decision.plan is not None
+    with pytest.raises(AssertionError):
+        survey(request.replace(host="transformer_engine"), platform=H100, environ={})
+    assert resolve(mla_request(batch_size=0), platform=H100, environ={}).forward_backend
+
+
 def test_the_table_is_what_the_kept_results_say() -> None:
     assert prefill_table.MODULE.read_text() == prefill_table.text()
 

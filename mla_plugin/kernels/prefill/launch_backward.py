@@ -178,7 +178,9 @@ def _kind_of(
     """``inputs``: q, k, v, dout."""
     q, k, v, dout = inputs
     call = Kind.of(q, k, v, softmax_scale, packing)
-    described = _has_tensor_memory_access(q.device) and call.every_query_sees_a_key and _can_be_described(*inputs)
+    described = (
+        _has_tensor_memory_access(q.device) and call.shapes_show_every_query_a_key and _can_be_described(*inputs)
+    )
     return _Kind(call, out.stride(), dout.stride(), dlse is not None, described)
 
 
@@ -223,7 +225,7 @@ def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
     fixed |= named_strides("dk", "bhn", dk_strides) | named_strides("dv", "bhn", dv_strides)
     fixed |= {
         "num_kv_heads": call.num_kv_heads,
-        "EVEN_M": call.every_query_sees_a_key and call.seqlen_q % tile.block_m == 0,
+        "EVEN_M": call.shapes_show_every_query_a_key and call.seqlen_q % tile.block_m == 0,
         "EVEN_N": not call.has_lengths and call.seqlen_kv % tile.block_n == 0,
     }
     grid = (triton.cdiv(call.seqlen_kv, tile.block_n) * call.num_kv_heads * call.num_sequences, 1, 1)

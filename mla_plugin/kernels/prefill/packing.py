@@ -241,7 +241,7 @@ class Kind(NamedTuple):
         return columns_of(self.q_shape[-1], self.v_shape[-1])
 
     @property
-    def every_query_sees_a_key(self) -> bool:
+    def shapes_show_every_query_a_key(self) -> bool:
         """Known from the shapes alone; False when lengths decide."""
         return not self.has_lengths and self.band.shows_every_query_a_key(self.seqlen_q, self.seqlen_kv)
 
@@ -249,7 +249,7 @@ class Kind(NamedTuple):
     def some_query_may_see_no_key(self) -> bool:
         """A query of a sequence that has keys may see none of them, as far as the host knows."""
         if not self.has_lengths:
-            return not self.every_query_sees_a_key
+            return not self.shapes_show_every_query_a_key
         left, right, bottom_right = self.band
         return not self.same_lengths and (right if bottom_right else left) >= 0
 

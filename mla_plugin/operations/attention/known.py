@@ -78,7 +78,7 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
     else:
         has_lengths, bias = tensors.cu_seqlens_q is not None, tensors.bias
         facts = (
-            *map(type, said),
+            *map(type, (*said, *(said.window_size or ()))),
             tensors.needs_gradient,
             has_lengths and tensors.pads_between_sequences,
             has_lengths and tensors.lengths_may_differ,

@@ -63,8 +63,8 @@ def keep(call: Call, lse: torch.Tensor, known: Known) -> None:
     """What the backward of this call will keep to."""
     kind = _kind(call)
     for key in (kind, (kind, lse.data_ptr())):
+        _kept.pop(key, None)  # so that it goes to the end
         _kept[key] = known
-        _kept.move_to_end(key)
     while len(_kept) > _MAX_KEPT:
         _kept.popitem(last=False)
 

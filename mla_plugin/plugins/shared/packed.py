@@ -71,11 +71,10 @@ class Rows:
         """
         if takes_dense and not request.layout.is_packed and not request.has_padding:
             return cls(request, None, None)
-        return cls(
-            request,
-            _side(request, tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),
-            _side(request, tensors.k, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded),
-        )
+        q = _side(request, tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded)
+        if not request.has_padding and request.max_seqlen_q == request.max_seqlen_kv:
+            return cls(request, q, q)  # rows of one length: making their offsets once saves a launch
+        return cls(request, q, _side(request, tensors.k, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded))
 
     def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
@@ -153,24 +152,5 @@ def _side(
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
     extent = request.layout.to_bhsd(x).shape[2]
-    starts = _row_starts(request.batch_size, extent, x.device)
+    starts = torch.arange(0, request.batch_size * extent + 1, extent, dtype=torch.int32, device=x.device)
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)
-
-
-_MAX_STARTS = 1024
-_starts: dict[tuple[int, int, torch.device], torch.Tensor] = {}
-
-
-def _row_starts(rows: int, extent: int, device: torch.device) -> torch.Tensor:
-    """Where each row of a dense batch starts, int32 [rows + 1]; kept, because making it takes two launches a call."""
-    key = (rows, extent, device)
-    found = _starts.get(key)
-    if found is not None:
-        return found
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * extent
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return starts  # its memory belongs to the graph
-    if len(_starts) >= _MAX_STARTS:
-        _starts.clear()
-    _starts[key] = starts
-    return starts

@@ -62,7 +62,7 @@ _TEXTS = (
     "softmax_type",
 )
 _SMALLEST = {
-    "batch_size": 1,
+    "batch_size": 0,
     "num_heads": 1,
     "num_gqa_groups": 1,
     "max_seqlen_q": 0,
