@@ -13,10 +13,12 @@ from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
 from mla_plugin.resolver.transformer_engine.cascade import te_decide
+from mla_plugin.resolver.why import why as ask_why
 
 __all__ = [
     "Decision",
     "DecodeDecision",
+    "ask_why",
     "describe_decode",
     "explain",
     "resolve",
@@ -77,11 +79,16 @@ def explain(
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
     te_release: str | None = None,
+    why: str | None = None,
 ) -> str:
     """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey.
 
-    ``te_release`` has no meaning for decode, about which TransformerEngine has no say.
+    ``te_release`` has no meaning for decode, about which TransformerEngine has no say. With ``why``, the name of a
+    backend, the text says instead why that one does not run and the one thing to install or to change.
     """
+    if why is not None:
+        given = {"backend": backend, "platform": platform, "environ": environ, "te_release": te_release}
+        return ask_why(why, request, **given).text  # type: ignore[arg-type]
     if isinstance(request, DecodeRequest):
         return describe_decode(survey_decode(request, backend=backend, platform=platform, environ=environ))
     return describe(survey(request, backend=backend, platform=platform, environ=environ, te_release=te_release))
