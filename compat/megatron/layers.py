@@ -45,10 +45,8 @@ def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         elif hasattr(module, "mixer"):
             mixers = [module.mixer]
         for mixer in mixers:
-            is_new = (
-                isinstance(mixer, torch.nn.Module) and id(mixer) not in seen and "Identity" not in type(mixer).__name__
-            )
-            if is_new:
+            is_mixer = isinstance(mixer, torch.nn.Module) and "Identity" not in type(mixer).__name__
+            if is_mixer and id(mixer) not in seen:
                 seen.add(id(mixer))
                 yield mixer
 

@@ -147,7 +147,7 @@ def _step(
     heads, _, dim_qk, dim_v = dims
     rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
     keys, top_k = batch.seqlen, getattr(module.config, "index_topk", None)
-    is_sparse = top_k is not None and (hasattr(module, "indexer") or latent._makes_its_mask(module))
+    is_sparse = hasattr(module, "indexer") or latent._makes_its_mask(module)
     if not latent.is_decode(1, keys, rank, module.qk_nope_head_dim, dim_v):
         return expanded, "so few keys are expanded, not decoded over the latent cache"
     query, *cache = (
@@ -157,15 +157,15 @@ def _step(
     obstacle = next(latent._obstacles(module, query, *cache), None)
     if obstacle is not None:
         return expanded, f"it decodes over expanded keys and values: {obstacle}"
-    if is_sparse:
-        keys = min(int(top_k), keys)
-    elif top_k is not None:  # a dense layer beside sparse ones, which has their additive mask
+    if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
         return expanded, None
+    if top_k is not None:
+        keys = min(int(top_k), keys)
     q, q_rope, c_kv, k_rope = (
         torch.empty(batch.batch_size, *shape, dtype=dtype, device="meta")
         for shape in ((1, heads, rank), (1, heads, rope), (keys, rank), (keys, rope))
     )
-    lengths = torch.empty(batch.batch_size, dtype=torch.int32, device="meta") if is_sparse else None
+    lengths = torch.empty(batch.batch_size, dtype=torch.int32, device="meta") if top_k is not None else None
     with_lse = isinstance(getattr(module, "sinks", None), torch.Tensor)
     tensors = DecodeTensors(q, q_rope, c_kv, k_rope, 1.0, causal=False, return_lse=with_lse, seqlens_kv=lengths)
     return DecodeRequest.of(tensors, host="transformers"), None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -15,9 +16,10 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.layers import AttentionCall, Batch, LayerKind, ModelLayers
 from mla_plugin.operations.attention.api import request_of_call
+from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
-from mla_plugin.resolver import survey, survey_decode
-from mla_plugin.resolver.speed import faster, passes
+from mla_plugin.resolver.explanation import describe
+from mla_plugin.resolver.speed import faster
 
 _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 """Package whose classes a model is made of, and the adapter that knows its layers."""
@@ -98,14 +100,28 @@ def explain(*subject: Any, **arguments: Any) -> str:
         TypeError: neither a request, nor tensors, nor a model of these hosts; an argument is not accepted with it.
         ValueError: an argument is off; the message says what was given and what is accepted.
     """
+    platform = arguments.get("platform")
+    if not (platform is None or isinstance(platform, Platform)):
+        raise TypeError(f"platform={platform!r}; a mla_plugin.Platform is needed, or None for the device at hand")
     first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
     if isinstance(first, (AttentionRequest, DecodeRequest)):
-        return explain_request(*subject, **arguments)
+        return _bound(explain_request, "request", subject, arguments)
     if isinstance(first, torch.Tensor) or "q" in arguments or len(subject) > 1:
         return _explain_call(*subject, **arguments)
     if _adapter(first) is not None:
-        return _explain_model(*subject, **arguments)
+        return _bound(_explain_model, "model", subject, arguments)
     raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
+
+
+def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], arguments: dict[str, Any]) -> str:
+    """``function`` of the arguments; what it does not take is an error of the public name."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*subject, **arguments)
+    except TypeError as error:
+        accepted = ", ".join(name for name in signature.parameters if name != what)
+        raise TypeError(f"explain({what}, ...) {error}; accepted are {accepted}") from None
+    return function(*bound.args, **bound.kwargs)
 
 
 def _kind_of(given: object) -> str:
@@ -187,16 +203,27 @@ def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dic
     for what, call in kind.asked:
         asked = request_of_call(*call.tensors, **call.arguments)[0] if isinstance(call, AttentionCall) else call
         request = _on_device(asked, platform, layers.device_type, layers.device_index)
-        yield f"  {what}:"
         if why is not None:
+            yield f"  {what}:"
             yield textwrap.indent(explain_request(request, why=why, **options), "    ")
             continue
-        yield textwrap.indent(explain_request(request, **options), "    ")
-        if isinstance(request, DecodeRequest):
-            decision: Any = survey_decode(request, platform=platform, environ=environ)
-        else:
-            decision = survey(request, **options)
+        decision = _survey(request, options)
+        head, *_, last = _described(decision).splitlines()
+        yield f"  {what}: {head}"
+        if decision.plan is None:
+            yield from (f"    {line.strip()}" for line in str(decision.error).splitlines()[2:])
+        yield f"  {last}"
         lines = list(faster(decision, gates))
-        yield from (f"    {line}" for line in lines)
-        if not lines and passes(decision) and decision.platform.device_type == "cuda":
-            yield "    nothing faster is known"
+        yield from (f"     {line}" for line in lines)
+        if not lines and decision.plan is not None and decision.platform.device_type == "cuda":
+            yield "     no backend is faster, as far as that is known"
+
+
+def _survey(request: AttentionRequest | DecodeRequest, options: dict[str, Any]) -> Decision | DecodeDecision:
+    if isinstance(request, DecodeRequest):
+        return survey_decode(request, platform=options["platform"], environ=options["environ"])
+    return survey(request, **options)
+
+
+def _described(decision: Decision | DecodeDecision) -> str:
+    return describe_decode(decision) if isinstance(decision, DecodeDecision) else describe(decision)

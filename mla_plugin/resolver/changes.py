@@ -135,7 +135,7 @@ def _with_request(**changes: Any) -> Callable[[Situation], Situation]:
         request = situation.request
         if "window_size" in changes and isinstance(request, AttentionRequest) and request.is_causal:
             return situation._replace(request=request.replace(**(changes | {"window_size": (-1, 0)})))
-        return situation._replace(request=request.replace(**changes))  # type: ignore[arg-type]
+        return situation._replace(request=request.replace(**changes))
 
     return apply
 

@@ -174,9 +174,9 @@ def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[Attention
     said = given.arguments
     backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))
     check_number("dropout_p", said["dropout_p"])
-    qkv_bias = [said.pop(name) for name in ("q", "k", "v", "core_attention_bias")]
+    q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
-    call = _tensors_of(*_autocast(*qkv_bias, cast=_as_if_cast), scale, 0.0, **of_lengths)
+    call = _tensors_of(*_autocast(q, k, v, bias, cast=_as_if_cast), scale, 0.0, **of_lengths)
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
