@@ -28,7 +28,7 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
         batch: of sequences without padding.
 
     Returns:
-        each kind of layer with what it asks for: training, or prefill and one more token.
+        each kind of layer with what it asks for: training, or prefill and the next token.
 
     Raises:
         TypeError: the model has no layer of either kind, as an encoder of images may.
@@ -76,7 +76,7 @@ def _kind(module: Any, batch: Batch, dtype: torch.dtype, is_training: bool) -> L
         return LayerKind(name, (Asked("training", _expanded(module, dims, batch, dtype, batch.seqlen, True)),))
     prefill = Asked("prefill", _expanded(module, dims, batch, dtype, batch.seqlen, False))
     step, note = _step(module, dims, batch, dtype)
-    return LayerKind(name, (prefill, Asked("decode", step)), note)
+    return LayerKind(name, (prefill, Asked("next token", step)), note)
 
 
 def _dims(module: Any) -> tuple[int, int, int, int] | None:

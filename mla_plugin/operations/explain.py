@@ -77,7 +77,7 @@ def explain(*subject: Any, **arguments: Any) -> str:
     - ``explain(q, k, v, **arguments of attention)``: exactly the call that ``mla_plugin.attention`` would make, with
       its defaults, under the same autocast, with a backward where a tensor requires grad;
     - ``explain(model, batch_size=1, seqlen=4096)``: every kind of layer of a transformers ``PreTrainedModel`` or of a
-      Megatron-Core module: training, or prefill and one more token for a model in evaluation; what runs, and what
+      Megatron-Core module: training, or prefill and the next token for a model in evaluation; what runs, and what
       would be faster and why it does not run.
 
     Args:
