@@ -91,7 +91,9 @@ def _dims(module: Any) -> tuple[int, int, int, int] | None:
 
 
 def _window(module: Any, batch: Batch) -> int | None:
-    window = getattr(module, "sliding_window", None)
+    config = module.config  # Mistral's layers read it there
+    of_all = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    window = getattr(module, "sliding_window", of_all)
     return window if isinstance(window, int) and window < batch.seqlen else None
 
 
@@ -115,7 +117,9 @@ def _expanded(
 ) -> AttentionCall:
     """Attention over expanded keys and values of the whole length, by the last ``s_q`` queries."""
     heads, kv_heads, dim_qk, dim_v = dims
-    shapes = ((s_q, heads, dim_qk), (batch.seqlen, kv_heads, dim_qk), (batch.seqlen, kv_heads, dim_v))
+    window = _window(module, batch)
+    s_kv = window if window is not None and s_q == 1 else batch.seqlen  # what the cache of such a layer keeps
+    shapes = ((s_q, heads, dim_qk), (s_kv, kv_heads, dim_qk), (s_kv, kv_heads, dim_v))
     q, k, v = (
         torch.empty(batch.batch_size, *shape, dtype=dtype, device="meta", requires_grad=is_training) for shape in shapes
     )
@@ -128,11 +132,13 @@ def _expanded(
             arguments |= {"dropout_p": dropout, "host": "transformers"}
             return with_sinks(attention_function, *tensors, s_aux=s_aux, **arguments)
 
-        if getattr(module.config, "index_topk", None) is not None:  # sparse models get an additive mask
-            mask = torch.empty(batch.batch_size, 1, s_q, batch.seqlen, dtype=dtype, device="meta")
+        is_sparse = getattr(module.config, "index_topk", None) is not None
+        if is_sparse or window is not None:  # ``masks`` makes those patterns: additive, and bool
+            kind = dtype if is_sparse else torch.bool
+            mask = torch.empty(batch.batch_size, 1, s_q, s_kv, dtype=kind, device="meta")
             attend(q, k, v, **attention._dense_mask(mask, None, None, q, k))
         else:
-            attention._unmasked(attend, q, k, v, module.is_causal, _window(module, batch))
+            attention._unmasked(attend, q, k, v, module.is_causal, None)
 
     return _recorded(call)
 
@@ -160,7 +166,7 @@ def _step(
     if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
         return expanded, None
     if top_k is not None:
-        keys = min(int(top_k), keys)
+        keys = min(latent.most_selected(module), keys)
     q, q_rope, c_kv, k_rope = (
         torch.empty(batch.batch_size, *shape, dtype=dtype, device="meta")
         for shape in ((1, heads, rank), (1, heads, rope), (keys, rank), (keys, rope))

@@ -170,7 +170,7 @@ def of_layout(situation: Situation) -> Iterator[Change]:
     request = situation.request
     if not isinstance(request, AttentionRequest):
         return
-    if not request.layout.is_packed:
+    if not request.layout.is_packed and request.attn_mask_type != "arbitrary":
         words = "packed sequences (qkv_format='thd')"
         yield Change("request", words, _with_request(qkv_format="thd"))
     if request.has_padding:
