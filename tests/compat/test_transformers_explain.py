@@ -71,9 +71,12 @@ def test_it_speaks_of_the_requests_that_the_layers_make(name, asked):
 @pytest.mark.parametrize("name", ["DeepseekV3", "GptOss"])
 def test_training_is_what_a_model_in_training_asks_for(name, asked):
     model = fresh(name).train()
+    for layer in model.modules():
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.25
     model(torch.randint(3, 20, (BATCH, LENGTH)), use_cache=False)
     assert set(asked) == said(model, "training")
-    assert all(request.is_training for request in asked)
+    assert all(request.is_training and request.dropout_p == 0.25 for request in asked)
     assert said(model, "prefill") == set()
     assert said(model, "prefill", is_training=False)
 

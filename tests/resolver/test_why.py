@@ -45,7 +45,7 @@ def test_what_runs_says_so():
     answer = ask("cudnn")
     assert (answer.state, answer.text) == ("runs", "cudnn runs this request's forward.")
     packages = with_packages(vllm="0.25.1")
-    answer = ask("fa3", mla_request(is_training=True), packages)
+    answer = ask("fa3", LARGE.replace(is_training=True), packages)
     assert answer.text == "fa3 runs this request's forward; cudnn runs the backward."
 
 
