@@ -14,7 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 MODULE = ROOT / "mla_plugin" / "resolver" / "attention_measured.py"
 RESULTS = {
-    (9, 0): {"H200": "prefill_backends_NVIDIA_H200.json", "H100": "prefill_backends_NVIDIA_H100_80GB_HBM3.json"},
+    (9, 0): {
+        "H200": ("prefill_backends_NVIDIA_H200.json", "prefill_backends_between_NVIDIA_H200.json"),
+        "H100": ("prefill_backends_NVIDIA_H100_80GB_HBM3.json",),
+    },
 }
 """Kept results by compute capability."""
 
@@ -59,10 +62,11 @@ def text() -> str:
     parts = [HEAD.format(backends=FUSED).replace("'", '"')]
     measured = {}
     for capability, results in RESULTS.items():
-        for card, name in results.items():
-            record = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        for card, names in results.items():
+            records = [json.loads((ROOT / "benchmarks" / "results" / name).read_text()) for name in names]
+            record = records[0]
             versions = ", ".join(f"{package} {record['packages'][package]}" for package in LIBRARIES)
-            rows = "\n".join(map(_line, record["rows"]))
+            rows = "\n".join(_line(row) for found in records for row in found["rows"])
             parts.append(
                 f'_{card} = """\n{rows}\n"""\n"""{record["gpu"]}; PyTorch {record["torch"]}, {versions}."""\n\n'
             )

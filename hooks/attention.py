@@ -189,6 +189,15 @@ class AttentionRequest:
         """True when the window removes more than a causal mask does."""
         return self.band.has_window
 
+    @property
+    def every_query_sees_a_key(self) -> bool:
+        """True where the shapes, or lengths that are the same of both sides, say so; padded rows are no queries."""
+        if self.has_padding:
+            return not self.lengths_may_differ
+        if self.attn_mask_type == "arbitrary":
+            return False
+        return self.band.shows_every_query_a_key(self.max_seqlen_q, self.max_seqlen_kv)
+
     def replace(self, **changes: Any) -> AttentionRequest:
         """A copy with some attributes changed; with another mask the window's right side and the diagonal follow it."""
         if "attn_mask_type" in changes:

@@ -20,9 +20,10 @@ from mla_plugin.arguments.options import HOSTS
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.resolver import Decision, DecodeDecision, ask_why, describe_decode, survey, survey_decode
+from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
 from mla_plugin.resolver.why import Why
+from mla_plugin.resolver.why import why as ask_why
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EPILOG = """\

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -14,12 +14,13 @@ from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.layers import AttentionCall, Batch, LayerKind, ModelLayers
 from mla_plugin.operations.attention.api import request_of_call
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
 from mla_plugin.resolver.explanation import describe
-from mla_plugin.resolver.speed import faster
+
+if TYPE_CHECKING:
+    from mla_plugin.layers import LayerKind, ModelLayers
 
 _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 """Package whose classes a model is made of, and the adapter that knows its layers."""
@@ -184,6 +185,8 @@ def _explain_model(
     environ: Mapping[str, str] | None = None,
     te_release: str | None = None,
 ) -> str:
+    from mla_plugin.layers import Batch  # here, so that importing the package stays fast
+
     batch = Batch(batch_size, seqlen, dtype, is_training)
     layers = importlib.import_module(f"mla_plugin.compat.{_adapter(model)}.layers").layers_of(model, batch)
     options = {"platform": platform, "environ": environ, "te_release": te_release}
@@ -195,13 +198,15 @@ def _explain_model(
 
 def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dict[str, Any]) -> Iterator[str]:
     """One kind of layer: what it asks for, each with the decision and with what would be faster."""
+    from mla_plugin.resolver.speed import faster
+
     yield f"{kind.count} x {kind.name}"
     if kind.note is not None:
         yield f"  note: {kind.note}"
     platform, environ = options["platform"], options["environ"]
     gates = dict(environment.gates()) if environ is None else environ
     for what, call in kind.asked:
-        asked = request_of_call(*call.tensors, **call.arguments)[0] if isinstance(call, AttentionCall) else call
+        asked = request_of_call(*call.tensors, **call.arguments)[0] if not isinstance(call, DecodeRequest) else call
         request = _on_device(asked, platform, layers.device_type, layers.device_index)
         if why is not None:
             yield f"  {what}:"

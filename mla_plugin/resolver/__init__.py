@@ -13,12 +13,10 @@ from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
 from mla_plugin.resolver.transformer_engine.cascade import te_decide
-from mla_plugin.resolver.why import why as ask_why
 
 __all__ = [
     "Decision",
     "DecodeDecision",
-    "ask_why",
     "describe_decode",
     "explain",
     "resolve",
@@ -87,6 +85,8 @@ def explain(
     backend, the text says instead why that one does not run and the one thing to install or to change.
     """
     if why is not None:
+        from mla_plugin.resolver.why import why as ask_why  # here, so that importing the package stays fast
+
         given = {"backend": backend, "platform": platform, "environ": environ, "te_release": te_release}
         return ask_why(why, request, **given).text  # type: ignore[arg-type]
     if isinstance(request, DecodeRequest):

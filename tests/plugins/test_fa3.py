@@ -265,8 +265,8 @@ class Operator:
     def __init__(self, arguments: list[Any]) -> None:
         self._schema = SimpleNamespace(arguments=arguments)
 
-    def __call__(self, **arguments: Any) -> dict[str, Any]:
-        return arguments
+    def __call__(self, *values: Any) -> dict[str, Any]:
+        return {argument.name: value for argument, value in zip(self._schema.arguments, values, strict=True)}
 
 
 def test_a_longer_schema_is_filled_with_what_changes_nothing() -> None:

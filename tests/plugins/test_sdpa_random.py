@@ -11,7 +11,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
-from mla_plugin.plugins.sdpa import blocked, efficient
+from mla_plugin.plugins.sdpa import batches, blocked, efficient
 from tests.plugins import emulation, plain
 from tests.plugins.random_calls import poison_padding, random_call
 
@@ -68,5 +68,9 @@ def test_a_random_call(seed: int, road: str, monkeypatch: pytest.MonkeyPatch) ->
     if seed % 2:
         monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
         monkeypatch.setattr(blocked, "MIN_BLOCK_ROWS", 3)
+    if seed % 3:  # parts of one sequence and head, or of a few
+        sizes = batches.Sizes(1, 1, 1) if seed % 3 == 1 else batches.Sizes(1, 900, 900)
+        monkeypatch.setattr(batches, "COPIED", sizes)
+        monkeypatch.setattr(batches, "AS_GIVEN", sizes)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     check(*random_call(seed, dtypes), road)

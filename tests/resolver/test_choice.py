@@ -24,7 +24,8 @@ import prefill_table  # noqa: E402  a script of the benchmarks
 
 RESULTS = [
     json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    for name in (*prefill_table.RESULTS[(9, 0)].values(),)
+    for names in prefill_table.RESULTS[(9, 0)].values()
+    for name in names
 ]
 LIBRARIES = {"fa3": ("vllm", "0.25.1"), "fa4": ("flash-attn-4", "4.0.0b36")}
 INSTALLED = [subset for n in range(3) for subset in itertools.combinations(LIBRARIES, n)]

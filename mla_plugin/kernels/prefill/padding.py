@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.launch import on_device_of
+from mla_plugin.kernels.launch import Launch, on_device_of
 
 _PROGRAMS = 528  # 4 for each SM of an H200; a gap has its share of them
 _BLOCK = 1024
@@ -59,24 +61,36 @@ def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | No
         lengths: int32 [B], any stride, true lengths; None when each sequence ends where the next one starts.
         value: what to write.
     """
-    num_rows, heads, columns = x.shape
     if not x.numel():
         return
-    num_gaps = starts.shape[0]
-    shares = min(num_rows, max(1, _PROGRAMS // num_gaps))
-    block = min(_BLOCK, triton.next_power_of_2(heads * columns))
+    lengths = None if lengths is None else lengths.contiguous()
+    launch = _launch(x.dtype, x.device, x.shape, x.stride(), starts.shape[0], lengths is not None, value)
     with on_device_of(x):
-        write_gaps_kernel[(num_gaps, shares)](
-            x,
-            starts.contiguous(),
-            None if lengths is None else lengths.contiguous(),
-            num_gaps,
-            num_rows,
-            heads * columns,
-            columns,
-            x.stride(0),
-            x.stride(1),
-            value,
-            HAS_LENGTHS=lengths is not None,
-            BLOCK=block,
-        )
+        launch(x, starts.contiguous(), lengths)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    num_gaps: int,
+    has_lengths: bool,
+    value: float,
+) -> Launch:
+    """``dtype`` and ``device``: another tensor of the same shape needs other code, or the code elsewhere."""
+    num_rows, heads, columns = shape
+    fixed = {
+        "num_gaps": num_gaps,
+        "num_rows": num_rows,
+        "row_size": heads * columns,
+        "columns": columns,
+        "stride_row": strides[0],
+        "stride_column": strides[1],
+        "value": value,
+        "HAS_LENGTHS": has_lengths,
+        "BLOCK": min(_BLOCK, triton.next_power_of_2(heads * columns)),
+    }
+    shares = min(num_rows, max(1, _PROGRAMS // num_gaps))
+    return Launch(write_gaps_kernel, (num_gaps, shares, 1), ("X", "Starts", "Lengths"), fixed, {})

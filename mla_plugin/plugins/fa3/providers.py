@@ -228,10 +228,19 @@ def call_by_schema(operator: Any, **given: object) -> Any:
 
     The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.
     """
-    arguments = {name: given.pop(name, neutral) for name, neutral in neutral_arguments(operator)}
-    if given:
-        raise RuntimeError(f"{operator} has no argument {', '.join(given)}; this build of FlashAttention 3 is unknown")
-    return operator(**arguments)
+    places = _places(operator)
+    arguments = [neutral for _, neutral in neutral_arguments(operator)]
+    unknown = ", ".join(name for name in given if name not in places)
+    if unknown:
+        raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown")
+    for name, value in given.items():
+        arguments[places[name]] = value
+    return operator(*arguments)  # by name PyTorch would look for each of some forty arguments
+
+
+@functools.cache
+def _places(operator: Any) -> dict[str, int]:
+    return {name: place for place, (name, _) in enumerate(neutral_arguments(operator))}
 
 
 @functools.cache

@@ -4,7 +4,7 @@ It takes TransformerEngine's place of "unfused attention" without its memory: no
 
 Decode has a module of its own. Attention has three routes, by request:
 
-- ``flash``: PyTorch's CPU flash kernel, sequence by sequence;
+- ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
 - ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
 
@@ -25,7 +25,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.sdpa import decode, efficient, padded, per_sequence
+from mla_plugin.plugins.sdpa import batches, decode, efficient, padded
 from mla_plugin.plugins.shared.refusals import beyond_plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -111,7 +111,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return _empty_output(request, tensors)
     use_kernel = not any(_blocked_because(request))
     if request.device_type == "cpu":
-        return per_sequence.forward(request, tensors, use_kernel=use_kernel)
+        return batches.forward(request, tensors, use_kernel=use_kernel)
     if use_kernel:
         return efficient.forward(request, tensors)
     return padded.forward(request, tensors)
@@ -125,7 +125,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         return _empty_gradients(request, residuals.tensors)
     use_kernel = not any(_blocked_because(request))
     if request.device_type == "cpu":
-        return per_sequence.backward(request, residuals, dout, dlse, use_kernel=use_kernel)
+        return batches.backward(request, residuals, dout, dlse, use_kernel=use_kernel)
     if use_kernel:
         return efficient.backward(request, residuals, dout, dlse)
     return padded.backward(request, residuals, dout, dlse)

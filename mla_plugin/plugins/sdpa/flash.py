@@ -1,4 +1,4 @@
-"""PyTorch's CPU flash kernel, one sequence a call: memory grows with the sequence, not with its square.
+"""PyTorch's CPU flash kernel, a batch of equal lengths a call: memory grows with the sequence, not with its square.
 
 The kernel wants equal head dims, so the smaller of (Q, K) and V gets zero columns. It is fed float32 whatever the
 inputs' dtype: its own bfloat16 backward adds dK and dV block by block in bfloat16, whose error at 4,096 tokens is 7.5
@@ -45,6 +45,10 @@ class Piece:
     keys: slice
     is_causal: bool = False
 
+    def has_all_of(self, len_q: int, len_kv: int | None = None) -> bool:
+        """Every query is in it, and every key if their number is given."""
+        return self.queries == slice(0, len_q) and (len_kv is None or self.keys == slice(0, len_kv))
+
 
 def pieces(len_q: int, len_kv: int, band: Band) -> Iterator[Piece]:
     """Cut what the queries see, none or a causal band, into rectangles and squares without empty ones."""
@@ -64,69 +68,107 @@ def pieces(len_q: int, len_kv: int, band: Band) -> Iterator[Piece]:
 
 
 def _widened(x: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
-    """x [H, S, D] in the compute dtype with zero columns up to head_dim; x itself when nothing changes."""
+    """x [n, H, S, D] in the compute dtype with zero columns up to head_dim; x itself when nothing changes."""
     x = x.to(dtype)
     return F.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
 
 
+def _scaled(q: torch.Tensor, dtype: torch.dtype, softmax_scale: float) -> torch.Tensor:
+    """A fresh q * softmax_scale in the compute dtype."""
+    return q * softmax_scale if q.dtype == dtype else q.to(dtype).mul_(softmax_scale)
+
+
 def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """View [H, ...] of the queries as [H_kv, H / H_kv, ...]: the kernel's batch and heads."""
-    return x.view(num_kv_heads, -1, *x.shape[1:])
+    """[n, H, ...] of the queries as the kernel's batch and heads: [n * H_kv, H / H_kv, ...] unless H is H_kv."""
+    return x if x.shape[1] == num_kv_heads else x.reshape(x.shape[0] * num_kv_heads, -1, *x.shape[2:])
 
 
-def _shared(x: torch.Tensor, group: int) -> torch.Tensor:
-    """View [H_kv, S, D] of the keys or values as [H_kv, H / H_kv, S, D] without a copy."""
-    return x.unsqueeze(1).expand(-1, group, -1, -1)
+def _shared(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[n, H_kv, S, D] of the keys or values to go with ``_grouped`` queries, every head with its own."""
+    ratio = num_heads // x.shape[1]
+    return x if ratio == 1 else x.reshape(-1, 1, *x.shape[2:]).expand(-1, ratio, -1, -1)
+
+
+def _ungrouped(x: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """The inverse of ``_grouped``."""
+    return x if x.shape[0] == num_sequences else x.reshape(num_sequences, -1, *x.shape[2:])
+
+
+def _unshared(x: torch.Tensor, num_kv_heads: int, num_sequences: int) -> torch.Tensor:
+    """The gradient of ``_shared``: [n, H_kv, S, D]."""
+    return x if x.shape[:2] == (num_sequences, num_kv_heads) else x.sum(1).unflatten(0, (num_sequences, num_kv_heads))
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one sequence.
+    """Attention of a batch.
 
     Args:
-        q: [1, H, S_q, head_dim_qk], last dimension contiguous.
-        k: [1, H_kv, S_kv, head_dim_qk].
-        v: [1, H_kv, S_kv, head_dim_v].
+        q: [n, H, S_q, head_dim_qk], last dimension contiguous.
+        k: [n, H_kv, S_kv, head_dim_qk].
+        v: [n, H_kv, S_kv, head_dim_v].
         terms: scale and band (open or causal) are read, the rest must be absent.
 
     Returns:
-        out [1, H, S_q, head_dim_v] and lse [1, H, S_q], float32 or float64; a row without keys has 0 and -inf. Where
-        the kernel may have lost NaN, the blocks' mathematics gives all of the result; a query and a value of zeros
-        in a row that sees one key look the same, and are right both ways.
+        out [n, H, S_q, head_dim_v] and lse [n, H, S_q], float32 or float64; a row without keys has 0 and -inf. Where
+        the kernel may have lost NaN, the blocks' mathematics gives all of a sequence's result; a query and a value of
+        zeros in a row that sees one key look the same, and are right both ways.
     """
-    given = (q, k, v)
+    given_q, given_k, given_v = q, k, v
     dtype = torch.promote_types(q.dtype, torch.float32)
-    num_heads, len_q = q.shape[1:3]
-    num_kv_heads, len_kv, head_dim_v = v.shape[1:]
-    head_dim = max(q.shape[-1], head_dim_v)
-    q, k, v = (_widened(x[0], dtype, head_dim) for x in (q, k, v))
-    q = q * terms.softmax_scale
-    out = q.new_zeros(num_heads, len_q, head_dim_v)
-    lse = q.new_full((num_heads, len_q), -torch.inf)
-    for piece in pieces(len_q, len_kv, terms.band):
-        part_out, part_lse = _forward(
-            _grouped(q[:, piece.queries], num_kv_heads),
-            _shared(k[:, piece.keys], num_heads // num_kv_heads),
-            _shared(v[:, piece.keys], num_heads // num_kv_heads),
-            0.0,
-            piece.is_causal,
-            scale=1.0,
-        )
-        part_out, part_lse = part_out.flatten(0, 1)[..., :head_dim_v], part_lse.flatten(0, 1)
-        if _may_have_lost_nan(part_out, part_lse):
-            return blocked.forward(*given, terms)
-        _merge(out[:, piece.queries], lse[:, piece.queries], part_out, part_lse)
-    lse.masked_fill_(lse == torch.inf, torch.nan)  # a score of +inf: out is NaN, and the backward's weights must be too
-    return out.unsqueeze(0), lse.unsqueeze(0)
+    len_q, len_kv, head_dim_v = q.shape[2], v.shape[2], v.shape[3]
+    head_dim = max(q.shape[3], head_dim_v)
+    q = _widened(_scaled(q, dtype, terms.softmax_scale), dtype, head_dim)
+    k, v = _widened(k, dtype, head_dim), _widened(v, dtype, head_dim)
+    parts = list(pieces(len_q, len_kv, terms.band))
+    if len(parts) == 1 and parts[0].has_all_of(len_q):
+        out, lse = _attend(q, k, v, parts[0])
+        lost = _lost_nan(out, lse)
+        out = out[..., :head_dim_v]
+    else:
+        out = q.new_zeros(*q.shape[:3], head_dim_v)
+        lse = q.new_full(q.shape[:3], -torch.inf)
+        lost = []
+        for piece in parts:
+            part_out, part_lse = _attend(q, k, v, piece)
+            lost += _lost_nan(part_out, part_lse)
+            rows = (slice(None), slice(None), piece.queries)
+            _merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
+    for i in set(lost):
+        one = slice(i, i + 1)
+        out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
+    lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
+    return out, lse
 
 
-def _may_have_lost_nan(out: torch.Tensor, lse: torch.Tensor) -> bool:
-    """Some row has the zeros that the kernel gives to scores of nothing but NaN and -inf; out is rarely looked at."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's out [n, H, rows, D] and lse [n, H, rows] of a piece."""
+    num_sequences, num_heads, num_kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    out, lse = _forward(
+        _grouped(_rows(q, piece.queries), num_kv_heads),
+        _shared(_rows(k, piece.keys), num_heads),
+        _shared(_rows(v, piece.keys), num_heads),
+        0.0,
+        piece.is_causal,
+        scale=1.0,
+    )
+    return _ungrouped(out, num_sequences), _ungrouped(lse, num_sequences)
+
+
+def _rows(x: torch.Tensor, part: slice) -> torch.Tensor:
+    return x if part == slice(0, x.shape[2]) else x[:, :, part]
+
+
+def _lost_nan(out: torch.Tensor, lse: torch.Tensor) -> list[int]:
+    """Sequences with a row of the zeros that the kernel gives to scores of nothing but NaN and -inf."""
+    if lse.all():
+        return []
     suspects = lse == 0
-    return bool(suspects.any()) and bool((out[suspects] == 0).all(-1).any())
+    found: list[int] = suspects.nonzero()[:, 0][(out[suspects] == 0).all(-1)].unique().tolist()
+    return found
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add the attention over further keys to out [H, S, D] and lse [H, S], in place."""
+    """Add the attention over further keys to out [n, H, S, D] and lse [n, H, S], in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part_out, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
@@ -142,28 +184,46 @@ def backward(
     dlse: torch.Tensor | None,
     terms: Terms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of one sequence; shapes as ``forward``, lse and dlse [1, H, S_q], results in float32 or float64."""
+    """Gradients of a batch; shapes as ``forward``, lse and dlse [n, H, S_q], results in float32 or float64."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    num_kv_heads, len_kv, head_dim_v = v.shape[1:]
     len_q, head_dim_qk = q.shape[2:]
-    group = q.shape[1] // num_kv_heads
+    len_kv, head_dim_v = v.shape[2:]
     head_dim = max(head_dim_qk, head_dim_v + (dlse is not None))
-    q, k, v, out, dout = (_widened(x[0], dtype, head_dim) for x in (q, k, v, out, dout))
+    q = _widened(_scaled(q, dtype, terms.softmax_scale), dtype, head_dim)
+    k, v, out, dout = (_widened(x, dtype, head_dim) for x in (k, v, out, dout))
     if dlse is not None:  # head_dim > head_dim_v, so v and dout are fresh tensors
         v[..., head_dim_v] = 1
-        dout[..., head_dim_v] = dlse[0]
-    q = q * terms.softmax_scale
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for piece in pieces(len_q, len_kv, terms.band):
-        dout_part, q_part, out_part, lse_part = (
-            _grouped(x[:, piece.queries], num_kv_heads) for x in (dout, q, out, lse[0])
-        )
-        k_part, v_part = (_shared(x[:, piece.keys], group) for x in (k, v))
-        dq_part, dk_part, dv_part = _backward(
-            dout_part, q_part, k_part, v_part, out_part, lse_part, 0.0, piece.is_causal, scale=1.0
-        )
-        dq[:, piece.queries] += dq_part.flatten(0, 1)
-        dk[:, piece.keys] += dk_part.sum(1)
-        dv[:, piece.keys] += dv_part.sum(1)
+        dout[..., head_dim_v] = dlse
+    parts = list(pieces(len_q, len_kv, terms.band))
+    if len(parts) == 1 and parts[0].has_all_of(len_q, len_kv):
+        dq, dk, dv = _gradients(q, k, v, out, lse, dout, parts[0])
+    else:
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for piece in parts:
+            dq_part, dk_part, dv_part = _gradients(q, k, v, out, lse, dout, piece)
+            dq[:, :, piece.queries] += dq_part
+            dk[:, :, piece.keys] += dk_part
+            dv[:, :, piece.keys] += dv_part
     dq *= terms.softmax_scale
-    return dq[None, ..., :head_dim_qk], dk[None, ..., :head_dim_qk], dv[None, ..., :head_dim_v]
+    return dq[..., :head_dim_qk], dk[..., :head_dim_qk], dv[..., :head_dim_v]
+
+
+def _gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    piece: Piece,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel's gradients of a piece's rows: [n, H, rows, D], [n, H_kv, keys, D] twice."""
+    num_sequences, num_heads, num_kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    dout, q, out, lse = (_grouped(_rows(x, piece.queries), num_kv_heads) for x in (dout, q, out, lse))
+    k, v = (_shared(_rows(x, piece.keys), num_heads) for x in (k, v))
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, piece.is_causal, scale=1.0)
+    return (
+        _ungrouped(dq, num_sequences),
+        _unshared(dk, num_kv_heads, num_sequences),
+        _unshared(dv, num_kv_heads, num_sequences),
+    )

@@ -1,4 +1,4 @@
-"""Where the tokens of sequences of different lengths lie: as slices for the host, as index tensors for the device.
+"""Where the tokens of sequences of different lengths lie, as index tensors for the device.
 
 On a CUDA device the lengths stay there: every size below is known to the host without them, and padding is gathered
 away and scattered back through indices that the device computes.
@@ -7,47 +7,12 @@ away and scattered back through indices that the device computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionRequest
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """Sequence ``index`` of the batch: a rectangle in the views [N, H, S, D] of q and k (N is 1 for ``thd``)."""
-
-    index: int
-    batch: int
-    start_q: int
-    len_q: int
-    start_kv: int
-    len_kv: int
-
-    def query_part(self, x: torch.Tensor) -> torch.Tensor:
-        """View of x [N, H, S_q, ...] as [1, H, len_q, ...]."""
-        return x[self.batch : self.batch + 1].narrow(2, self.start_q, self.len_q)
-
-    def key_part(self, x: torch.Tensor) -> torch.Tensor:
-        """View of x [N, H_kv, S_kv, ...] as [1, H_kv, len_kv, ...]."""
-        return x[self.batch : self.batch + 1].narrow(2, self.start_kv, self.len_kv)
-
-
-def sequences(request: AttentionRequest, tensors: AttentionTensors) -> Iterator[Sequence]:
-    """The sequences of a batch whose offsets lie on the CPU."""
-    q, k = (request.layout.to_bhsd(x) for x in (tensors.q, tensors.k))
-    if not is_ragged(request):
-        yield from (Sequence(b, b, 0, q.shape[2], 0, k.shape[2]) for b in range(q.shape[0]))
-        return
-    cu_q, cu_kv = cu_seqlens(request, tensors)
-    parts_q = _parts(request, cu_q, tensors.cu_seqlens_q_padded)
-    parts_kv = _parts(request, cu_kv, tensors.cu_seqlens_kv_padded)
-    for index, (part_q, part_kv) in enumerate(zip(parts_q, parts_kv, strict=True)):
-        batch = 0 if request.qkv_format == "thd" else index
-        yield Sequence(index, batch, *part_q, *part_kv)
 
 
 def is_ragged(request: AttentionRequest) -> bool:
@@ -67,13 +32,6 @@ def cu_seqlens(request: AttentionRequest, tensors: AttentionTensors) -> tuple[to
             "cu_seqlens_kv, int32 [B + 1]; give both, or a mask type without padding"
         )
     return tensors.cu_seqlens_q, tensors.cu_seqlens_kv
-
-
-def _parts(request: AttentionRequest, offsets: torch.Tensor, padded: torch.Tensor | None) -> list[tuple[int, int]]:
-    """(start, length) of every sequence."""
-    lengths = offsets.diff().tolist()
-    starts = (offsets if padded is None else padded).tolist() if request.qkv_format == "thd" else [0] * len(lengths)
-    return list(zip(starts, lengths, strict=False))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.mask import Band
 from mla_plugin.hooks.attention import AttentionRequest
-from mla_plugin.plugins.sdpa.ragged import Sequence
+from mla_plugin.plugins.sdpa.groups import Group
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ class Terms:
             request.bias_type == "pre_scale_bias",
         )
 
-    def of_sequence(self, sequence: Sequence) -> Terms:
-        """The terms with mask and bias limited to one sequence; dbias stays a view of the whole."""
-        index = slice(sequence.index, sequence.index + 1)
-        parts = (index, None, slice(0, sequence.len_q), slice(0, sequence.len_kv))
+    def of_part(self, part: Group) -> Terms:
+        """The terms with mask and bias limited to a part of a dense batch; dbias stays a view of the whole."""
+        if self.hidden is None and self.bias is None:
+            return self
+        sequences = slice(part.q.firsts[0], part.q.firsts[-1] + 1)
+        parts = (sequences, part.heads_q, slice(0, part.q.length), slice(0, part.kv.length))
         hidden, bias, dbias = (window(x, *parts) for x in (self.hidden, self.bias, self.dbias))
         return replace(self, hidden=hidden, bias=bias, dbias=dbias)
 

@@ -133,7 +133,8 @@ class Rows:
         Args:
             lse: float32, the kernel's own: it is changed in place.
         """
-        lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
+        if not self.request.every_query_sees_a_key:
+            lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
         if self.q is not None:
             self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
         if self.q is None or self.request.layout.is_packed:
@@ -152,5 +153,24 @@ def _side(
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
     extent = request.layout.to_bhsd(x).shape[2]
-    starts = torch.arange(request.batch_size + 1, dtype=torch.int32, device=x.device) * extent
+    starts = _row_starts(request.batch_size, extent, x.device)
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)
+
+
+_MAX_STARTS = 1024
+_starts: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+
+
+def _row_starts(rows: int, extent: int, device: torch.device) -> torch.Tensor:
+    """Where each row of a dense batch starts, int32 [rows + 1]; kept, because making it takes two launches a call."""
+    key = (rows, extent, device)
+    found = _starts.get(key)
+    if found is not None:
+        return found
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * extent
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return starts  # its memory belongs to the graph
+    if len(_starts) >= _MAX_STARTS:
+        _starts.clear()
+    _starts[key] = starts
+    return starts

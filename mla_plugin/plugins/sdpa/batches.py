@@ -1,0 +1,167 @@
+"""The CPU's road: sequences of equal lengths run as one batch, so padding costs nothing and no mask describes it.
+
+TransformerEngine's unfused attention unpacks ``thd`` to a padded batch and builds the whole mask.
+
+A batch is computed in parts, because a route holds copies of its part in float32, of one head dim for Q, K and V. The
+parts are small against the call, so that memory stays near what PyTorch's own attention takes, and near a cache's size,
+but not so small that the host's time for a part counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import empty_output, lse_dtype
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
+from mla_plugin.plugins.sdpa import blocked, flash
+from mla_plugin.plugins.sdpa.groups import Group, groups
+from mla_plugin.plugins.sdpa.ragged import is_ragged
+from mla_plugin.plugins.sdpa.terms import Terms
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a part of a call is.
+
+    Attributes:
+        count: parts of a call, unless the bounds say otherwise.
+        least, most: elements of a part's largest tensor; more only where a single sequence or head has more.
+    """
+
+    count: int
+    least: int
+    most: int
+
+
+COPIED = Sizes(16, 1 << 16, 1 << 18)
+"""16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
+AS_GIVEN = Sizes(8, 1 << 18, 1 << 19)
+"""Others, of which only the queries are copied."""
+ROWS_PER_THREAD = 256
+"""The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
+
+
+def _sizes(request: AttentionRequest, tensors: AttentionTensors) -> tuple[int, Sizes]:
+    """Elements of the call's largest tensor, and how it is cut."""
+    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+    is_copied = tensors.q.element_size() < 4 or request.head_dim_qk != request.head_dim_v
+    return largest, COPIED if is_copied else AS_GIVEN
+
+
+def _is_tiny(request: AttentionRequest, tensors: AttentionTensors) -> bool:
+    """The tensors as they are make one part; nothing has to be looked for, which takes as long as the kernel."""
+    largest, sizes = _sizes(request, tensors)
+    return largest <= sizes.least and not is_ragged(request)
+
+
+def _parts(
+    request: AttentionRequest, tensors: AttentionTensors, whole: list[Group], *, use_kernel: bool, is_backward: bool
+) -> Iterator[Group]:
+    """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
+    num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
+    largest, sizes = _sizes(request, tensors)
+    limit = min(max(largest // sizes.count, sizes.least), sizes.most)
+    head_dim = max(request.head_dim_qk, request.head_dim_v)
+    for group in whole:
+        len_q, len_kv = group.q.length, group.kv.length
+        elements = max(len_q * num_heads, len_kv * num_kv_heads) * head_dim
+        if elements * len(group.q.firsts) <= limit:
+            yield group
+        elif not use_kernel or elements <= limit:
+            yield from group.by_sequences(limit // elements)
+        else:
+            busy = num_heads // num_kv_heads * (1 if is_backward else -(-len_q // ROWS_PER_THREAD))
+            heads = max(limit * num_kv_heads // elements, -(-torch.get_num_threads() // busy))
+            for sequences in group.by_sequences(heads // num_kv_heads):
+                if len(sequences.q.firsts) > 1:
+                    yield sequences
+                else:
+                    yield from sequences.by_heads(heads, num_heads, num_kv_heads)
+
+
+def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """One part is all of the call, and its results are the call's."""
+    return len(parts) == 1 and parts[0].q.is_all_of(q) and parts[0].kv.is_all_of(k)
+
+
+def _have_all(whole: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """The groups have every query and every key."""
+    return (
+        sum(group.q.num_tokens for group in whole) == q.shape[0] * q.shape[2]
+        and sum(group.kv.num_tokens for group in whole) == k.shape[0] * k.shape[2]
+    )
+
+
+def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool) -> AttentionOutput:
+    """Attention of every sequence, by the flash kernel or by blocked mathematics."""
+    layout = request.layout
+    q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+    terms = Terms.of(request, tensors, wants_dbias=False)
+    route = flash.forward if use_kernel else blocked.forward
+    if _is_tiny(request, tensors):
+        rows, lse = route(q, k, v, terms)
+        return AttentionOutput(layout.from_bhsd(rows).to(q.dtype).contiguous(), lse.contiguous())
+    whole = list(groups(request, tensors))
+    parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
+    if _is_one(parts, q, k):
+        part_out, part_lse = route(parts[0].queries(q), parts[0].keys(k), parts[0].keys(v), terms)
+        out = layout.from_bhsd(parts[0].q.joined(part_out)).to(q.dtype).contiguous()
+        lse = parts[0].q.joined(part_lse).contiguous()
+    else:
+        out, lse = empty_output(tensors.q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
+        if not _have_all(whole, q, k):
+            out.zero_()
+            lse.fill_(-torch.inf)
+        out_rows = layout.to_bhsd(out)
+        for part in parts:
+            results = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
+            part.write_queries(out_rows, results[0])
+            part.write_queries(lse, results[1])
+            del results  # before the next part allocates its own
+    return AttentionOutput(out, lse.squeeze(0) if layout.is_packed else lse)
+
+
+def backward(
+    request: AttentionRequest, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None, *, use_kernel: bool
+) -> Gradients:
+    """Gradients of every sequence, by the flash kernel or by blocked mathematics."""
+    tensors, layout = residuals.tensors, request.layout
+    inputs = (tensors.q, tensors.k, tensors.v)
+    q, k, v, out, dout = (layout.to_bhsd(x) for x in (*inputs, residuals.out, dout))
+    lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
+    dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse
+    terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
+    whole = list(groups(request, tensors))
+    parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=True))
+
+    def gradients_of(part: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (flash.backward if use_kernel else blocked.backward)(
+            part.queries(q),
+            part.keys(k),
+            part.keys(v),
+            part.queries(out),
+            part.queries(lse),
+            part.queries(dout),
+            None if dlse is None else part.queries(dlse),
+            terms.of_part(part),
+        )
+
+    if _is_one(parts, q, k):
+        results = gradients_of(parts[0])
+        places = (parts[0].q, parts[0].kv, parts[0].kv)
+        found = [layout.from_bhsd(p.joined(x)).to(q.dtype).contiguous() for p, x in zip(places, results, strict=True)]
+    else:
+        make = torch.empty_like if _have_all(whole, q, k) else torch.zeros_like
+        found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
+        dq, dk, dv = (layout.to_bhsd(x) for x in found)
+        for part in parts:
+            results = gradients_of(part)
+            part.write_queries(dq, results[0])
+            part.write_keys(dk, results[1])
+            part.write_keys(dv, results[2])
+            del results
+    return Gradients(found[0], found[1], found[2], dbias=terms.dbias_like(tensors.bias))
