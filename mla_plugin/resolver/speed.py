@@ -12,6 +12,9 @@ from mla_plugin.resolver.decode import DecodeDecision
 from mla_plugin.resolver.explanation import Decision
 from mla_plugin.resolver.preference import FALLBACK
 
+_WORTH_A_WORD = 1.01
+"""Times that are nearer than this are the same: two runs of one kernel differ as much."""
+
 
 def passes(decision: Decision | DecodeDecision) -> dict[str, str]:
     """The passes of a call and the backend that runs each; empty where no backend is left."""
@@ -76,6 +79,8 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
         order, times = _by_speed(decision, direction), _times(decision, direction)
         ahead = order[: order.index(chosen)] if chosen in order else order if chosen == FALLBACK else []
         for name in ahead:
+            if {name, chosen} <= times.keys() and times[chosen] < _WORTH_A_WORD * times[name]:
+                continue
             gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
             entry = reasons[name]
             why = "; ".join(entry.reasons)
