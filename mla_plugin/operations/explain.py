@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
@@ -210,7 +209,7 @@ def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dic
         request = _on_device(asked, platform, layers.device_type, layers.device_index)
         if why is not None:
             yield f"  {what}:"
-            yield textwrap.indent(explain_request(request, why=why, **options), "    ")
+            yield from (f"    {line}" for line in explain_request(request, why=why, **options).splitlines())
             continue
         decision = _survey(request, options)
         head, *_, last = _described(decision).splitlines()
