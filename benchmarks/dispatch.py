@@ -155,7 +155,7 @@ def main() -> None:
         "calls": {name: round(value, 1) for name, value in rows.items()},
         "calls_with_gradients": {name: round(value, 1) for name, value in gradients.items()},
         "limit": LIMIT_US,
-        "device": card,
+        "gpu": card,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.strip(),

@@ -19,8 +19,9 @@ from mla_plugin.hooks.refusals import plain_attention_refusals
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.operations.attention.api import attention
 from mla_plugin.operations.decode.api import decode
+from mla_plugin.operations.explain import explain
 from mla_plugin.registration import Registration, register
-from mla_plugin.resolver import explain, resolve
+from mla_plugin.resolver import resolve
 
 try:
     __version__ = importlib.metadata.version("mla-plugin")

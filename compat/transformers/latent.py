@@ -170,11 +170,18 @@ def _makes_its_mask(module: Any) -> bool:
     return hasattr(module, "build_attention_mask_from_topk")
 
 
+def most_selected(module: Any) -> int:
+    """Keys that a sparse layer selects for a query, if there are as many."""
+    config = module.config
+    if not _makes_its_mask(module):
+        return int(config.index_topk)
+    return int(config.index_topk + config.index_kpool - 1)  # whole pools, and the last one as far as it goes
+
+
 def _indices_within(module: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
     if mask is None or not _makes_its_mask(module):
         return None
-    most = module.config.index_topk + module.config.index_kpool - 1  # whole pools, and the last one as far as it goes
-    return mask[:, 0].topk(min(most, mask.shape[-1])).indices
+    return mask[:, 0].topk(min(most_selected(module), mask.shape[-1])).indices
 
 
 def _is_pattern(module: Any, mask: torch.Tensor | None) -> bool:
@@ -239,7 +246,9 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
     if weight.shape != expected:
         yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
     dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
-    if len(dtypes) > 1 or torch.is_autocast_enabled(query.device.type):
+    device_type = query.device.type
+    is_cast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # meta has none
+    if len(dtypes) > 1 or is_cast:
         yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
 
 

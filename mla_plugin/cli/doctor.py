@@ -16,6 +16,7 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.resolver.installing import FLASH_ATTENTION_3
 
 EPILOG = "Exit status: 1 when something is broken; a missing optional package is not."
 
@@ -59,10 +60,6 @@ NEEDS = (
     Need("megatron-core", "0.16", "Megatron-Core's MLA layers", 'pip install "mla-plugin[megatron]"'),
     Need("rich", "13", "mla-plugin demo", 'pip install "mla-plugin[demo]"'),
 )
-_FLASH_ATTENTION_3 = (
-    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
-)
-"""It is not on PyPI."""
 
 
 def packages() -> Iterator[Finding]:
@@ -86,10 +83,10 @@ def _flash_attention_3() -> Finding:
     distributions = [distribution for distribution, _ in device.FLASH_ATTENTION_PROVIDERS["fa3"]]
     found = [(name, version) for name in distributions if (version := device.version(name)) is not None]
     if not found:
-        return Finding("missing", f"none of {', '.join(distributions)}; needed for backend fa3", _FLASH_ATTENTION_3)
+        return Finding("missing", f"none of {', '.join(distributions)}; needed for backend fa3", FLASH_ATTENTION_3)
     name, version = found[0]
     if name != distributions[0]:
-        return Finding("note", f"{name} {version}, for backend fa3 without training", _FLASH_ATTENTION_3)
+        return Finding("note", f"{name} {version}, for backend fa3 without training", FLASH_ATTENTION_3)
     return Finding("ok", f"{name} {version}, for backend fa3")
 
 

@@ -22,13 +22,19 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
+from mla_plugin.resolver.why import Why
+from mla_plugin.resolver.why import why as ask_why
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 EPILOG = """\
 Without --device and --capability the platform is this machine. The packages are those installed here, changed by
 --package; the environment variables are those set here, changed by --env. A CUDA device described where PyTorch has no
 CUDA comes with the CUDA and cuDNN versions that a note names.
-Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used."""
+Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used; with --why, 0
+when that backend runs or can run.
+
+In a program, mla_plugin.explain(q, k, v, ...) explains a call and mla_plugin.explain(model) each layer of a model, and
+NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 logs each new decision of a run to stderr; NVTE_DEBUG_LEVEL=2 logs every reason too."""
 
 SHARED_MEMORY_PER_BLOCK = {
     (8, 0): 166912,
@@ -114,6 +120,11 @@ def add_parser(commands: Any) -> None:
     )
     _add_platform(parser.add_argument_group("platform"))
     parser.add_argument("--backend", metavar="NAME", help="ask for this backend and no other")
+    parser.add_argument(
+        "--why",
+        metavar="NAME",
+        help="why this backend does not run, and the one thing to install or change so that it does",
+    )
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
 
 
@@ -276,8 +287,8 @@ def _differences(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
 
 
-def as_json(decision: Decision | DecodeDecision) -> str:
-    """The decision as JSON: request, platform, cascade, trace in the order tried, and the plan or the error."""
+def as_json(decision: Decision | DecodeDecision, why: Why | None = None) -> str:
+    """The decision as JSON: request, platform, cascade, trace in the order tried, the plan or the error, and why."""
     content: dict[str, Any] = {"request": _differences(decision.request), "platform": _differences(decision.platform)}
     if isinstance(decision, Decision):
         content["transformer_engine"] = dataclasses.asdict(decision.cascade) if decision.cascade else None
@@ -288,6 +299,8 @@ def as_json(decision: Decision | DecodeDecision) -> str:
     if isinstance(decision, Decision) and decision.plan is not None:
         content["plan"]["backward"] = decision.plan.backward_backend
     content["error"] = decision.error
+    if why is not None:
+        content["why"] = why.as_dict()
     return json.dumps(
         content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value)
     )
@@ -299,14 +312,23 @@ def run(arguments: argparse.Namespace) -> int:
     environ = dict(environment.gates()) | dict(arguments.env)
     options: dict[str, Any] = {"backend": arguments.backend, "platform": platform, "environ": environ}
     decision: Decision | DecodeDecision
+    request: AttentionRequest | DecodeRequest
     if arguments.decode:
         if arguments.te_release is not None:
             raise ValueError("--te-release has no meaning with --decode: TransformerEngine has no absorbed decode")
-        decision = survey_decode(decode_request_of(arguments, platform.device_type), **options)
+        request = decode_request_of(arguments, platform.device_type)
+        decision = survey_decode(request, **options)
         text = describe_decode(decision)
     else:
         options["te_release"] = arguments.te_release
-        decision = survey(request_of(arguments, platform.device_type), **options)
+        request = request_of(arguments, platform.device_type)
+        decision = survey(request, **options)
         text = describe(decision)
-    print(as_json(decision) if arguments.json else text)
+    why = None if arguments.why is None else ask_why(arguments.why, request, **options)
+    if arguments.json:
+        print(as_json(decision, why))
+    else:
+        print(text if why is None else why.text)
+    if why is not None:
+        return 0 if why.state in ("runs", "behind") else 1
     return 0 if decision.plan else 1

@@ -77,11 +77,18 @@ def explain(
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
     te_release: str | None = None,
+    why: str | None = None,
 ) -> str:
     """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey.
 
-    ``te_release`` has no meaning for decode, about which TransformerEngine has no say.
+    ``te_release`` has no meaning for decode, about which TransformerEngine has no say. With ``why``, the name of a
+    backend, the text says instead why that one does not run and the one thing to install or to change.
     """
+    if why is not None:
+        from mla_plugin.resolver.why import why as ask_why  # here, so that importing the package stays fast
+
+        given = {"backend": backend, "platform": platform, "environ": environ, "te_release": te_release}
+        return ask_why(why, request, **given).text  # type: ignore[arg-type]
     if isinstance(request, DecodeRequest):
         return describe_decode(survey_decode(request, backend=backend, platform=platform, environ=environ))
     return describe(survey(request, backend=backend, platform=platform, environ=environ, te_release=te_release))

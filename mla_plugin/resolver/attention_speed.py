@@ -18,8 +18,8 @@ _OLDER = ("fa2", "cudnn", "triton")
 """Before Hopper, equal head dims: the kernels that were written for these cards go first; not measured."""
 
 _OLDER_MLA = ("triton", "fa2", "cudnn")
-"""Before Hopper, unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many products
-of weights and values; on an H200 ours is twice as fast as that."""
+"""Before Hopper, unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many
+products of weights and values; on an H200 ours is twice as fast as that."""
 
 _OTHER_MASK = 4.0
 """No mask, or a window, is as far from a causal mask as four doublings of the length."""
@@ -34,8 +34,9 @@ _NEAR = 1e-3
 """A squared distance below which a measured call decides alone."""
 
 
-def _known_order(request: AttentionRequest, capability: tuple[int, int]) -> tuple[str, ...]:
+def known_order(request: AttentionRequest, platform: Platform) -> tuple[str, ...]:
     """Where nothing was measured: what NVIDIA's and FlashAttention's own figures say of the generation."""
+    capability = platform.compute_capability or (0, 0)
     if capability >= (10, 0):
         return _BLACKWELL
     return _OLDER if request.head_dim_qk == request.head_dim_v else _OLDER_MLA
@@ -142,10 +143,19 @@ def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence
         names: of the backends.
         direction: ``"forward"`` or ``"backward"``.
     """
-    known = _known_order(request, platform.compute_capability or (0, 0))
+    known = known_order(request, platform)
     behind = _estimates(platform, _Call.of(request).place, direction)
 
     def rank(name: str) -> tuple[float, int]:
         return behind.get(name, math.inf), known.index(name) if name in known else len(known)
 
     return sorted(names, key=rank)
+
+
+def relative_times(request: AttentionRequest, platform: Platform, direction: str) -> dict[str, float]:
+    """How many times as long as the fastest each backend takes for one pass; empty where nothing was measured.
+
+    Arguments as ``fastest_first``, whose order this is; a backend that was not measured for the pass is left out.
+    """
+    behind = _estimates(platform, _Call.of(request).place, direction)
+    return {name: math.exp(value - min(behind.values())) for name, value in behind.items()}

@@ -32,16 +32,21 @@ def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
 
 def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...]:
     """Fused built-in backends, fastest first, in the measured call that is nearest in sequences, rows and keys."""
+    milliseconds = measured_times(request, platform)
+    return tuple(sorted(BACKENDS, key=milliseconds.__getitem__)) if milliseconds else UNMEASURED
+
+
+def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, float]:
+    """Milliseconds of the measured call that is nearest, by backend; empty where nothing was measured."""
     calls = MEASURED.get(platform.compute_capability or (0, 0))
     if not calls:
-        return UNMEASURED
+        return {}
     wanted = (request.batch_size, request.seqlen_q * request.num_heads, request.max_seqlen_kv)
 
     def distance(call: tuple[float, ...]) -> float:
         return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(wanted, call, strict=False))
 
-    milliseconds = dict(zip(BACKENDS, min(calls, key=distance)[3:], strict=True))
-    return tuple(sorted(BACKENDS, key=milliseconds.__getitem__))
+    return dict(zip(BACKENDS, min(calls, key=distance)[3:], strict=True))
 
 
 def order(

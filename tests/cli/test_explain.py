@@ -264,3 +264,53 @@ def test_decode_json_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(capsys.readouterr().out)
     assert content["plan"] == {"forward": "sdpa"}
     assert "causal" not in content["request"]
+
+
+H100 = ("--capability", "9.0", "--cudnn-version", "9.20.0", "--cuda-version", "13.0")
+
+
+def test_why_names_the_one_thing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = explain(capsys, *H100, "--package", "flash-attn-4=", "--inference", "--why", "fa4")
+    assert status == 1
+    lines = out.splitlines()
+    assert lines[0] == "fa4 does not take this request on cuda sm90: flash-attn-4 is not installed"
+    assert lines[1] == '=> pip install "mla-plugin[fa4]"'
+    assert lines[2] == "   Then fa4 runs this request's forward."
+
+
+def test_why_of_a_backend_that_can_run_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = explain(capsys, *H100, "--seqlen-q", "8192", "--why", "fa2")
+    assert status == 0
+    assert "is chosen before it for the forward, because as measured, fa2 takes" in out
+    status, out, _ = explain(capsys, "--device", "cpu", "--why", "sdpa")
+    assert (status, out) == (0, "sdpa runs this request's forward and backward.\n")
+
+
+def test_why_as_json_beside_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
+    found = decision(capsys, *H100, "--env", "NVTE_FUSED_ATTN=0", "--why", "cudnn")
+    assert found["plan"]["forward"] != "cudnn"
+    assert found["why"]["state"] == "off"
+    assert found["why"]["reasons"] == ["NVTE_FUSED_ATTN=0"]
+    assert found["why"]["remedy"] == [{"kind": "variable", "do": "unset NVTE_FUSED_ATTN (it is '0')"}]
+    assert found["why"]["chosen"] == found["plan"]
+    assert "why" not in decision(capsys, *H100)
+
+
+def test_why_of_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = explain(capsys, *H100, "--decode", "--contiguous", "--why", "flashinfer")
+    assert status == 1
+    assert "change the request: a cache in pages" in out
+
+
+def test_why_of_an_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = explain(capsys, "--device", "cpu", "--why", "fa9")
+    assert status == 2
+    assert "no backend named 'fa9' is registered" in err
+
+
+def test_help_says_how_a_running_program_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    out = capsys.readouterr().out
+    assert "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" in out
+    assert "NVTE_DEBUG_LEVEL=2" in out

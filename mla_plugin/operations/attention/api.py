@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
+from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.run import run_said
 
 
@@ -153,8 +158,37 @@ def _tensors_of(
     )
 
 
+def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[AttentionRequest, str | None]:
+    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names.
+
+    Nothing is computed, drawn or copied, so tensors of the meta device serve as well.
+
+    Raises:
+        ValueError, TypeError: as ``attention``.
+    """
+    try:
+        given = _SIGNATURE.bind(*tensors, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.attention") from None
+    given.apply_defaults()
+    said = given.arguments
+    backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))
+    check_number("dropout_p", said["dropout_p"])
+    q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
+    of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
+    call = _tensors_of(*_autocast(q, k, v, bias, cast=_as_if_cast), scale, 0.0, **of_lengths)
+    options = CallOptions(bias_type=bias_type, **said)
+    if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
+        options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
+    return request_of(call, options.completed(call)), backend
+
+
 def _autocast(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
     if not torch._C._is_any_autocast_enabled() or not isinstance(q, torch.Tensor):
@@ -163,10 +197,24 @@ def _autocast(
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return q, k, v, bias
     dtype = torch.get_autocast_dtype(device_type)
-    q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-    return q, k, v, None if bias is None else _cast(bias, dtype)
+    cast = cast or _cast
+    q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    return q, k, v, None if bias is None else cast(bias, dtype)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    is_castable = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if is_castable else x
+    return x.to(dtype) if _is_castable(x) else x
+
+
+def _as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What ``_cast`` returns, but for the values: one number stands for all of them."""
+    if not _is_castable(x) or x.dtype == dtype:
+        return x
+    return x.new_empty((), dtype=dtype).expand(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def _is_castable(x: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+
+_SIGNATURE = inspect.signature(attention)

@@ -1,0 +1,233 @@
+"""``mla_plugin.explain``: the decision about a request, about a call's arguments, or about each layer of a model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from mla_plugin import environment
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import Platform
+from mla_plugin.operations.attention.api import request_of_call
+from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
+from mla_plugin.resolver import explain as explain_request
+from mla_plugin.resolver.explanation import describe
+
+if TYPE_CHECKING:
+    from mla_plugin.layers import LayerKind, ModelLayers
+
+_HOSTS = {"transformers": "transformers", "megatron": "megatron"}
+"""Package whose classes a model is made of, and the adapter that knows its layers."""
+
+_ACCEPTED = (
+    "accepted are an AttentionRequest, a DecodeRequest, the tensors q, k, v with the arguments of "
+    "mla_plugin.attention, or a model: a transformers PreTrainedModel or a Megatron-Core module such as GPTModel"
+)
+
+
+@overload
+def explain(
+    request: AttentionRequest | DecodeRequest,
+    /,
+    *,
+    backend: str | None = None,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+) -> str: ...
+@overload
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    /,
+    *,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+    **arguments: Any,
+) -> str: ...
+@overload
+def explain(
+    model: torch.nn.Module,
+    /,
+    *,
+    batch_size: int = 1,
+    seqlen: int = 4096,
+    dtype: torch.dtype | None = None,
+    is_training: bool | None = None,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+) -> str: ...
+def explain(*subject: Any, **arguments: Any) -> str:
+    """Which backend runs and why, in words. Nothing is computed; tensors and models of the meta device will do.
+
+    Three things can be asked about:
+
+    - ``explain(request)``: an ``AttentionRequest`` or a ``DecodeRequest``;
+    - ``explain(q, k, v, **arguments of attention)``: exactly the call that ``mla_plugin.attention`` would make, with
+      its defaults, under the same autocast, with a backward where a tensor requires grad;
+    - ``explain(model, batch_size=1, seqlen=4096)``: every kind of layer of a transformers ``PreTrainedModel`` or of a
+      Megatron-Core module: training, or prefill and the next token for a model in evaluation; what runs, and what
+      would be faster and why it does not run.
+
+    Args:
+        *subject: one of these.
+        backend: of a request or a call: use this backend and no other.
+        batch_size, seqlen: of a model's input, without padding.
+        dtype: of a model's q, k and v; default the model's.
+        is_training: a backward will follow; default what the model's ``training`` says.
+        why: name of a backend: say instead why this one does not run, and the one thing to install or to change.
+        platform: a hypothetical device; default the tensors' or the model's, for those of the meta device this
+            machine's.
+        environ: a hypothetical environment; default the process's.
+        te_release: the release of TransformerEngine whose rules apply, as in ``survey``; it has no say in decode.
+
+    Returns:
+        the text: each backend in the order tried with its verdict and reasons, then what runs. For a model a section
+        for each kind of layer.
+
+    Raises:
+        TypeError: neither a request, nor tensors, nor a model of these hosts; an argument is not accepted with it.
+        ValueError: an argument is off; the message says what was given and what is accepted.
+    """
+    platform = arguments.get("platform")
+    if not (platform is None or isinstance(platform, Platform)):
+        raise TypeError(f"platform={platform!r}; a mla_plugin.Platform is needed, or None for the device at hand")
+    first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
+    if isinstance(first, (AttentionRequest, DecodeRequest)):
+        return _bound(explain_request, "request", subject, arguments)
+    if isinstance(first, torch.Tensor) or "q" in arguments or len(subject) > 1:
+        return _explain_call(*subject, **arguments)
+    if _adapter(first) is not None:
+        return _bound(_explain_model, "model", subject, arguments)
+    raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
+
+
+def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], arguments: dict[str, Any]) -> str:
+    """``function`` of the arguments; what it does not take is an error of the public name."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*subject, **arguments)
+    except TypeError as error:
+        accepted = ", ".join(name for name in signature.parameters if name != what)
+        raise TypeError(f"explain({what}, ...) {error}; accepted are {accepted}") from None
+    return function(*bound.args, **bound.kwargs)
+
+
+def _kind_of(given: object) -> str:
+    kind = type(given)
+    return "nothing" if given is None else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _explain_call(
+    *tensors: Any,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+    **arguments: Any,
+) -> str:
+    request, backend = request_of_call(*tensors, **arguments)
+    q, k = (tensors[i] if len(tensors) > i else arguments[name] for i, name in enumerate("qk"))
+    if not (q.numel() and k.numel()):
+        return "=> no backend: a call without queries or keys has nothing to compute"
+    return explain_request(
+        _on_device(request, platform),
+        backend=backend,
+        why=why,
+        platform=platform,
+        environ=environ,
+        te_release=te_release,
+    )
+
+
+def _on_device(
+    request: Any, platform: Platform | None, device_type: str | None = None, device_index: int | None = None
+) -> Any:
+    """The request on the platform's device, or on its own; on this machine's in place of the meta device."""
+    if platform is not None:
+        return request.replace(device_type=platform.device_type, device_index=None)
+    if device_type is None:
+        device_type, device_index = request.device_type, request.device_index
+    if device_type == "meta":
+        device_type, device_index = "cuda" if torch.cuda.is_available() else "cpu", None
+    return request.replace(device_type=device_type, device_index=device_index)
+
+
+def _adapter(model: object) -> str | None:
+    """The adapter of the host whose class the model is, or derives from."""
+    if not isinstance(model, torch.nn.Module):
+        return None
+    packages = [kind.__module__.partition(".")[0] for kind in type(model).__mro__]
+    return next((_HOSTS[package] for package in packages if package in _HOSTS), None)
+
+
+def _explain_model(
+    model: torch.nn.Module,
+    *,
+    batch_size: int = 1,
+    seqlen: int = 4096,
+    dtype: torch.dtype | None = None,
+    is_training: bool | None = None,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+) -> str:
+    from mla_plugin.layers import Batch  # here, so that importing the package stays fast
+
+    batch = Batch(batch_size, seqlen, dtype, is_training)
+    layers = importlib.import_module(f"mla_plugin.compat.{_adapter(model)}.layers").layers_of(model, batch)
+    options = {"platform": platform, "environ": environ, "te_release": te_release}
+    text = [f"{layers.model}, batch {batch_size}, {seqlen} tokens", *(f"note: {note}" for note in layers.notes)]
+    for kind in layers.kinds:
+        text += ["", *_section(kind, layers, why, options)]
+    return "\n".join(text)
+
+
+def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dict[str, Any]) -> Iterator[str]:
+    """One kind of layer: what it asks for, each with the decision and with what would be faster."""
+    from mla_plugin.resolver.speed import faster
+
+    yield f"{kind.count} x {kind.name}"
+    if kind.note is not None:
+        yield f"  note: {kind.note}"
+    platform, environ = options["platform"], options["environ"]
+    gates = dict(environment.gates()) if environ is None else environ
+    for what, call in kind.asked:
+        asked = request_of_call(*call.tensors, **call.arguments)[0] if not isinstance(call, DecodeRequest) else call
+        request = _on_device(asked, platform, layers.device_type, layers.device_index)
+        if why is not None:
+            yield f"  {what}:"
+            yield from (f"    {line}" for line in explain_request(request, why=why, **options).splitlines())
+            continue
+        decision = _survey(request, options)
+        head, *_, last = _described(decision).splitlines()
+        yield f"  {what}: {head}"
+        if decision.plan is None:
+            yield from (f"    {line.strip()}" for line in str(decision.error).splitlines()[2:])
+        yield f"  {last}"
+        lines = list(faster(decision, gates))
+        yield from (f"     {line}" for line in lines)
+        if not lines and decision.plan is not None and decision.platform.device_type == "cuda":
+            yield "     no backend is faster, as far as that is known"
+
+
+def _survey(request: AttentionRequest | DecodeRequest, options: dict[str, Any]) -> Decision | DecodeDecision:
+    if isinstance(request, DecodeRequest):
+        return survey_decode(request, platform=options["platform"], environ=options["environ"])
+    return survey(request, **options)
+
+
+def _described(decision: Decision | DecodeDecision) -> str:
+    return describe_decode(decision) if isinstance(decision, DecodeDecision) else describe(decision)

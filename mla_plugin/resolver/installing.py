@@ -1,0 +1,63 @@
+"""How the package of a backend is installed: for ``mla-plugin doctor`` and for ``explain(..., why=...)``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FLASH_ATTENTION_3 = (
+    'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
+)
+"""It is not on PyPI."""
+
+
+class Package(NamedTuple):
+    """A package that a backend needs.
+
+    Attributes:
+        name: of the distribution.
+        version: a release whose answers are known, for the question what would be if it were there.
+        command: installs it.
+        upgrade: brings an old one up to date.
+    """
+
+    name: str
+    version: str
+    command: str
+    upgrade: str
+
+
+PACKAGES: dict[str, tuple[Package, ...]] = {
+    "triton": (Package("triton", "3.7.1", "pip install triton", "pip install --upgrade triton"),),
+    "fa2": (
+        Package(
+            "flash-attn",
+            "2.8.3",
+            'pip install "mla-plugin[fa2]"',
+            'pip install "flash-attn>=2.7.3,<2.8.4" --no-build-isolation',
+        ),
+    ),
+    "fa3": (Package("flash-attn-3", "3.0.0", FLASH_ATTENTION_3, f"{FLASH_ATTENTION_3} --upgrade"),),
+    "fa4": (
+        Package(
+            "flash-attn-4",
+            "4.0.0b36",
+            'pip install "mla-plugin[fa4]"',
+            'pip install --upgrade "flash-attn-4>=4.0.0b36"',
+        ),
+    ),
+    "flashinfer": (
+        Package(
+            "flashinfer-python",
+            "0.7.2",
+            'pip install "mla-plugin[flashinfer]"',
+            'pip install --upgrade "flashinfer-python>=0.6.12"',
+        ),
+        Package(
+            "flashinfer-jit-cache",
+            "0.7.2",
+            "pip install flashinfer-jit-cache",
+            "pip install --upgrade flashinfer-jit-cache",
+        ),
+    ),
+}
+"""By backend; a later one is tried with the earlier ones in place."""

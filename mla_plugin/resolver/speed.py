@@ -1,0 +1,91 @@
+"""What a decision's order of backends comes from, in words: what was measured, TransformerEngine's order, or a wish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mla_plugin import environment
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.manager import BUILTIN_BACKENDS
+from mla_plugin.resolver import attention_measured, attention_speed, choice, decode_preference
+from mla_plugin.resolver.decode import DecodeDecision
+from mla_plugin.resolver.explanation import Decision
+from mla_plugin.resolver.preference import FALLBACK
+
+_WORTH_A_WORD = 1.01
+"""Times that are nearer than this are the same: two runs of one kernel differ as much."""
+
+
+def passes(decision: Decision | DecodeDecision) -> dict[str, str]:
+    """The passes of a call and the backend that runs each; empty where no backend is left."""
+    if isinstance(decision, DecodeDecision):
+        return {"decode": decision.plan.forward_backend} if decision.plan else {}
+    if decision.plan is None:
+        return {}
+    found = {"forward": decision.plan.forward_backend}
+    return found | ({"backward": decision.plan.backward_backend} if decision.request.is_training else {})
+
+
+def _times(decision: Decision | DecodeDecision, direction: str) -> Mapping[str, float]:
+    """Measured times of the backends at one pass, in any unit; empty where nothing was measured."""
+    if decision.platform.device_type != "cuda":
+        return {}
+    if isinstance(decision, DecodeDecision):
+        return decode_preference.measured_times(decision.request, decision.platform)
+    return attention_speed.relative_times(decision.request, decision.platform, direction)
+
+
+def _by_speed(decision: Decision | DecodeDecision, direction: str) -> list[str]:
+    """Fused built-in backends, fastest first, whether they can run or not; none off CUDA, where nothing is compared."""
+    if decision.platform.device_type != "cuda":
+        return []
+    if isinstance(decision, DecodeDecision):
+        return list(decode_preference.measured_order(decision.request, decision.platform))
+    known = attention_speed.known_order(decision.request, decision.platform)
+    names = [name for name in BUILTIN_BACKENDS if name in attention_measured.BACKENDS or name in known]
+    order = attention_speed.fastest_first(decision.request, decision.platform, names, direction)
+    times = _times(decision, direction)
+    return [name for name in order if name in times or name in known]
+
+
+def why_before(
+    decision: Decision | DecodeDecision, first: str, second: str, direction: str, environ: Mapping[str, str]
+) -> str:
+    """Why ``first`` is tried before ``second`` for one pass, both of which can run."""
+    request = decision.request
+    if {first, second} - set(BUILTIN_BACKENDS):
+        return "a backend of another package has the place that its priority asks for"
+    if isinstance(request, AttentionRequest):
+        if first == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "1":
+            return "NVTE_MLA_TRITON=1 puts triton first"
+        if choice.is_as_strict_as_te(request, environ):
+            return "that is TransformerEngine's order"
+    if second == FALLBACK:
+        return f"{FALLBACK} is the fallback, tried after the fused backends"
+    times = _times(decision, direction)
+    if first in times and second in times:
+        return f"as measured, {second} takes {times[second] / times[first]:.2f} times as long"
+    if times:
+        return f"{second} was not measured at this {direction}"
+    capability = decision.platform.compute_capability
+    order = ", ".join(_by_speed(decision, direction))
+    return f"nothing was measured on compute_capability={capability}; by what is known of such cards: {order}"
+
+
+def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> Iterator[str]:
+    """One line for each backend that would be faster at a pass than what runs it, and why it does not run it."""
+    reasons = {entry.backend: entry for entry in decision.trace}
+    for direction, chosen in passes(decision).items():
+        order, times = _by_speed(decision, direction), _times(decision, direction)
+        ahead = order[: order.index(chosen)] if chosen in order else order if chosen == FALLBACK else []
+        for name in ahead:
+            if {name, chosen} <= times.keys() and times[chosen] < _WORTH_A_WORD * times[name]:
+                continue
+            gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
+            entry = reasons[name]
+            why = "; ".join(entry.reasons)
+            if entry.accepted and direction != "backward":
+                why = why_before(decision, chosen, name, direction, environ)
+            elif entry.accepted and not why:
+                why = "this request's backward stays with its forward"
+            yield f"{direction} by {name} would be {gain}: {why}"

@@ -1,0 +1,159 @@
+"""``mla_plugin.explain`` of a call: exactly the request that ``attention`` would make, and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import mla_plugin
+from mla_plugin.operations.attention import known
+from mla_plugin.operations.attention.api import request_of_call
+from tests.requests import H100, mla_request
+
+LENGTHS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+def tensors(*shape: int, dtype=torch.float32, grad=False, device="cpu", kv_heads=4, dim_v=16) -> list[torch.Tensor]:
+    options = {"dtype": dtype, "device": device, "requires_grad": grad}
+    *tokens, heads = shape
+    sizes = ((heads, 24), (kv_heads, 24), (kv_heads, dim_v))
+    return [torch.zeros(*tokens, *size, **options) for size in sizes]
+
+
+CALLS = {
+    "defaults": (tensors(2, 8, 4), {}),
+    "training": (tensors(2, 8, 4, grad=True), {}),
+    "grouped": (tensors(2, 8, 4, kv_heads=2), {"attn_mask_type": "no_mask"}),
+    "window": (tensors(2, 8, 4), {"window_size": [3, 0], "deterministic": True, "return_lse": True}),
+    "sbhd": (tensors(8, 2, 4), {"qkv_format": "sbhd", "host": "megatron"}),
+    "dropout": (tensors(2, 8, 4), {"dropout_p": 0.5}),
+    "packed": (tensors(8, 4), {"qkv_format": "thd", "cu_seqlens_q": LENGTHS, "max_seqlen_q": 5}),
+    "packed, two offsets": (
+        tensors(8, 4, grad=True),
+        {"qkv_format": "thd", "cu_seqlens_q": LENGTHS, "cu_seqlens_kv": LENGTHS.clone(), "max_seqlen_q": 5},
+    ),
+    "padded": (
+        tensors(8, 4),
+        {"qkv_format": "thd", "cu_seqlens_q": LENGTHS, "cu_seqlens_q_padded": LENGTHS.clone(), "max_seqlen_q": 5},
+    ),
+    "bias": (
+        tensors(2, 8, 4),
+        {
+            "core_attention_bias_type": "post_scale_bias",
+            "core_attention_bias": torch.zeros(1, 4, 8, 8).requires_grad_(),
+        },
+    ),
+    "mask": (
+        tensors(2, 8, 4),
+        {"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(2, 1, 8, 8, dtype=torch.bool)},
+    ),
+}
+
+
+@pytest.fixture
+def resolved(monkeypatch):
+    """The requests that calls of attention make."""
+    found = []
+    resolve = known.resolve
+    monkeypatch.setattr(known, "resolve", lambda request, **rest: found.append(request) or resolve(request, **rest))
+    known._known.clear()
+    yield found
+    known._known.clear()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_request_is_the_one_that_attention_makes(name, grad, autocast, resolved):
+    given, arguments = CALLS[name]
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with torch.set_grad_enabled(grad), context:
+        explained = mla_plugin.explain(*given, **arguments)
+        request, backend = request_of_call(*given, **arguments)
+        mla_plugin.attention(*given, **arguments)
+    assert resolved == [request]
+    assert backend is None
+    assert explained == mla_plugin.explain(request)
+    assert request.dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+def test_meta_tensors_ask_about_this_machine():
+    q, k, v = tensors(2, 1 << 20, 128, device="meta", kv_heads=128, grad=True)
+    text = mla_plugin.explain(q, k, v)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"lengths 1048576 x 1048576, 128 heads, head dims 24/16, causal, training  on {device}" in text
+
+
+def test_meta_offsets_are_told_apart_by_their_identity():
+    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+    call = {"qkv_format": "thd", "cu_seqlens_q": offsets, "max_seqlen_q": 5}
+    q, k, v = tensors(8, 4, device="meta")
+    assert not request_of_call(q, k, v, **call)[0].lengths_may_differ
+    assert request_of_call(q, k, v, **call, cu_seqlens_kv=offsets.clone())[0].lengths_may_differ
+
+
+def test_a_platform_takes_the_place_of_the_device():
+    text = mla_plugin.explain(*tensors(2, 8, 4, dtype=torch.bfloat16), platform=H100)
+    assert "on cuda sm90" in text
+    assert "device_type" not in text
+
+
+def test_tensors_by_name_and_a_backend_by_name():
+    q, k, v = tensors(2, 8, 4)
+    text = mla_plugin.explain(q=q, k=k, v=v, backend="cudnn")
+    assert "backend 'cudnn' was asked for by name" in text
+    assert text.endswith("=> no backend")
+
+
+def test_nothing_is_drawn_or_allocated():
+    state = torch.get_rng_state()
+    q = torch.zeros(1).expand(2, 1 << 17, 128, 192)  # 24 GiB were it cast
+    with torch.autocast("cpu", torch.bfloat16):
+        text = mla_plugin.explain(q, q, q[..., :128], dropout_p=0.25)
+    assert "bfloat16, batch 2, lengths 131072 x 131072, 128 heads" in text
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_call_without_queries_asks_nobody():
+    q, k, v = tensors(2, 0, 4)
+    assert mla_plugin.explain(q, k, v) == "=> no backend: a call without queries or keys has nothing to compute"
+
+
+def test_requests_are_explained_as_before():
+    request = mla_request()
+    assert mla_plugin.explain(request, platform=H100) == mla_plugin.explain(request=request, platform=H100)
+    assert "=> decode: sdpa" in mla_plugin.explain(
+        mla_plugin.DecodeRequest(torch.float32, "cpu", 1, 1, 4, 16, 8, max_seqlen_kv=64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("subject", "arguments", "error", "message"),
+    [
+        ((), {}, TypeError, "explain() got nothing; accepted are an AttentionRequest, a DecodeRequest, the tensors"),
+        ((3,), {}, TypeError, "explain() got builtins.int; accepted are"),
+        (tensors(2, 8, 4)[:2], {}, TypeError, "missing a required argument: 'v'; accepted are the arguments of"),
+        (
+            tensors(2, 8, 4),
+            {"mask": "causal"},
+            TypeError,
+            "got an unexpected keyword argument 'mask'; accepted are the",
+        ),
+        (tensors(2, 8, 4), {"attn_mask_type": "diagonal"}, ValueError, "attn_mask_type='diagonal'"),
+        (tensors(2, 8, 4), {"dropout_p": 1.5}, ValueError, "dropout_p=1.5"),
+        (tensors(2, 8, 4), {"backend": 3}, TypeError, "backend=3; the name of a backend"),
+        (
+            (mla_request(),),
+            {"batch_size": 2},
+            TypeError,
+            "unexpected keyword argument 'batch_size'; accepted are backend",
+        ),
+        ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; a mla_plugin.Platform is needed"),
+    ],
+)
+def test_errors_say_what_is_accepted(subject, arguments, error, message):
+    with pytest.raises(error) as caught:
+        mla_plugin.explain(*subject, **arguments)
+    assert message in str(caught.value)
