@@ -1,9 +1,9 @@
-"""Which backend runs a request, and why: TransformerEngine's cascade first, then what each backend really can do."""
+"""Which backend runs a request, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import overload
+from typing import TYPE_CHECKING, Any, overload
 
 from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
@@ -12,7 +12,9 @@ from mla_plugin.resolver.attention import resolve as resolve_attention
 from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.decode import DecodeDecision, describe_decode, resolve_decode, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe
-from mla_plugin.resolver.transformer_engine.cascade import te_decide
+
+if TYPE_CHECKING:
+    from mla_plugin.resolver.transformer_engine.cascade import te_decide
 
 __all__ = [
     "Decision",
@@ -24,6 +26,15 @@ __all__ = [
     "survey_decode",
     "te_decide",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "te_decide":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # TransformerEngine's rules are imported when somebody asks for them: the import of the package is shorter without
+    from mla_plugin.resolver.transformer_engine.cascade import te_decide
+
+    return te_decide
 
 
 @overload

@@ -1,4 +1,4 @@
-"""From a request to a plan: ask every backend, apply TransformerEngine's cascade, take the first that both allow.
+"""From a request to a plan: ask every backend, take the fastest, or the first in TransformerEngine's order.
 
 ``survey`` makes the decision and keeps everything that led to it; ``resolve`` caches it; ``explain`` puts it in words.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, Plan
@@ -16,9 +17,9 @@ from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, 
 from mla_plugin.resolver import choice, preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision, te_decide
-from mla_plugin.resolver.transformer_engine.release import read_release
-from mla_plugin.resolver.transformer_engine.request import installed_release, te_params, te_platform
+
+if TYPE_CHECKING:
+    from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
 
 _CACHE_SIZE = 4096
 """Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
@@ -122,8 +123,17 @@ class _Survey:
 
 
 def _cascade(request: AttentionRequest, asked: Inquiry, te_release: str | None) -> CascadeDecision | None:
-    """TransformerEngine's own selection; None where it raises and neither the host nor the caller asked for it."""
+    """TransformerEngine's own selection; None off CUDA, or where it raises and nobody asked for it.
+
+    Its rules are imported here: ``import mla_plugin`` takes a fifth longer with them.
+    """
+    from mla_plugin.resolver.transformer_engine.cascade import te_decide
+    from mla_plugin.resolver.transformer_engine.release import read_release
+    from mla_plugin.resolver.transformer_engine.request import installed_release, te_params, te_platform
+
     release = installed_release(request.host, asked.platform) if te_release is None else read_release(te_release)[0]
+    if asked.platform.device_type != "cuda":
+        return None
     platform = te_platform(asked.platform, release)
     try:
         return te_decide(te_params(request), asked.environ, platform, release=release)
@@ -161,7 +171,7 @@ def survey(
         request = request.replace(deterministic=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
-    cascade = _cascade(request, asked, te_release) if platform.device_type == "cuda" else None
+    cascade = _cascade(request, asked, te_release)
 
     known = _Survey(request, asked, cascade)
     tried = known.order("forward")

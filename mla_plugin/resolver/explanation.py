@@ -6,11 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.types import Platform, TraceEntry
-from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
+
+if TYPE_CHECKING:
+    from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
 
 logger = logging.getLogger("mla_plugin")
 
