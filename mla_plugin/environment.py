@@ -173,7 +173,7 @@ VARIABLES: tuple[Variable, ...] = (
         _verbatim,
         'exactly "1" is on and "0" is off everywhere; anything else is as unset',
         None,
-        '"1" puts our Triton kernels before TransformerEngine\'s own choice where they are known to be right; '
+        '"1" puts our Triton kernels first, inside TransformerEngine where they are known to be right; '
         '"0" keeps them off everywhere.',
         "selection",
         "mla-plugin",
@@ -201,7 +201,7 @@ VARIABLES: tuple[Variable, ...] = (
         _is_one,
         _ONE,
         False,
-        "Every host decides as strictly as TransformerEngine: nothing runs that its own selection would not allow.",
+        "Every host decides as TransformerEngine, in its order: nothing runs that its selection would not allow.",
     ),
     _ours(
         "MLA_PLUGIN_TE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import subprocess
 import sys
@@ -88,6 +89,32 @@ def test_values_of_another_type_are_errors_whatever_was_called_before(changes: d
     AttentionRequest.of(TENSORS, window_size=(-1, 3))
     with pytest.raises((TypeError, ValueError), match=words):
         AttentionRequest.of(TENSORS, **changes)
+    mla_plugin.attention(TENSORS.q, TENSORS.k, TENSORS.v, max_seqlen_q=3, window_size=(-1, 3))
+    mla_plugin.attention(TENSORS.q, TENSORS.k, TENSORS.v, window_size=(-1, 3))
+    arguments = {"core_attention_bias_type" if name == "bias_type" else name: value for name, value in changes.items()}
+    with pytest.raises((TypeError, ValueError), match=words):
+        mla_plugin.attention(TENSORS.q, TENSORS.k, TENSORS.v, **arguments)
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 1), (1, -1), (0, 0), (2, 1)])
+def test_every_query_sees_a_key_is_never_claimed_in_vain(window: tuple[int, int], bottom_right: bool) -> None:
+    for lengths in itertools.product((0, 1, 2, 5), repeat=2):
+        dense = mla_request(
+            max_seqlen_q=lengths[0],
+            max_seqlen_kv=lengths[1],
+            attn_mask_type="no_mask",
+            window_size=window,
+            bottom_right_diagonal=bottom_right,
+        )
+        rows, offset = torch.arange(lengths[0])[:, None], dense.band.offset(*lengths)
+        hidden = dense.band.hides(rows, torch.arange(lengths[1]), offset)
+        seen = torch.ones(lengths, dtype=torch.bool) if hidden is None else ~hidden
+        if lengths[0]:
+            assert dense.every_query_sees_a_key == bool(seen.any(1).all())
+        same = dense.replace(qkv_format="thd", attn_mask_type="padding", window_size=window)
+        assert same.every_query_sees_a_key
+        assert not same.replace(lengths_may_differ=True).every_query_sees_a_key
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pluggy
 import pytest
 
 from mla_plugin import Accepted, hookimpl
+from mla_plugin.hooks import spec
 from mla_plugin.hooks.manager import BackendManager
 from tests.hooks.notes import notes
 
@@ -380,3 +381,47 @@ def test_a_hook_of_another_name_needs_no_function_of_the_hooks_name(manager: Bac
 
     manager.register(Named(1), "named")
     assert manager.caller("backward", "named")(plan=None, residuals=None, dout=None, dlse=None) == "gradient"
+
+
+def test_a_hook_that_is_called_directly_gets_what_pluggy_would_pass() -> None:
+    """One implementation and no wrapper: fewer arguments, defaults, and a wrapper that comes and goes."""
+
+    class Backend:
+        @hookimpl
+        def select_backend(self) -> Accepted:
+            return Accepted()
+
+        @hookimpl
+        def forward(self, tensors: object) -> object:
+            return ("forward", tensors)
+
+        @hookimpl
+        def backward(self, plan: object, dlse: object = "default") -> object:
+            return (plan, dlse)
+
+    class Wrapper:
+        @hookimpl(wrapper=True)
+        def forward(self) -> Iterator[None]:
+            return ("wrapped", (yield))  # type: ignore[misc]
+
+    manager = BackendManager()
+    manager.register(Backend(), "direct")
+    by_pluggy = pluggy.PluginManager("mla_plugin")
+    by_pluggy.add_hookspecs(spec)
+    by_pluggy.register(Backend())
+    forward = {"plan": 1, "tensors": 2}
+    backward = {"plan": 1, "residuals": 2, "dout": 3, "dlse": 4}
+
+    def both() -> None:
+        assert manager.caller("forward", "direct")(**forward) == by_pluggy.hook.forward(**forward)
+        assert manager.caller("backward", "direct")(**backward) == by_pluggy.hook.backward(**backward)
+
+    both()
+    manager.register(Wrapper(), "around")
+    wrapper = Wrapper()
+    by_pluggy.register(wrapper)
+    both()
+    assert manager.caller("forward", "direct")(**forward) == ("wrapped", ("forward", 2))
+    manager.unregister("around")
+    by_pluggy.unregister(wrapper)
+    both()
