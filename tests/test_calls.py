@@ -9,7 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_plugin
-from mla_plugin import Accepted, AttentionOutput, AttentionRequest, Gradients, Plan, Refused, Residuals, attention
+from mla_plugin import (
+    Accepted,
+    AttentionOutput,
+    AttentionRequest,
+    AttentionTensors,
+    Gradients,
+    Plan,
+    Refused,
+    Residuals,
+    attention,
+)
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.operations.attention.run import run
 from mla_plugin.plugins import sdpa
@@ -388,3 +398,15 @@ def test_an_input_handed_back_as_the_result_is_copied() -> None:
         assert not v.any()
     finally:
         get_manager().unregister("wrong")
+
+
+def test_a_request_of_one_tensor_of_offsets_is_not_of_two() -> None:
+    """Kernels leave masks out where lengths agree."""
+    q, offsets = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    one = AttentionTensors(q, q, q, 0.3, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    two = AttentionTensors(q, q, q, 0.3, cu_seqlens_q=offsets, cu_seqlens_kv=torch.tensor([0, 2, 9], dtype=torch.int32))
+    request = AttentionRequest.of(one, qkv_format="thd", max_seqlen_q=7, max_seqlen_kv=7)
+    run(request, one)
+    with pytest.raises(ValueError, match=r"is not what AttentionRequest\.of makes of these tensors"):
+        run(request, two)
+    run(request.replace(lengths_may_differ=True), two)

@@ -63,7 +63,7 @@ GAPS: tuple[Gap, ...] = (
         versions=SpecifierSet(">=2.10,<2.11"),
         without=_NO_BACKEND,
         condition=_is_padded,
-        runs=("fa3", "triton", "sdpa"),
+        runs=("fa3", "fa4", "triton", "sdpa"),
         source="NVIDIA/TransformerEngine issue 1821",
     ),
     Gap(
@@ -72,7 +72,7 @@ GAPS: tuple[Gap, ...] = (
         without="a wrong answer: unfused attention reads the sequences as if nothing lay between them, and returns "
         "fewer rows than q has when they end before it does",
         condition=_is_padded,
-        runs=("fa3", "triton", "sdpa"),
+        runs=("fa3", "fa4", "triton", "sdpa"),
         source="NVIDIA/TransformerEngine pull request 2596",
     ),
     Gap(
@@ -80,15 +80,15 @@ GAPS: tuple[Gap, ...] = (
         versions=SpecifierSet(">=2.16"),
         without=_NO_BACKEND,
         condition=_is_padded,
-        runs=("fa3", "triton", "sdpa"),
+        runs=("fa3", "fa4", "triton", "sdpa"),
         source="NVIDIA/TransformerEngine issue 1821",
     ),
     Gap(
-        name="head_dim_qk != head_dim_v on FlashAttention 2 (V padded)",
+        name="head_dim_qk != head_dim_v, unfused",
         versions=SpecifierSet(">=2.10,<2.17"),
         without=f"{_UNFUSED}; for packed sequences 2.10 has no backend",
         condition=_is_unpadded_mla,
-        runs=("fa2",),
+        runs=("fa2", "triton"),
         source="NVIDIA/TransformerEngine pull request 2629",
     ),
     Gap(

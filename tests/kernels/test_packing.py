@@ -106,6 +106,8 @@ def test_rows_are_masked_where_lengths_allow_that_one_sees_no_key(mask: Band) ->
     equal = dataclasses.replace(unequal, same_lengths=True)
     assert all(mask.shows_every_query_a_key(n, n) for n in lengths)
     assert not kind(q, q, equal).some_query_may_see_no_key
+    padded = dataclasses.replace(equal, qkv_format="bshd")
+    assert kind(torch.empty(SHAPES["bshd"]), torch.empty(SHAPES["bshd"]), padded).some_query_may_see_no_key
 
 
 def test_a_window_beyond_every_token_is_none() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin.conformance import BackendConformance, Case
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -78,3 +79,27 @@ class TestCuda(BackendConformance):
         whole = (*_features(), *_head_dims(HEAD_DIMS + MORE_HEAD_DIMS))
         low = tuple(replace(case, dtype=torch.bfloat16, name=f"{case.name}-bf16") for case in whole)
         return tuple(case for case in whole if case.head_dim_qk + case.head_dim_v <= 256) + low
+
+
+@pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
+def test_values_that_are_not_finite_stay_out_of_rows_that_see_no_key(qkv_format: str, mask: str) -> None:
+    """Rows behind a sequence's end, and those above a bottom-right diagonal: weights of 0 times NaN."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths_q = torch.tensor([0, 5, 9], dtype=torch.int32, device=device)
+    for lengths_kv in (lengths_q, torch.tensor([0, 3, 9], dtype=torch.int32, device=device)):
+        q, k, v = (torch.randn(2, 6, 2, 16, device=device) for _ in range(3))
+        v[0, 0] = torch.nan
+        if qkv_format == "bhsd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        options = {"attn_mask_type": mask, "qkv_format": qkv_format, "backend": "triton"}
+        out, lse = mla_plugin.attention(
+            q, k, v, cu_seqlens_q=lengths_q, cu_seqlens_kv=lengths_kv, return_lse=True, **options
+        )
+        out.sum().backward()
+        hidden = lse.isneginf()
+        assert hidden.any()
+        for x in (out, q.grad):
+            rows = x if qkv_format == "bhsd" else x.transpose(1, 2)
+            assert rows[hidden].eq(0).all()

@@ -188,7 +188,12 @@ def attention_forward_kernel(
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
     num_rows = seqlen_q if PACKED else max_seqlen_q
-    store_rows(out_base, start_m, stride_om, num_rows, acc0 * inverse[:, None], BLOCK_M, 0, V0, D_V, WIDE)
+    acc0 *= inverse[:, None]
+    acc1 *= inverse[:, None]
+    if HAS_LENGTHS or HAS_LEFT or HAS_RIGHT:  # weights of 0 times a value that is not finite
+        acc0 = tl.where(empty[:, None], 0.0, acc0)
+        acc1 = tl.where(empty[:, None], 0.0, acc1)
+    store_rows(out_base, start_m, stride_om, num_rows, acc0, BLOCK_M, 0, V0, D_V, WIDE)
     if V1 > 0:
-        store_rows(out_base, start_m, stride_om, num_rows, acc1 * inverse[:, None], BLOCK_M, V0, V1, D_V, WIDE)
+        store_rows(out_base, start_m, stride_om, num_rows, acc1, BLOCK_M, V0, V1, D_V, WIDE)
     tl.store(Lse + b64 * stride_lb + h64 * stride_lh + start_q + rows, lse, mask=rows < num_rows)

@@ -247,9 +247,14 @@ class Kind(NamedTuple):
 
     @property
     def some_query_may_see_no_key(self) -> bool:
-        """A query of a sequence that has keys may see none of them, as far as the host knows."""
+        """A row of a sequence that has keys may see none of them, as far as the host knows.
+
+        In a dense layout the rows behind a sequence's end are such rows too.
+        """
         if not self.has_lengths:
             return not self.shapes_show_every_query_a_key
+        if not self.layout.is_packed:
+            return True
         left, right, bottom_right = self.band
         return not self.same_lengths and (right if bottom_right else left) >= 0
 

@@ -74,7 +74,7 @@ def known_of(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
 def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> tuple[Any, ...]:
     """Everything that ``_decide`` depends on: True, 1 and 1.0 are equal as keys and not as options."""
     if isinstance(said, AttentionRequest):
-        facts: tuple[Any, ...] = ()
+        facts: tuple[Any, ...] = (said.has_padding and tensors.lengths_may_differ,)
     else:
         has_lengths, bias = tensors.cu_seqlens_q is not None, tensors.bias
         facts = (
@@ -112,7 +112,8 @@ def request_for(tensors: AttentionTensors, said: CallOptions | AttentionRequest)
     """The checked request of a call; arguments and errors as ``known_of``."""
     if isinstance(said, CallOptions):
         return request_of(tensors, said.completed(tensors))
-    if request_of(tensors, options_of(said)) != said:
+    lengths_differ = said.has_padding and tensors.lengths_may_differ and not said.lengths_may_differ
+    if lengths_differ or request_of(tensors, options_of(said)) != said:
         raise ValueError(
             f"{said} is not what AttentionRequest.of makes of these tensors; make the request of them, and leave what "
             "attention() has no argument for at its default"
