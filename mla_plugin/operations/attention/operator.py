@@ -20,7 +20,8 @@ from mla_plugin.hooks.attention import Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of
 
-_TENSORS = {field.name: get_type_hints(AttentionTensors)[field.name] for field in fields(AttentionTensors)}
+_HINTS = get_type_hints(AttentionTensors)
+_TENSORS = {field.name: _HINTS[field.name] for field in fields(AttentionTensors)}
 _DECLARED = {**_TENSORS, **get_type_hints(CallOptions), "backend": str | None}
 _NAMES, _TENSOR_FIELDS = tuple(_DECLARED), len(_TENSORS)
 _GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "out": torch.Tensor, "lse": torch.Tensor}
