@@ -137,8 +137,8 @@ def test_the_environment_asks_for_autotuning(text: str | None, tuned: bool, monk
     for module, name in ((prefill, "forward"), (prefill_backward, "backward")):
         original = getattr(module, name)
 
-        def spy(*arguments: object, original: object = original, tuned: bool) -> object:
-            seen.append(tuned)
+        def spy(*arguments: object, original: object = original, **options: object) -> object:
+            seen.append(options["tuned"])
             return original(*arguments)  # type: ignore[operator]
 
         monkeypatch.setattr(module, name, spy)

@@ -6,8 +6,9 @@ Refusals are about the request and the device alone; nothing here imports Triton
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,11 +81,11 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 @functools.cache
-def _launches() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward; imported at the first call, because Triton is slow to import."""
+def _launches() -> tuple[ModuleType, ModuleType]:
+    """The launches of the forward and of the backward; imported at the first call, because Triton is slow to import."""
     from mla_plugin.kernels.prefill import launch_backward, launch_forward
 
-    return launch_forward.forward, launch_backward.backward
+    return launch_forward, launch_backward
 
 
 def _packing(request: AttentionRequest, tensors: AttentionTensors) -> Packing:
@@ -116,7 +117,8 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    out, lse = _launches()[0](
+    launch_forward, _ = _launches()
+    out, lse = launch_forward.forward(
         tensors.q,
         tensors.k,
         tensors.v,
@@ -132,8 +134,9 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
     """Three kernels without atomics: bitwise deterministic."""
     tensors = residuals.tensors
+    _, launch_backward = _launches()
     return Gradients(
-        *_launches()[1](
+        *launch_backward.backward(
             tensors.q,
             tensors.k,
             tensors.v,
