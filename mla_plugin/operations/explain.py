@@ -140,7 +140,8 @@ def _explain_call(
     call = described_call(*tensors, **arguments)
     if not (call.tensors.q.numel() and call.tensors.k.numel()):
         return "=> no backend: a call without queries or keys has nothing to compute"
-    heading, requests = None, (request_of(call.tensors, call.options),)
+    heading: str | None = None
+    requests: tuple[AttentionRequest, ...] = (request_of(call.tensors, call.options),)
     if call.cp_group is not None:
         from mla_plugin.context_parallel.api import sections_of_call
 

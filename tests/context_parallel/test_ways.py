@@ -47,7 +47,7 @@ GROUPED = [
     for way, size, layout in itertools.product(WAYS, (2, 4), ("bshd", "bhsd"))
 ]
 CROSS = [
-    Case(way, size, layout, "no_mask", lengths_q=(8, 8), lengths_kv=(24, 24), kv_heads=2, **{"heads": 4})
+    Case(way, size, layout, "no_mask", lengths_q=(8, 8), lengths_kv=(24, 24), kv_heads=2)
     for way, size, layout in itertools.product(WAYS, (2,), ("bshd", "sbhd"))
 ]
 WINDOWS = [
