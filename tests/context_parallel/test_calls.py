@@ -197,7 +197,7 @@ def test_explain(pool):
         "context parallel, p2p, rank 3 of 4: 2 kinds of sections",
     ]
     assert texts[1].count("=> forward: sdpa") == 3
-    assert "return_lse, partial, training" in texts[0]
+    assert "causal, partial, training" in texts[0]
 
 
 def gather_in_float32(way: str) -> None:

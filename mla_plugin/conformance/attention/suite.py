@@ -94,18 +94,18 @@ class BackendConformance(Suite):
         )
         output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
         kept_output = Kept("of one call", **vars(output))
-        more: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
+        runs: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
         if self._repeats(case.name):
             result = hooks.forward(plan, second, is_poisoned=False)
-            more.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
+            runs.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
         kept_output.check()
         kept = []
-        more.append((first, output, None))
+        runs.append((first, output, None))
         last: tuple[Plan, AttentionOutput] = (plan, output)
         if (partial_plan := self._partial_plan(case, plan)) is not None:
             last = (partial_plan, first.partial(generator))
-            more.append((first, last[1], last[1]))
-        for call, residuals, others in more:
+            runs.append((first, last[1], last[1]))
+        for call, residuals, others in runs:
             asked = plan if others is None else last[0]
             gradients = hooks.backward(asked, call, residuals, is_poisoned=call is first and others is None)
             checks.check_gradients(
