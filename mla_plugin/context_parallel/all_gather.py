@@ -61,11 +61,11 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
 def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward | None:
     """dq, dk and dv; None after a failure."""
     group, order = call.group, _order(call)
-    whole = [_whole(call, x, order) for x in (saved.k, saved.v)]
-    found = watch.attempt(_differentiate, call, saved, *whole, dout, dlse)
+    k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
+    found = watch.attempt(_differentiate, call, saved, k, v, dout, dlse)
     inverse = None if order is None else order.argsort()
     owned = []
-    for number, x in enumerate(whole):
+    for number, x in enumerate((k, v)):
         parts = None if found is None else watch.attempt(_by_owner, call, found[1 + number], inverse)
         if parts is None:  # this rank failed: the owners wait for as many bytes
             parts = x.view(group.size, -1)
