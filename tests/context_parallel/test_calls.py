@@ -200,21 +200,27 @@ def test_explain(pool):
     assert "causal, partial, training" in texts[0]
 
 
-def gather_in_float32(way: str) -> None:
-    """bfloat16: parts are summed in float32, so the error stays near one rounding."""
-    run_case = Case(way, 4, dtype=torch.bfloat16, lengths_q=(64,), heads=4)
+def in_bfloat16(way: str) -> dict[str, float]:
+    """Errors over all ranks."""
+    case = Case(way, 4, mask="no_mask", dtype=torch.bfloat16, lengths_q=(256,))
     group = workers.groups[4]
-    whole, local = Whole(run_case, 5), Local(run_case, dist.get_rank(group))
+    whole, local = Whole(case, 5), Local(case, dist.get_rank(group))
     given = [local(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
-    out = mla_plugin.attention(*given, cp_group=group, cp_comm_type=way)
-    found = [out, *torch.autograd.grad(out, given, local(whole.dout))]
-    exact = whole.expected()
-    for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
-        true = local(exact[name])
+    out = mla_plugin.attention(*given, attn_mask_type="no_mask", cp_group=group, cp_comm_type=way)
+    errors = {}
+    for name, x in zip(
+        ("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, given, local(whole.dout))), strict=True
+    ):
         assert x.dtype == torch.bfloat16
-        assert float((x.double() - true).norm() / true.norm()) < 4e-3, name
+        true = local(whole.expected()[name])
+        squares = torch.stack([(x.detach().double() - true).norm() ** 2, true.norm() ** 2])
+        dist.all_reduce(squares, group=group)
+        errors[name] = float((squares[0] / squares[1]).sqrt())
+    return errors
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bfloat16(pool, way):
-    pool.run(gather_in_float32, way=way)
+def test_sums_of_bfloat16_are_float32(pool, way):
+    """Sums in bfloat16 have errors of 3.1e-3 (dk, dv) and 3.6e-3 (out) here; one rounding has 1.7e-3."""
+    (errors, *_) = pool.run(in_bfloat16, way=way)
+    assert max(errors.values()) < 2.8e-3, errors
