@@ -44,7 +44,8 @@ def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
         return _run_observed(tensors, said, backend)
     known = known_of(tensors, said, backend)
     vars(tensors)["kept"] = known.kept
-    tensors = compute.with_contiguous_rows(tensors)
+    if not known.has_contiguous_rows:
+        tensors = compute.with_contiguous_rows(tensors)
     if known.request.is_training:
         out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
         return AttentionOutput(out, lse)
