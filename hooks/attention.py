@@ -192,7 +192,7 @@ class AttentionRequest:
         """True when the window removes more than a causal mask does."""
         return self.band.has_window
 
-    @property
+    @functools.cached_property
     def every_query_sees_a_key(self) -> bool:
         """True where the shapes, or lengths that are the same of both sides, say so; padded rows are no queries."""
         if self.has_padding:

@@ -17,13 +17,23 @@ from mla_plugin.operations.attention.known import Known
 Result = TypeVar("Result")
 
 
+def _keys_above_backends() -> torch.DispatchKeySet:
+    """What PyTorch does before an operator's kernel: autograd, autocast, keeping account of views."""
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+    return excluded | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+_ABOVE_BACKENDS = _keys_above_backends()
+
+
 def _undisturbed(run: Callable[..., Result], *arguments: object) -> Result:
-    """Autograd records nothing in a backend, whatever that switches on, and its products keep their dtype."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if not torch._C._is_any_autocast_enabled():
-            return run(*arguments)
-        with torch._C._DisableAutocast():
-            return run(*arguments)
+    """Autograd records nothing in a backend, whatever that switches on; its products keep their dtype.
+
+    Its results are no views, which PyTorch would not let the caller change in place.
+    """
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_BACKENDS):
+        return run(*arguments)
 
 
 def reads_lengths(request: AttentionRequest) -> bool:
