@@ -207,7 +207,8 @@ class _Backward:
         self.p_variance = self.p.square() * exponent + tiny
         dp_error = (r * dp).square() + (sums * (dout.abs() @ part.v.abs().mT)).square()
         self.own = self.p_variance * (dp - delta[..., None]).square() + self.p.square() * dp_error
-        self.own = self.own + 2 * (r * self.ds).square() + tiny
+        # the score's gradient may be rounded before or after the scale, which near 0 makes a difference
+        self.own = self.own + 2 * (r * self.ds).square() + tiny * max(1.0, self.scale**-2)
         self.delta_variance = (delta_error.square())[..., None]
         self.ds_variance = self.own + self.p.square() * self.delta_variance
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
+from mla_plugin.arguments.autocast import autocast_dtype
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
@@ -191,12 +192,8 @@ def _autocast(
     cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(q, torch.Tensor):
+    if not isinstance(q, torch.Tensor) or (dtype := autocast_dtype(q.device.type)) is None:
         return q, k, v, bias
-    device_type = q.device.type
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return q, k, v, bias
-    dtype = torch.get_autocast_dtype(device_type)
     cast = cast or _cast
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     return q, k, v, None if bias is None else cast(bias, dtype)
