@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,10 @@ from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.run import run_said
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def attention(
@@ -41,6 +45,8 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
     host: str = "direct",
+    cp_group: ProcessGroup | DeviceMesh | None = None,
+    cp_comm_type: str = "p2p",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with head_dim_qk and head_dim_v free to differ, on the best installed backend.
 
@@ -78,6 +84,11 @@ def attention(
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
         host: the framework that calls; selection rules differ between hosts.
+        cp_group: ranks that share the sequences (context parallelism): a ProcessGroup or a one-dimensional DeviceMesh;
+            each passes its own tokens as ``mla_plugin.context_parallel.shard`` cuts them, with cu_seqlens and
+            max_seqlen of whole sequences. A group of one rank is as None. docs/context_parallel.md has the rest.
+        cp_comm_type: ``p2p`` (keys and values travel around a ring), ``all_gather`` (they are gathered; causal windows
+            too) or ``a2a`` (heads are exchanged for tokens; any mask).
 
     Returns:
         out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
@@ -88,6 +99,7 @@ def attention(
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
@@ -117,7 +129,12 @@ def attention(
         return_lse=return_lse,
         host=host,
     )
-    output = run_said(tensors, options, backend)
+    if cp_group is not None:
+        from mla_plugin.context_parallel import api as context_parallel
+
+        output = context_parallel.attention(tensors, options, backend, cp_group, cp_comm_type)
+    else:
+        output = run_said(tensors, options, backend)
     return (output.out, output.lse) if return_lse else output.out
 
 
@@ -159,8 +176,24 @@ def _tensors_of(
     )
 
 
+class DescribedCall(NamedTuple):
+    """A call that is not made: tensors and completed options, the backend that it names, the group and the way."""
+
+    tensors: AttentionTensors
+    options: CallOptions
+    backend: str | None
+    cp_group: ProcessGroup | DeviceMesh | None
+    cp_comm_type: str
+
+
 def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[AttentionRequest, str | None]:
-    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names.
+    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names; errors alike."""
+    call = described_call(*tensors, **arguments)
+    return request_of(call.tensors, call.options), call.backend
+
+
+def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
+    """The call ``attention(*tensors, **arguments)``, not made.
 
     Nothing is computed, drawn or copied, so tensors of the meta device serve as well.
 
@@ -174,6 +207,7 @@ def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[Attention
     given.apply_defaults()
     said = given.arguments
     backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))
+    group, way = said.pop("cp_group"), said.pop("cp_comm_type")
     check_number("dropout_p", said["dropout_p"])
     q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
@@ -181,7 +215,7 @@ def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[Attention
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
-    return request_of(call, options.completed(call)), backend
+    return DescribedCall(call, options.completed(call), backend, group, way)
 
 
 def _autocast(
