@@ -1,0 +1,113 @@
+"""The entry of latent attention: from arguments to tensors, and on."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
+from mla_plugin.arguments.checks import check_tensor, plain_number
+from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.operations.attention.run import is_observed
+from mla_plugin.operations.autocast import autocast
+
+
+def latent_attention(
+    q: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    attn_mask_type: str = "causal",
+    qkv_format: str = "bshd",
+    window_size: tuple[int, int] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    pad_between_seqs: bool | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    host: str = "direct",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over latents: K and V are expanded a few heads at a time and never kept for the backward.
+
+    K_h = [c_kv W_UK_h^T, k_rope], V_h = c_kv W_UV_h^T, out = softmax(softmax_scale * q @ K^T + mask) @ V, per head
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1). What stays for the backward is q, c_kv, k_rope, out, lse and the
+    weights; K and V are expanded again there. With 128 heads of 192/128 over a latent of 512 + 64 numbers, 1.1 KB a
+    token stay instead of 80 KB (16 bits), at the price of the expansion: on an H200 2.3 ms for 32k tokens, twice that
+    for its gradients. Each group of heads is attended on the backend that ``attention`` would choose for its K and V.
+
+    Args:
+        q: [..., H, qk_nope_head_dim + qk_rope_head_dim]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D],
+            ``sbhd`` [S_q, B, H, D], ``bhsd`` [B, H, S_q, D], ``thd`` [T_q, H, D] (packed sequences). float16, bfloat16,
+            float32 or float64. Any strides, as all tensors here.
+        c_kv: [B, S_kv, R], for ``sbhd`` [S_kv, B, R], for ``thd`` [T_kv, R]; normalised, without rope. R is
+            kv_lora_rank.
+        k_rope: as c_kv, with qk_rope_head_dim (0 for a model without rope) in place of R; rope is applied.
+        w_uk: [H, qk_nope_head_dim, R].
+        w_uv: [H, head_dim_v, R]. Both are views of the up-projection: ``kv_b_proj.weight.unflatten(0, (H, -1))
+            .split((qk_nope_head_dim, head_dim_v), dim=1)``.
+        softmax_scale: positive; default (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        attn_mask_type, window_size, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in
+            ``attention``; there is no ``arbitrary`` mask. Those of keys are about the tokens of c_kv.
+
+    Returns:
+        out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
+        float64), [B, H, S_q] or [H, T_q]. Both are differentiable in q, c_kv, k_rope, w_uk and w_uv; gradients are
+        summed over heads and tokens in float32. A query that sees no key gives out 0, lse -inf and zero gradients. What
+        padding holds has no influence, and its gradients are 0.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        NoBackendError: no backend takes the expanded call; the message lists every backend's reasons.
+        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+    """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
+    if softmax_scale is None:
+        has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
+        softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
+    lengths = lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), **lengths)
+    options = CallOptions(
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        pad_between_seqs=pad_between_seqs,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        host=host,
+    )
+    out, lse = _run(tensors, options, backend)
+    return (out, lse) if return_lse else out
+
+
+def _run(tensors: LatentTensors, options: CallOptions, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Through the operator where somebody looks, else straight on."""
+    from mla_plugin.operations.latent import operator  # declaring operators takes milliseconds of an import
+
+    for name in DIFFERENTIABLE:
+        check_tensor(name, getattr(tensors, name))
+    # the request's answers about lengths are those of attention; only what wants a gradient is another
+    is_training = tensors.needs_gradient
+    lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
+    options = options._replace(is_training=is_training).completed(lengths)
+    call = operator.Call(tensors, options, backend)
+    if is_observed(*tensors.differentiable):
+        return operator.latent_attention_forward(*call.arguments)  # type: ignore[no-any-return]
+    decision = call.decide()
+    if is_training:
+        return operator.LatentAttention.apply(call, decision, *tensors.differentiable)  # type: ignore[no-any-return, no-untyped-call]
+    with torch.no_grad():
+        output = call.forward(decision)
+    return output.out, output.lse
