@@ -69,6 +69,8 @@ class AttentionRequest:
         deterministic: two runs of the backward must agree bit for bit.
         return_lse: the caller wants the log-sum-exp.
         host: who asks; some rules differ between hosts.
+        partial: the keys are some of those that the queries see, as in context parallelism: the backward gets the out
+            and lse of all of them and must use both. A backend whose backward takes the softmax anew refuses this.
 
     The remaining attributes exist so that a host can describe every call that TransformerEngine's selection knows.
 
@@ -114,6 +116,7 @@ class AttentionRequest:
     cp_comm_type: str = "p2p"
     cp_size: int = 1
     lengths_may_differ: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -309,6 +312,7 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         return_lse=given.return_lse,
         host=given.host,
         lengths_may_differ=bool(given.lengths_may_differ),
+        partial=given.partial,
     )
 
 

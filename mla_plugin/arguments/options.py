@@ -18,6 +18,7 @@ class CallOptions(NamedTuple):
         qkv_format, attn_mask_type, window_size, bottom_right_diagonal, bias_type, dropout_p, deterministic, return_lse,
             host: as in ``mla_plugin.attention``, in any spelling that it takes.
         max_seqlen_q, max_seqlen_kv: None for the tensors' extent.
+        partial: as in ``AttentionRequest``.
         pad_between_seqs, lengths_may_differ, bias_requires_grad, is_training: as in ``AttentionRequest``; None for what
             the tensors say, see ``completed``.
     """
@@ -37,6 +38,7 @@ class CallOptions(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     host: str = "direct"
+    partial: bool = False
 
     def completed(self, tensors: AttentionTensors) -> CallOptions:
         """With a value for everything that the tensors say where None was given."""

@@ -14,6 +14,11 @@ from tests.house.project import ROOT
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}
 """What a call and its answer are made of."""
+SHARED = {"operations.autocast", "operations.decisions"}
+PASSES = {"operations.attention", "operations.latent", "operations.decode"}
+ENTRIES = {f"{passes}.api" for passes in PASSES}
+OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
+"""The operations: their entries are above context parallelism, which is above their passes."""
 
 ALLOWED: dict[str, set[str]] = {
     "mla_plugin.environment": set(),
@@ -34,14 +39,23 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.reference": VALUES,
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", *VALUES},
     "mla_plugin.layers": VALUES,
-    "mla_plugin.operations": {"resolver", "hooks.manager", "layers", "environment", *VALUES},
+    **{f"mla_plugin.{shared}": set() for shared in SHARED},
+    "mla_plugin.operations.attention": {*SHARED, "resolver", "hooks.manager", "environment", *VALUES},
+    "mla_plugin.operations.latent": {*SHARED, "operations.attention", *VALUES},
+    "mla_plugin.operations.decode": {"resolver", "hooks.manager", "environment", *VALUES},
+    "mla_plugin.context_parallel": {*SHARED, *PASSES, "resolver", "environment", *VALUES},
+    **{f"mla_plugin.{entry}": {*SHARED, *PASSES, "context_parallel", *VALUES} for entry in ENTRIES},
+    "mla_plugin.operations": {
+        *(*SHARED, *PASSES, *ENTRIES, "context_parallel"),
+        *("resolver", "hooks.manager", "layers", "environment", *VALUES),
+    },
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
-    "mla_plugin": {"operations", "cache", "registration", "environment", "hooks", "resolver", *VALUES},
-    "mla_plugin.conformance": {"operations", "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
+    "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
+    "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
     "mla_plugin.compat.transformer_engine": {
-        *(API, "operations", "hooks.manager", "registration", "environment"),
+        *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
         *VALUES,
     },
     "mla_plugin.run": {API},
@@ -135,6 +149,7 @@ def test_the_table_has_no_cycle() -> None:
 
 KNOWN = {
     "mla_plugin",
+    "mla_plugin.context_parallel.api",
     "mla_plugin.operations.attention.api",
     "mla_plugin.compat.transformers",
     "mla_plugin.environment",
@@ -168,6 +183,8 @@ KNOWN = {
         ("mla_plugin.operations.attention.api", "import mla_plugin.compat.transformers"),
         ("mla_plugin.cli.doctor", "import mla_plugin.compat.transformers"),
         ("mla_plugin.compat.transformers", "from mla_plugin.environment import read"),
+        ("mla_plugin.operations.attention.run", "from mla_plugin.context_parallel.api import attention"),
+        ("mla_plugin.context_parallel.p2p", "from mla_plugin.operations.attention.api import attention"),
         ("mla_plugin.somewhere", "import torch"),
     ],
 )

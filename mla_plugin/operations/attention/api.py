@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,10 @@ from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.run import run_said
 from mla_plugin.operations.autocast import autocast, is_castable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def attention(
@@ -40,6 +44,8 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
     host: str = "direct",
+    cp_group: ProcessGroup | DeviceMesh | None = None,
+    cp_comm_type: str = "p2p",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention with head_dim_qk and head_dim_v free to differ, on the best installed backend.
 
@@ -77,6 +83,11 @@ def attention(
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
         host: the framework that calls; selection rules differ between hosts.
+        cp_group: ranks that share the sequences (context parallelism): a ProcessGroup or a one-dimensional DeviceMesh;
+            each passes its own tokens as ``mla_plugin.context_parallel.shard`` cuts them, with cu_seqlens and
+            max_seqlen of whole sequences. A group of one rank is as None. docs/context_parallel.md has the rest.
+        cp_comm_type: ``p2p`` (keys and values travel around a ring), ``all_gather`` (they are gathered; causal windows
+            too) or ``a2a`` (heads are exchanged for tokens; any mask).
 
     Returns:
         out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
@@ -87,6 +98,7 @@ def attention(
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
@@ -120,7 +132,12 @@ def attention(
         return_lse=return_lse,
         host=host,
     )
-    output = run_said(tensors, options, backend)
+    if cp_group is not None:
+        from mla_plugin.context_parallel import api as context_parallel
+
+        output = context_parallel.attention(tensors, options, backend, cp_group, cp_comm_type)
+    else:
+        output = run_said(tensors, options, backend)
     return (output.out, output.lse) if return_lse else output.out
 
 

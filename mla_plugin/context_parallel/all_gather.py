@@ -1,0 +1,194 @@
+"""K and V of all ranks are gathered; each of a rank's two chunks of queries is one call over a prefix of the keys.
+
+Causal masks are aligned to the last query and the last key of the prefix, so windows fit too, and nothing is merged.
+Backward: K and V are gathered again, not kept; the gradients of every key go straight to its owner, in the dtype of K,
+which sums them in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.failure import Watch
+from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
+from mla_plugin.context_parallel.p2p import differing_lengths
+from mla_plugin.context_parallel.sections import Offsets, cumulative, half
+from mla_plugin.context_parallel.transport import exchange, gather
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
+
+Queries = Literal["all", "front", "back"]
+
+
+class Part(NamedTuple):
+    """Queries that one call computes.
+
+    Attributes:
+        queries: which of the rank's.
+        keys: of whole sequences, those that the call is given; lengths narrow them further.
+        request: what the call asks for.
+    """
+
+    queries: Queries
+    keys: slice
+    request: AttentionRequest
+
+
+def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
+    """Every reason why this way cannot compute the request."""
+    if request.has_sliding_window and not request.is_causal:
+        yield f"window_size={request.window_size} without a causal mask; cp_comm_type='a2a' takes it"
+    yield from differing_lengths(request)
+
+
+def requests(call: Call) -> tuple[AttentionRequest, ...]:
+    """What this rank will ask backends for."""
+    return tuple(part.request for part in _parts(call))
+
+
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """out and lse, which is there anyway, of this rank's queries; nothing is kept but inputs and outputs."""
+    order = _order(call)
+    k, v = (_whole(call, x, order) for x in (call.tensors.k, call.tensors.v))
+    q = call.tensors.q
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(call.layout.lse_shape(q.shape), dtype=call.wide)
+    for number, part in enumerate(_parts(call)):
+        watch.attempt(_compute, call, part, number, q, k, v, out, lse)
+    return out, lse, []
+
+
+def backward(
+    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of this rank's tokens."""
+    group, layout = call.group, call.layout
+    order = _order(call)
+    k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
+    dq = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
+    dk, dv = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
+    for part in _parts(call):
+        watch.attempt(_differentiate, call, part, saved, k, v, dout, dlse, (dq, dk, dv))
+    inverse = None if order is None else order.argsort()
+    owned = []
+    for total, x in ((dk, k), (dv, v)):
+        parts = exchange(group, by_rank(total.to(x.dtype), layout, group.size, inverse))
+        owned.append(parts.sum(0, dtype=call.wide).to(x.dtype))
+    return dq.to(saved.q.dtype), owned[0], owned[1]
+
+
+def _order(call: Call) -> torch.Tensor | None:
+    tensors = call.tensors
+    if not call.layout.is_packed:
+        return None
+    starts = tensors.cu_seqlens_kv if tensors.cu_seqlens_kv_padded is None else tensors.cu_seqlens_kv_padded
+    assert starts is not None  # packed sequences have offsets
+    return packed_order(starts, call.group.size, tensors.k.shape[0])
+
+
+def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    return in_order(gather(call.group, x.contiguous()), call.layout, order)
+
+
+def _parts(call: Call) -> tuple[Part, ...]:
+    request, size, rank = call.request, call.group.size, call.group.rank
+    longest_kv = request.max_seqlen_kv * size
+    common = {"pad_between_seqs": call.layout.is_packed, "lengths_may_differ": request.has_padding, "return_lse": True}
+    if not request.is_causal:
+        return (Part("all", slice(None), request.replace(max_seqlen_kv=longest_kv, **common)),)
+    mask = "padding_causal_bottom_right" if request.has_padding else "causal_bottom_right"
+    chunk = request.max_seqlen_q // 2
+    parts = []
+    which: Queries
+    for which, number in (("front", rank), ("back", 2 * size - 1 - rank)):
+        keys, longest = slice(None), longest_kv
+        if not request.has_padding:  # the shapes say which keys the chunk sees
+            start, end = number * chunk, (number + 1) * chunk
+            offset = request.band.offset(2 * chunk * size, longest_kv)
+            first = 0 if request.band.left < 0 else max(0, start + offset - request.band.left)
+            keys = slice(first, max(first, end + offset))
+            longest = keys.stop - keys.start
+        asked = request.replace(attn_mask_type=mask, max_seqlen_q=chunk, max_seqlen_kv=longest, **common)
+        parts.append(Part(which, keys, asked))
+    return tuple(parts)
+
+
+def _queries(call: Call, x: torch.Tensor, which: Queries, axis: int) -> torch.Tensor:
+    """The rows of a part; packed sequences say by their starts where they are."""
+    return x if call.layout.is_packed else half(x, which, axis)
+
+
+def _tensors(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
+    """q are the rows of the part, k and v all keys."""
+    axis = call.layout.tokens
+    if not call.request.has_padding:
+        keys = slice(part.keys.start or 0, k.shape[axis] if part.keys.stop is None else part.keys.stop)
+        k, v = (x.narrow(axis, keys.start, keys.stop - keys.start) for x in (k, v))
+        return call.tensors_of(q, k, v)
+    lengths_q, _ = call.lengths
+    size, rank, tensors = call.group.size, call.group.rank, call.tensors
+    assert tensors.cu_seqlens_q is not None  # masks with lengths have them
+    assert tensors.cu_seqlens_kv is not None
+    whole_kv, starts = tensors.cu_seqlens_kv.diff(), None
+    if call.layout.is_packed:
+        starts = tensors.cu_seqlens_kv if tensors.cu_seqlens_kv_padded is None else tensors.cu_seqlens_kv_padded
+    seen = whole_kv
+    if call.request.is_causal:
+        number = rank if part.queries == "front" else 2 * size - 1 - rank
+        own = (lengths_q.front if part.queries == "front" else lengths_q.back)[rank]
+        ends = number * lengths_q.chunk + own
+        if call.request.bottom_right_diagonal:
+            ends = ends + whole_kv - tensors.cu_seqlens_q.diff()
+        seen = torch.where(own > 0, ends, 0).clamp_(min=0)
+    return call.tensors_of(q, k, v, lengths_q.of(rank, part.queries), Offsets(cumulative(seen), starts))
+
+
+def _compute(
+    call: Call,
+    part: Part,
+    number: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Write the part's rows of out and lse."""
+    axis = call.layout.tokens
+    tensors = _tensors(call, part, _queries(call, q, part.queries, axis), k, v)
+    found = call.forward(part.request, tensors)
+    if not call.layout.is_packed or number == 0:
+        _queries(call, out, part.queries, axis).copy_(found.out)
+        _queries(call, lse, part.queries, -1).copy_(found.lse)
+        return
+    out.add_(found.out)  # rows that are not of the part are 0 and -inf
+    torch.maximum(lse, found.lse, out=lse)
+
+
+def _differentiate(
+    call: Call,
+    part: Part,
+    saved: Saved,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Add the part's gradients."""
+    axis = call.layout.tokens
+    tensors = _tensors(call, part, _queries(call, saved.q, part.queries, axis), k, v)
+    rows = AttentionOutput(
+        _queries(call, saved.output.out, part.queries, axis).contiguous(),
+        _queries(call, saved.output.lse, part.queries, -1).contiguous(),
+    )
+    dlse = None if dlse is None else _queries(call, dlse, part.queries, -1).contiguous()
+    dq, dk, dv = call.backward(part.request, tensors, rows, _queries(call, dout, part.queries, axis), dlse)
+    _queries(call, sums[0], part.queries, axis).add_(dq)
+    keys = slice(None) if call.layout.is_packed else part.keys
+    for total, found in zip(sums[1:], (dk, dv), strict=True):
+        total[(slice(None),) * axis + (keys,)].add_(found)

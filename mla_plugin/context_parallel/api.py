@@ -1,0 +1,51 @@
+"""The entry: an attention call that names a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.context_parallel.group import process_group_of
+from mla_plugin.context_parallel.operator import context_parallel_forward
+from mla_plugin.hooks.attention import AttentionOutput
+from mla_plugin.operations.attention.operator import Call
+from mla_plugin.operations.attention.run import run_said
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def attention(
+    tensors: AttentionTensors,
+    options: CallOptions,
+    backend: str | None,
+    cp_group: dist.ProcessGroup | DeviceMesh,
+    cp_comm_type: str,
+) -> AttentionOutput:
+    """Attention of this rank's queries over the keys of all ranks of a group; of one rank it is the plain call.
+
+    Args:
+        tensors: this rank's tokens, placed as ``partition.shard`` places them; offsets are those of whole sequences.
+        options: of the call.
+        backend: use this backend and no other.
+        cp_group: the ranks that share the sequences.
+        cp_comm_type: ``p2p``, ``all_gather`` or ``a2a``.
+
+    Returns:
+        out and lse of this rank's tokens, differentiable in q, k and v.
+
+    Raises:
+        ValueError, TypeError: an argument is off; nothing was sent.
+        NoBackendError: no backend takes a section.
+        ContextParallelError: the ranks call with different arguments, or one of them failed.
+    """
+    process_group = process_group_of(cp_group)
+    if process_group.size() == 1:
+        return run_said(tensors, options, backend)
+    options = options.completed(tensors)
+    arguments = Call(tensors, options, backend).arguments
+    out, lse, _ = context_parallel_forward(*arguments, process_group.group_name, cp_comm_type)
+    return AttentionOutput(out, lse)

@@ -1,0 +1,83 @@
+"""The ranks that share a sequence: a context-parallel group, from what a caller passes or from its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """A context-parallel group as this rank sees it.
+
+    Attributes:
+        process_group: the process group.
+        size: its ranks.
+        rank: this process within it; the tokens' placement and every message count ranks so, not globally.
+    """
+
+    process_group: dist.ProcessGroup
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, cp_group: dist.ProcessGroup | DeviceMesh) -> Group:
+        """From a process group or a one-dimensional mesh.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: the mesh has several dimensions, or this process is not in the group.
+        """
+        return cls._of_process_group(process_group_of(cp_group))
+
+    @classmethod
+    def named(cls, name: str) -> Group:
+        """The group that PyTorch registered under a name; an operator's arguments hold no group."""
+        return cls._of_process_group(torch._C._distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
+
+    @classmethod
+    def _of_process_group(cls, process_group: dist.ProcessGroup) -> Group:
+        group = _groups.get(process_group)
+        if group is None:
+            rank = dist.get_rank(process_group)
+            if rank < 0:
+                raise ValueError(_NOT_A_MEMBER)
+            group = _groups[process_group] = cls(process_group, dist.get_world_size(process_group), rank)
+        return group
+
+    @property
+    def name(self) -> str:
+        """What PyTorch calls the group; the same on all of its ranks."""
+        return str(self.process_group.group_name)
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+_NOT_A_MEMBER = "this process is not in cp_group; call attention with the group that holds it, or with cp_group=None"
+
+
+def process_group_of(cp_group: Any) -> dist.ProcessGroup:
+    """The process group of what a caller passes as ``cp_group``; errors as ``Group.of``."""
+    if isinstance(cp_group, dist.ProcessGroup):
+        return cp_group
+    if cp_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_NOT_A_MEMBER)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(cp_group, DeviceMesh):
+        raise TypeError(
+            f"cp_group is {type(cp_group).__name__}; a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or "
+            "None is needed"
+        )
+    if cp_group.ndim != 1:
+        names = cp_group.mesh_dim_names or ()
+        raise ValueError(
+            f"cp_group is a DeviceMesh of {cp_group.ndim} dimensions {names}; one is needed, such as mesh['cp']"
+        )
+    return cp_group.get_group()

@@ -1,0 +1,249 @@
+"""K and V travel around a ring; every rank computes one section at each step and merges it.
+
+Forward: size - 1 hops of K and V, two buffers whatever the size. Backward: the same hops, and the gradients of K and V
+that a rank computes go straight to the keys' owner, one step behind, in the dtype of K. The owner sums them in float32:
+sums that travel would be rounded at every hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.failure import Watch
+from mla_plugin.context_parallel.merge import merge
+from mla_plugin.context_parallel.sections import Section, half, section, sections_of
+from mla_plugin.context_parallel.transport import Hop, Pending, hop, ring_hop
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
+
+
+def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
+    """Every reason why this way cannot compute the request."""
+    if request.has_sliding_window:
+        other = "'all_gather'" if request.is_causal else "'a2a'"
+        yield f"window_size={request.window_size}; cp_comm_type={other} takes it"
+    if request.is_causal and request.bottom_right_diagonal:
+        yield f"attn_mask_type={request.attn_mask_type!r}; cp_comm_type='all_gather' or 'a2a' takes it"
+    yield from differing_lengths(request)
+
+
+def differing_lengths(request: AttentionRequest) -> Iterator[str]:
+    """A causal mask through the first query and key, over chunks of queries and of keys that do not fit each other."""
+    if not request.is_causal or request.bottom_right_diagonal:
+        return
+    if request.has_padding and request.lengths_may_differ:
+        yield (
+            f"attn_mask_type={request.attn_mask_type!r} with two tensors of lengths; pass one as cu_seqlens_q and "
+            "cu_seqlens_kv if queries and keys have the same lengths, cp_comm_type='a2a' takes others"
+        )
+    if not request.layout.is_packed and request.max_seqlen_q != request.max_seqlen_kv:
+        yield (
+            f"attn_mask_type={request.attn_mask_type!r} with {request.max_seqlen_q} queries and "
+            f"{request.max_seqlen_kv} keys on a rank; cp_comm_type='a2a' takes it"
+        )
+
+
+def requests(call: Call) -> tuple[AttentionRequest, ...]:
+    """What this rank will ask backends for."""
+    sections = sections_of(call.group.size, call.group.rank, is_causal=call.request.is_causal)
+    return tuple(_request(call, each) for each in sections)
+
+
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """out and lse, which is there anyway, of this rank's queries; nothing is kept but inputs and outputs."""
+    group, tensors = call.group, call.tensors
+    here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
+    buffers = _Buffers(here)
+    sums = _Sums(call)
+    for step in range(group.size):
+        there, pending = here, Pending()
+        if step + 1 < group.size:
+            there = buffers.next()
+            pending = hop(group, [ring_hop(group, here, there)])
+        watch.attempt(sums.add, (group.rank - step) % group.size, *here)
+        pending.wait()
+        here = there
+    return *sums.result(), []
+
+
+def backward(
+    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of this rank's tokens."""
+    group = call.group
+    here: Sequence[torch.Tensor] = (saved.k.contiguous(), saved.v.contiguous())
+    buffers = _Buffers(here)
+    sums = _GradientSums(call, saved, dout, dlse)
+    for step in range(group.size + 1):
+        there, hops = here, []
+        if step + 1 < group.size:
+            there = buffers.next()
+            hops.append(ring_hop(group, here, there))
+        if step >= 2:  # the gradients of the step before; those of step 0 are this rank's own
+            hops.append(sums.homeward(step - 1))
+        pending = hop(group, hops)
+        if step < group.size:
+            watch.attempt(sums.add, step, *here)
+        pending.wait()
+        if step >= 2:
+            watch.attempt(sums.add_received)
+        here = there
+    return sums.result()
+
+
+class _Buffers:
+    """Two sets of receive buffers in turn: while one is computed on and sent, the other is filled."""
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self._like, self._made = like, list[tuple[torch.Tensor, ...]]()
+
+    def next(self) -> tuple[torch.Tensor, ...]:
+        if len(self._made) < 2:
+            self._made.append(tuple(torch.empty_like(x) for x in self._like))
+        else:
+            self._made.reverse()
+        return self._made[-1]
+
+
+def _request(call: Call, which: Section) -> AttentionRequest:
+    """What a section asks for."""
+    request, layout = call.request, call.layout
+    if request.has_padding:
+        mask = "padding_causal" if which.is_causal else "padding"
+    else:
+        mask = "causal" if which.is_causal else "no_mask"
+    has_half = (which.queries, which.keys) != ("all", "all")
+    return request.replace(
+        attn_mask_type=mask,
+        max_seqlen_q=request.max_seqlen_q // (1 if which.queries == "all" else 2),
+        max_seqlen_kv=request.max_seqlen_kv // (1 if which.keys == "all" else 2),
+        pad_between_seqs=layout.is_packed and (request.pad_between_seqs or has_half),
+        lengths_may_differ=request.has_padding and (request.lengths_may_differ or not which.is_causal),
+        return_lse=True,
+        partial=True,
+    )
+
+
+def _queries(call: Call, x: torch.Tensor, which: Section) -> torch.Tensor:
+    """The rows of a section; packed sequences say by their starts where they are."""
+    return x if call.layout.is_packed else half(x, which.queries, call.layout.tokens)
+
+
+def _rows(call: Call, lse: torch.Tensor, which: Section) -> torch.Tensor:
+    return lse if call.layout.is_packed else half(lse, which.queries, -1)
+
+
+def _keys(call: Call, x: torch.Tensor, which: Section) -> torch.Tensor:
+    return x if call.layout.is_packed else half(x, which.keys, call.layout.tokens)
+
+
+def _tensors(
+    call: Call, which: Section, owner: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, request: AttentionRequest
+) -> AttentionTensors:
+    """The tensors of a section; q are its rows, k and v all keys of the owner."""
+    k, v = _keys(call, k, which), _keys(call, v, which)
+    if not request.has_padding:
+        return call.tensors_of(q, k, v)
+    lengths_q, lengths_kv = call.lengths
+    of_q = lengths_q.of(call.group.rank, which.queries)
+    of_kv = None if which.is_causal else lengths_kv.of(owner, which.keys)
+    if not request.pad_between_seqs:
+        of_q, of_kv = of_q.without_starts(), None if of_kv is None else of_kv.without_starts()
+    return call.tensors_of(q, k, v, of_q, of_kv)
+
+
+class _Sums:
+    """out and lse over the sections so far."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, owner: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        call = self._call
+        which = section(call.group.rank, owner, is_causal=call.request.is_causal)
+        request = _request(call, which)
+        q = _queries(call, call.tensors.q, which)
+        part = call.forward(request, _tensors(call, which, owner, q, k, v, request))
+        if self._out is None or self._lse is None:  # the rank's own keys, which all of its queries see
+            self._out, self._lse = part.out.to(call.wide), part.lse
+            return
+        out, lse = _queries(call, self._out, which), _rows(call, self._lse, which)
+        merge(out, lse, part.out, part.lse, call.layout)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a call that failed, memory of the right shapes."""
+        q, v = self._call.tensors.q, self._call.tensors.v
+        if self._out is None or self._lse is None:
+            lse = q.new_empty(self._call.layout.lse_shape(q.shape), dtype=self._call.wide)
+            return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
+        return self._out.to(q.dtype), self._lse
+
+
+class _GradientSums:
+    """dq, dk and dv so far, in float32, and the parts of dk and dv on their way to other ranks."""
+
+    def __init__(self, call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
+        self._call, self._saved, self._dlse = call, saved, dlse
+        self._dout = dout
+        self._of_queries: dict[str, tuple[torch.Tensor, AttentionOutput, torch.Tensor, torch.Tensor | None]] = {}
+        self._sums: tuple[torch.Tensor, ...] = ()
+        self._leaving: Sequence[torch.Tensor] | None = None
+        self._arriving: Sequence[torch.Tensor] = ()
+        self._arriving_of = section(call.group.rank, call.group.rank, is_causal=call.request.is_causal)
+        self._buffers = tuple(x.new_empty(x.numel()) for x in (saved.k, saved.v))
+
+    def _of(self, which: Section) -> tuple[torch.Tensor, AttentionOutput, torch.Tensor, torch.Tensor | None]:
+        """q, out and lse, dout, dlse of a section's rows. Halves of the last four are copied, once for all steps."""
+        found = self._of_queries.get(which.queries)
+        if found is None:
+            call, saved, dlse = self._call, self._saved, self._dlse
+            rows = AttentionOutput(
+                _queries(call, saved.output.out, which).contiguous(), _rows(call, saved.output.lse, which).contiguous()
+            )
+            dlse = None if dlse is None else _rows(call, dlse, which).contiguous()
+            found = (_queries(call, saved.q, which), rows, _queries(call, self._dout, which), dlse)
+            self._of_queries[which.queries] = found
+        return found
+
+    def add(self, step: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        call, owner = self._call, (self._call.group.rank - step) % self._call.group.size
+        which = section(call.group.rank, owner, is_causal=call.request.is_causal)
+        request = _request(call, which)
+        q, output, dout, dlse = self._of(which)
+        tensors = _tensors(call, which, owner, q, k, v, request)
+        dq, dk, dv = call.backward(request, tensors, output, dout, dlse)
+        if not self._sums:
+            self._sums = tuple(x.to(call.wide) for x in (dq, dk, dv))
+            return
+        _queries(call, self._sums[0], which).add_(dq)
+        self._leaving = (dk, dv)
+
+    def homeward(self, step: int) -> Hop:
+        """The gradients of a step to their owner, and those of this rank's keys from whoever computed them."""
+        call, group = self._call, self._call.group
+        owner, source = (group.rank - step) % group.size, (group.rank + step) % group.size
+        leaving = self._leaving
+        if leaving is None:  # this rank failed: the owner waits for as many bytes
+            which = section(group.rank, owner, is_causal=call.request.is_causal)
+            leaving = [torch.empty_like(_keys(call, x, which)).contiguous() for x in (self._saved.k, self._saved.v)]
+        self._leaving = None
+        self._arriving_of = section(source, group.rank, is_causal=call.request.is_causal)
+        shapes = [_keys(call, x, self._arriving_of).shape for x in (self._saved.k, self._saved.v)]
+        self._arriving = [x[: shape.numel()].view(shape) for x, shape in zip(self._buffers, shapes, strict=True)]
+        return Hop(owner, leaving, source, self._arriving)
+
+    def add_received(self) -> None:
+        for total, part in zip(self._sums[1:], self._arriving, strict=True):
+            _keys(self._call, total, self._arriving_of).add_(part)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a call that failed, memory of the right shapes."""
+        inputs = (self._saved.q, self._saved.k, self._saved.v)
+        sums = self._sums or inputs
+        dq, dk, dv = (x.new_empty(x.shape) if s is x else s.to(x.dtype) for s, x in zip(sums, inputs, strict=True))
+        return dq, dk, dv
