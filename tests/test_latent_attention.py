@@ -14,7 +14,7 @@ from mla_plugin import attention, latent_attention
 from mla_plugin.arguments.latent import LatentSizes, LatentTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.operations.attention import compute as attention_compute
-from mla_plugin.operations.latent import expansion, plain
+from mla_plugin.operations.latent import expansion, plain, rows
 from mla_plugin.operations.latent import operator as ops
 from tests.latent_calls import LatentCall, draw, expected
 
@@ -194,7 +194,7 @@ def test_only_some_inputs_need_gradients(wanted: list[str], way: str, monkeypatc
     )
     some = {name: x.detach().requires_grad_(name in wanted) for name, x in call.tensors.items()}
     if way == "operator":
-        monkeypatch.setattr("mla_plugin.operations.latent.api.is_observed", lambda *_: True)
+        monkeypatch.setattr("mla_plugin.operations.latent.operator.is_observed", lambda *_: True)
     products: list[Any] = []
     exact_product = expansion.exact_product
     monkeypatch.setattr(expansion, "exact_product", lambda a, b: products.append(a) or exact_product(a, b))
@@ -223,7 +223,7 @@ def test_inference_keeps_nothing_and_is_equal() -> None:
 def test_what_is_kept_for_the_backward(layout: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 1.1 times q + c_kv + k_rope + out + lse, views of the weights aside."""
     if way == "operator":
-        monkeypatch.setattr("mla_plugin.operations.latent.api.is_observed", lambda *_: True)
+        monkeypatch.setattr("mla_plugin.operations.latent.operator.is_observed", lambda *_: True)
     limit_heads(monkeypatch, 2)
     more = {"cu_seqlens_q": offsets(40, 24)} if layout == "thd" else {}
     call = draw(layout, lengths=(64, 64), dtype=torch.bfloat16, dims=(128, 64, 128, 512), **more)
@@ -282,16 +282,17 @@ def test_opcheck(layout: str) -> None:
     call = draw(layout, **more)
     seen: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mla_plugin.operations.latent.api.is_observed", lambda *_: True)
-        forward = ops.latent_attention_forward
-        patch.setattr(ops, "latent_attention_forward", lambda *args: seen.append(args) or forward(*args))
+        patch.setattr("mla_plugin.operations.latent.operator.is_observed", lambda *_: True)
+        arguments_of = ops.arguments_of
+        patch.setattr(ops, "arguments_of", lambda call: seen.append(arguments_of(call)) or seen[-1])
         out, lse = latent_attention(**call.inputs(), **call.arguments, return_lse=True)
     arguments = seen[0]
-    torch.library.opcheck(ops.latent_attention_forward, arguments)
+    torch.library.opcheck(ops.latent_attention.forward_operator, arguments)
     detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     for wants in ((True, True), (False, True), (True, False)):
-        given = (torch.ones_like(out), torch.ones_like(lse), out.detach(), lse.detach(), *wants)
-        torch.library.opcheck(ops.latent_attention_backward, (*given, *detached))
+        saved = [detached[0], out.detach(), lse.detach()]
+        given = (torch.ones_like(out), torch.ones_like(lse), saved, *wants)
+        torch.library.opcheck(ops.latent_attention.backward_operator, (*given, *detached))
 
 
 def test_meta_tensors_give_shapes() -> None:
@@ -345,7 +346,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
 @pytest.mark.parametrize("way", ["eager", "operator"])
 def test_a_backward_keeps_to_its_forwards_decision(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "operator":
-        monkeypatch.setattr("mla_plugin.operations.latent.api.is_observed", lambda *_: True)
+        monkeypatch.setattr("mla_plugin.operations.latent.operator.is_observed", lambda *_: True)
     limit_heads(monkeypatch, 2)
     call = draw()
     out = latent_attention(**call.inputs())
@@ -409,7 +410,7 @@ def test_padding_is_found_without_reading_a_value() -> None:
         inputs = {name: mode.from_tensor(x) for name, x in inputs.items()}
         cu = mode.from_tensor(call.arguments["cu_seqlens_q"])
         tensors = LatentTensors(**inputs, softmax_scale=1.0, cu_seqlens_q=cu, cu_seqlens_kv=cu)
-        assert plain.latent_rows(tensors, LatentSizes.of(tensors, "thd")).shape == (12, 28)
+        assert rows.clear_padding(rows.join(tensors), tensors, LatentSizes.of(tensors, "thd")).shape == (12, 28)
 
 
 B, S, H, NOPE, ROPE, V, R = 2, 9, 5, 16, 8, 12, 20
@@ -458,9 +459,9 @@ def test_errors(way: str, changes: Any, error: type[Exception], words: str, monk
     }
     shapes |= {name: shape for name, shape in changes.items() if name in shapes}
     given = {name: value for name, value in changes.items() if name not in shapes}
-    monkeypatch.setattr(plain, "latent_rows", lambda *_: pytest.fail("something was computed"))
+    monkeypatch.setattr(plain, "_rows", lambda *_: pytest.fail("something was computed"))
     if way == "operator":
-        monkeypatch.setattr("mla_plugin.operations.latent.api.is_observed", lambda *_: True)
+        monkeypatch.setattr("mla_plugin.operations.latent.operator.is_observed", lambda *_: True)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     with pytest.raises(error, match=re.escape(words)):
         latent_attention(**tensors, **given)

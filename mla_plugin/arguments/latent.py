@@ -58,9 +58,9 @@ class LatentTensors:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Class, shape, strides, dtype and device of each tensor, and the scale."""
+        """Class, shape, dtype and device of each tensor, and the scale."""
         tensors = (getattr(self, field.name) for field in fields(self) if field.name != "softmax_scale")
-        described = (None if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device) for x in tensors)
+        described = (None if x is None else (type(x), x.shape, x.dtype, x.device) for x in tensors)
         return (*described, self.softmax_scale)
 
 

@@ -8,8 +8,8 @@ from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
 from mla_plugin.arguments.checks import check_tensor, plain_number
 from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.operations.attention.run import is_observed
 from mla_plugin.operations.autocast import autocast
+from mla_plugin.operations.latent.call import Call
 
 
 def latent_attention(
@@ -88,26 +88,15 @@ def latent_attention(
         return_lse=return_lse,
         host=host,
     )
-    out, lse = _run(tensors, options, backend)
+    for name in DIFFERENTIABLE:
+        check_tensor(name, getattr(tensors, name))
+    from mla_plugin.operations.latent import operator  # declaring operators takes milliseconds of an import
+
+    out, lse = operator.latent_attention.run(Call(tensors, _completed(tensors, options), backend))
     return (out, lse) if return_lse else out
 
 
-def _run(tensors: LatentTensors, options: CallOptions, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Through the operator where somebody looks, else straight on."""
-    from mla_plugin.operations.latent import operator  # declaring operators takes milliseconds of an import
-
-    for name in DIFFERENTIABLE:
-        check_tensor(name, getattr(tensors, name))
-    # the request's answers about lengths are those of attention; only what wants a gradient is another
-    is_training = tensors.needs_gradient
-    lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
-    options = options._replace(is_training=is_training).completed(lengths)
-    call = operator.Call(tensors, options, backend)
-    if is_observed(*tensors.differentiable):
-        return operator.latent_attention_forward(*call.arguments)  # type: ignore[no-any-return]
-    decision = call.decide()
-    if is_training:
-        return operator.LatentAttention.apply(call, decision, *tensors.differentiable)  # type: ignore[no-any-return, no-untyped-call]
-    with torch.no_grad():
-        output = call.forward(decision)
-    return output.out, output.lse
+def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
+    """With what the tensors say where nothing was said; of the offsets as ``attention``."""
+    of_lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
+    return options._replace(is_training=tensors.needs_gradient).completed(of_lengths)

@@ -17,7 +17,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.latent import LatentSizes
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import AttentionOutput, Residuals
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of
 from mla_plugin.operations.latent.expansion import Buffers, Expansion, Heads, groups_of_heads
@@ -28,17 +28,23 @@ class Part:
     """One call of attention that each group of heads makes.
 
     Attributes:
-        options: what it asks.
+        said: what it asks, for any number of heads.
         lengths: cu_seqlens_* by their names, where it has some.
         queries: its queries along the tokens of q; None for all. Packed parts take all of q, and their lengths say
             which rows they mean; no two parts mean the same row.
-        keys: its keys along the tokens; None for all, as in the first part.
+        keys: its keys along the tokens; None for all.
     """
 
-    options: CallOptions
+    said: CallOptions | AttentionRequest
     lengths: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     queries: slice | None = None
     keys: slice | None = None
+
+    def of_heads(self, heads: int) -> CallOptions | AttentionRequest:
+        """What it asks for so many heads."""
+        if isinstance(self.said, CallOptions):
+            return self.said
+        return self.said.replace(num_heads=heads, num_kv_heads=heads)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,21 @@ class Call:
     sizes: LatentSizes
     leading: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        softmax_scale: float,
+        sizes: LatentSizes,
+        leading: tuple[int, ...],
+        parts: tuple[Part, ...],
+    ) -> Call:
+        """Of a q of any strides."""
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        return cls(q, w_uk, w_uv, softmax_scale, sizes, leading, parts)
 
     @property
     def tokens(self) -> int:
@@ -120,7 +141,7 @@ def decide(call: Call, backend: str | None) -> Decision:
     for heads in {heads.count: heads for heads in decision.groups}.values():
         for index, part in enumerate(call.parts):
             tensors = call.attention_tensors(part, heads, buffers)
-            decision.known[heads.count, index] = known_of(tensors, part.options, backend)
+            decision.known[heads.count, index] = known_of(tensors, part.of_heads(heads.count), backend)
     return decision
 
 
@@ -142,7 +163,9 @@ def forward(call: Call, decision: Decision, x: torch.Tensor) -> AttentionOutput:
     for heads in decision.groups:
         Expansion(call.w_uk, call.w_uv, sizes, heads).expand(x, buffers.of_heads(sizes, heads.count))
         for index, part in enumerate(call.parts):
-            found = compute.forward(*_known(call, decision, part, index, heads, buffers))
+            known, tensors = decision.known[heads.count, index], call.attention_tensors(part, heads, buffers)
+            vars(tensors)["kept"] = known.kept
+            found = compute.forward(known, tensors)
             if out is None or lse is None:
                 return found
             _put(call.queries_of(part, heads, out), found.out, part, index)
@@ -153,7 +176,14 @@ def forward(call: Call, decision: Decision, x: torch.Tensor) -> AttentionOutput:
     return AttentionOutput(out, lse)
 
 
-class LatentGradients(NamedTuple):
+class Wants(NamedTuple):
+    """Which gradients are wanted beside dq."""
+
+    latents: bool
+    weights: bool
+
+
+class RowGradients(NamedTuple):
     """What a backward gives: dx [tokens, R + Dr] in float32 (float64), the others like what they are gradients of."""
 
     dq: torch.Tensor
@@ -169,10 +199,8 @@ def backward(
     output: AttentionOutput,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    *,
-    wants_latents: bool,
-    wants_weights: bool,
-) -> LatentGradients:
+    wants: Wants,
+) -> RowGradients:
     """The gradients, with K and V expanded again.
 
     Args:
@@ -180,13 +208,12 @@ def backward(
         output: of the forward.
         dout: gradient of out.
         dlse: gradient of lse, or None.
-        wants_latents: dx is needed.
-        wants_weights: dw_uk and dw_uv are.
+        wants: what is needed.
     """
     q, sizes = call.q, call.sizes
     dq = q.new_empty(q.shape)
-    dx = x.new_zeros(x.shape, dtype=lse_dtype(x.dtype)) if wants_latents else None
-    dw_uk, dw_uv = (w.new_empty(w.shape) if wants_weights else None for w in (call.w_uk, call.w_uv))
+    dx = x.new_zeros(x.shape, dtype=lse_dtype(x.dtype)) if wants.latents else None
+    dw_uk, dw_uv = (w.new_empty(w.shape) if wants.weights else None for w in (call.w_uk, call.w_uv))
     buffers = decision.buffers(call)
     for heads in decision.groups:
         expansion = Expansion(call.w_uk, call.w_uv, sizes, heads)
@@ -196,7 +223,7 @@ def backward(
             expansion.add_latent_gradient(dx, dk, dv)
         if dw_uk is not None and dw_uv is not None:
             dw_uk[heads.slice], dw_uv[heads.slice] = expansion.weight_gradients(x, dk, dv)
-    return LatentGradients(dq, dx, dw_uk, dw_uv)
+    return RowGradients(dq, dx, dw_uk, dw_uv)
 
 
 def _backward_of_group(
@@ -212,9 +239,9 @@ def _backward_of_group(
     """dK and dV of a group, [tokens, heads * width], summed over its parts; dq is written."""
     dk = dv = None
     for index, part in enumerate(call.parts):
-        known, tensors = _known(call, decision, part, index, heads, buffers)
+        known = decision.known[heads.count, index]
         residuals = Residuals(
-            tensors,
+            call.attention_tensors(part, heads, buffers),
             call.queries_of(part, heads, output.out).contiguous(),
             call.rows_of(part, heads, output.lse).contiguous(),
         )
@@ -226,7 +253,7 @@ def _backward_of_group(
         )
         _put(call.queries_of(part, heads, dq), found[0], part, index)
         if dk is None or dv is None:
-            dk, dv = found[1], found[2]
+            dk, dv = (_whole(call, x, part) for x in found[1:3])
         else:
             for whole, more in ((dk, found[1]), (dv, found[2])):
                 _along(call.sizes.layout.tokens, whole, part.keys).add_(more)
@@ -235,13 +262,15 @@ def _backward_of_group(
     return call.flat(dk), call.flat(dv)
 
 
-def _known(
-    call: Call, decision: Decision, part: Part, index: int, heads: Heads, buffers: Buffers
-) -> tuple[Known, AttentionTensors]:
-    known = decision.known[heads.count, index]
-    tensors = call.attention_tensors(part, heads, buffers)
-    vars(tensors)["kept"] = known.kept
-    return known, tensors
+def _whole(call: Call, x: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part's dK or dV among those of all keys."""
+    if part.keys is None:
+        return x
+    layout, sizes = call.sizes.layout, list(x.shape)
+    sizes[layout.tokens] = call.leading[call.sizes.tokens_axis]
+    whole = x.new_zeros(sizes)
+    _along(layout.tokens, whole, part.keys).copy_(x)
+    return whole
 
 
 def _put(into: torch.Tensor, x: torch.Tensor, part: Part, index: int) -> None:
