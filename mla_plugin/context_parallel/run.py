@@ -100,10 +100,10 @@ def _agree(call: Call, cp_comm_type: str, watch: Watch) -> None:
 
 def _settings(request: AttentionRequest, shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:
     """What must be equal on all ranks, by the name that a caller knows."""
-    settings: dict[str, Any] = {
+    settings = {name: value for name, value in vars(request).items() if not name.startswith("_") and name != "band"}
+    settings |= dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))
+    return settings | {
         "cp_comm_type": cp_comm_type,
         "backend": call.backend,
         "softmax_scale": call.tensors.softmax_scale,
     }
-    settings |= {name: value for name, value in vars(request).items() if not name.startswith("_") and name != "band"}
-    return settings | dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from mla_plugin import environment
-from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.operations.attention.api import request_of_call
+from mla_plugin.operations.attention.api import described_call, request_of_call
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
 from mla_plugin.resolver.explanation import describe
@@ -137,18 +137,20 @@ def _explain_call(
     te_release: str | None = None,
     **arguments: Any,
 ) -> str:
-    request, backend = request_of_call(*tensors, **arguments)
-    q, k = (tensors[i] if len(tensors) > i else arguments[name] for i, name in enumerate("qk"))
-    if not (q.numel() and k.numel()):
+    call = described_call(*tensors, **arguments)
+    if not (call.tensors.q.numel() and call.tensors.k.numel()):
         return "=> no backend: a call without queries or keys has nothing to compute"
-    return explain_request(
-        _on_device(request, platform),
-        backend=backend,
-        why=why,
-        platform=platform,
-        environ=environ,
-        te_release=te_release,
-    )
+    heading: str | None = None
+    requests: tuple[AttentionRequest, ...] = (request_of(call.tensors, call.options),)
+    if call.cp_group is not None:
+        from mla_plugin.context_parallel.api import sections_of_call
+
+        heading, requests = sections_of_call(call.tensors, call.options, call.cp_group, call.cp_comm_type)
+    options: dict[str, Any] = {"platform": platform, "environ": environ, "te_release": te_release}
+    text = [
+        explain_request(_on_device(request, platform), backend=call.backend, why=why, **options) for request in requests
+    ]
+    return "\n\n".join(text if heading is None else [heading, *text])
 
 
 def _on_device(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 WORLD = 4
-MEMBERS = {1: (2,), 2: (3, 1), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
+MEMBERS = {1: (2,), 2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
 """Global ranks of the groups, by their size: not all start at 0."""
 TIMEOUT = datetime.timedelta(seconds=20)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -170,8 +170,24 @@ def _tensors_of(
     )
 
 
+class DescribedCall(NamedTuple):
+    """A call that is not made: tensors and completed options, the backend that it names, the group and the way."""
+
+    tensors: AttentionTensors
+    options: CallOptions
+    backend: str | None
+    cp_group: ProcessGroup | DeviceMesh | None
+    cp_comm_type: str
+
+
 def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[AttentionRequest, str | None]:
-    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names.
+    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names; errors alike."""
+    call = described_call(*tensors, **arguments)
+    return request_of(call.tensors, call.options), call.backend
+
+
+def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
+    """The call ``attention(*tensors, **arguments)``, not made.
 
     Nothing is computed, drawn or copied, so tensors of the meta device serve as well.
 
@@ -185,6 +201,7 @@ def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[Attention
     given.apply_defaults()
     said = given.arguments
     backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))
+    group, way = said.pop("cp_group"), said.pop("cp_comm_type")
     check_number("dropout_p", said["dropout_p"])
     q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
@@ -193,7 +210,7 @@ def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[Attention
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
-    return request_of(call, options.completed(call)), backend
+    return DescribedCall(call, options.completed(call), backend, group, way)
 
 
 def _as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

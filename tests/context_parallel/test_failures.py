@@ -1,0 +1,151 @@
+"""A rank that fails, and ranks that disagree: all raise the same error in time, and the next call works."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mla_plugin
+from mla_plugin.context_parallel import ContextParallelError
+from mla_plugin.hooks.manager import get_manager
+from tests.context_parallel import pool as workers
+from tests.context_parallel.case import Case, run
+
+WAYS = ("p2p", "all_gather", "a2a")
+
+
+class Fails:
+    """A wrapper around every backend that raises in one of the calls of one hook."""
+
+    def __init__(self, hook: str, number: int) -> None:
+        self.hook, self.left = hook, number
+
+    def _call(self, hook: str) -> None:
+        if hook == self.hook:
+            self.left -= 1
+            if self.left < 0:
+                raise MemoryError("out of memory, played")
+
+    @mla_plugin.hookimpl(wrapper=True)
+    def forward(self):
+        self._call("forward")
+        return (yield)
+
+    @mla_plugin.hookimpl(wrapper=True)
+    def backward(self):
+        self._call("backward")
+        return (yield)
+
+
+def small(size: int, **changes: object) -> dict[str, torch.Tensor]:
+    sizes = {"tokens": 6, "heads": 12, "dtype": torch.float64} | changes
+    shape = (1, sizes["tokens"], sizes["heads"])
+    widths = {"q": 8, "k": 8, "v": 4}
+    return {n: torch.randn(*shape, w, dtype=sizes["dtype"]).requires_grad_() for n, w in widths.items()}
+
+
+def fail(way: str, size: int, hook: str, number: int, guilty: int) -> tuple[str, str, float] | None:
+    """In a process of the pool: a call that fails on one rank, and the next one, which must be right."""
+    group = workers.groups[size]
+    rank = dist.get_rank(group)
+    if rank < 0:
+        return None
+    inputs = small(size)
+    begin, said = time.time(), ("", "")
+    manager, plugin = get_manager(), Fails(hook, number)
+    if rank == guilty:
+        manager.register(plugin, "fails")
+    try:
+        out = mla_plugin.attention(**inputs, cp_group=group, cp_comm_type=way)
+        out.sum().backward()
+    except ContextParallelError as error:
+        said = (str(error), type(error.__cause__).__name__)
+    finally:
+        if rank == guilty:
+            manager.unregister("fails")
+    seconds = time.time() - begin
+    run(Case(way, size, heads=12, kv_heads=12))
+    return *said, seconds
+
+
+@pytest.mark.parametrize(("way", "hook"), list(itertools.product(WAYS, ("forward", "backward"))))
+@pytest.mark.parametrize(("size", "guilty", "number"), [(2, 0, 0), (3, 1, 1), (4, 3, 0), (4, 2, 2)])
+def test_all_ranks_raise_the_same_error(pool, way, hook, size, guilty, number):
+    number = min(number, {"p2p": size - 1, "all_gather": 1, "a2a": 0}[way])
+    found = [answer for answer in pool.run(fail, way=way, size=size, hook=hook, number=number, guilty=guilty) if answer]
+    assert len(found) == size
+    texts = {text for text, _, _ in found}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert f"{hook} failed on rank {guilty} of {size}: MemoryError: out of memory, played" in text
+    assert [cause for _, cause, _ in found] == ["MemoryError" if rank == guilty else "NoneType" for rank in range(size)]
+    assert max(seconds for *_, seconds in found) < 10
+
+
+def refuse(size: int, guilty: int) -> str | None:
+    """In a process of the pool: a backend is missing on one rank."""
+    group = workers.groups[size]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == guilty:
+            patch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
+        with pytest.raises(RuntimeError) as found:
+            mla_plugin.attention(**small(size, tokens=10), cp_group=group)
+    mla_plugin.attention(**small(size, tokens=10), cp_group=group)
+    with pytest.MonkeyPatch.context() as patch:  # the kind of call is known now, so it is drained
+        if rank == guilty:
+            patch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
+        with pytest.raises(RuntimeError) as drained:
+            mla_plugin.attention(**small(size, tokens=10), cp_group=group)
+    mla_plugin.attention(**small(size, tokens=10), cp_group=group)
+    return f"{type(found.value).__name__}: {found.value} {type(drained.value).__name__}"
+
+
+def test_a_backend_that_is_missing_on_one_rank(pool):
+    found = [answer for answer in pool.run(refuse, size=3, guilty=2) if answer]
+    assert found[2].startswith("NoBackendError: ")
+    for text in found[:2]:
+        assert text.startswith("ContextParallelError: context parallelism: rank 2 of 3 cannot run the call: NoBackend")
+    assert all(text.endswith("ContextParallelError") for text in found)
+
+
+DISAGREEMENTS = {
+    "dtype": ({}, {"dtype": torch.float32}),
+    "num_heads": ({}, {"heads": 6}),
+    "max_seqlen_q": ({}, {"tokens": 8}),
+    "cp_comm_type": ({}, {"cp_comm_type": "a2a"}),
+    "backend": ({}, {"backend": "sdpa"}),
+    "softmax_scale": ({}, {"softmax_scale": 0.5}),
+    "attn_mask_type": ({}, {"attn_mask_type": "no_mask"}),
+    "is_training": ({}, {"is_training": False}),
+}
+
+
+def disagree(size: int, guilty: int, changes: dict[str, object], tokens: int) -> str | None:
+    """In a process of the pool: one rank calls with something else."""
+    group = workers.groups[size]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    changes = dict(changes) if rank == guilty else {}
+    of_tensors = {name: changes.pop(name) for name in ("dtype", "heads", "tokens") if name in changes}
+    of_tensors["tokens"] = of_tensors.get("tokens", 6) + tokens
+    training = changes.pop("is_training", True)
+    with torch.set_grad_enabled(bool(training)), pytest.raises(ContextParallelError) as found:
+        mla_plugin.attention(**small(size, **of_tensors), cp_group=group, **changes)
+    mla_plugin.attention(**small(size), cp_group=group)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree(pool, name):
+    changes = DISAGREEMENTS[name][1]
+    tokens = 100 + 10 * list(DISAGREEMENTS).index(name)  # a kind of call that was not compared before
+    found = [text for text in pool.run(disagree, size=4, guilty=1, changes=changes, tokens=tokens) if text]
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert f"different {name}: rank 0 has " in found[0]
