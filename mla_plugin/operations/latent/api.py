@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
@@ -10,6 +12,10 @@ from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.operations.autocast import autocast
 from mla_plugin.operations.latent.call import Call
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def latent_attention(
@@ -34,6 +40,8 @@ def latent_attention(
     backend: str | None = None,
     return_lse: bool = False,
     host: str = "direct",
+    cp_group: ProcessGroup | DeviceMesh | None = None,
+    cp_comm_type: str = "all_gather",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over latents: K and V are expanded a few heads at a time and never kept for the backward.
 
@@ -57,17 +65,25 @@ def latent_attention(
         attn_mask_type, window_size, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in
             ``attention``; there is no ``arbitrary`` mask. Those of keys are about the tokens of c_kv.
+        cp_group: ranks that share the sequences (context parallelism), as in ``attention``: each passes its own tokens
+            as ``mla_plugin.context_parallel.shard`` cuts them, and the whole weights. A group of one rank is as None.
+        cp_comm_type: ``all_gather`` (the latents are gathered and each rank expands all heads; causal windows too) or
+            ``a2a`` (q and out are exchanged besides, heads for tokens, and a rank expands its share of the heads; any
+            mask). Both send 2 (R + Dr) bytes a token and rank for the keys in 16 bits, whatever H is.
 
     Returns:
         out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
         float64), [B, H, S_q] or [H, T_q]. Both are differentiable in q, c_kv, k_rope, w_uk and w_uv; gradients are
         summed over heads and tokens in float32. A query that sees no key gives out 0, lse -inf and zero gradients. What
-        padding holds has no influence, and its gradients are 0.
+        padding holds has no influence, and its gradients are 0. With ``cp_group`` the gradients of q, c_kv and k_rope
+        are those of this rank's tokens, whole; those of w_uk and w_uv are this rank's share, to be summed over the
+        group, as a training loop sums gradients of weights over its data- and context-parallel ranks.
 
     Raises:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the expanded call; the message lists every backend's reasons.
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
@@ -90,10 +106,27 @@ def latent_attention(
     )
     for name in DIFFERENTIABLE:
         check_tensor(name, getattr(tensors, name))
-    from mla_plugin.operations.latent import operator  # declaring operators takes milliseconds of an import
-
-    out, lse = operator.latent_attention.run(Call(tensors, _completed(tensors, options), backend))
+    call = Call(tensors, _completed(tensors, options), backend)
+    out, lse = _run(call, cp_group, cp_comm_type)
     return (out, lse) if return_lse else out
+
+
+def _run(
+    call: Call, cp_group: ProcessGroup | DeviceMesh | None, cp_comm_type: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operators are imported where they are needed: declaring them takes milliseconds of an import."""
+    if cp_group is not None:
+        from mla_plugin.context_parallel.group import process_group_of
+
+        process_group = process_group_of(cp_group)
+        if process_group.size() > 1:
+            from mla_plugin.context_parallel.latent import operator as context_parallel
+
+            call = call._replace(more=(process_group.group_name, cp_comm_type))
+            return context_parallel.latent_attention.run(call)
+    from mla_plugin.operations.latent import operator
+
+    return operator.latent_attention.run(call)
 
 
 def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
