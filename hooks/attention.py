@@ -69,8 +69,9 @@ class AttentionRequest:
         deterministic: two runs of the backward must agree bit for bit.
         return_lse: the caller wants the log-sum-exp.
         host: who asks; some rules differ between hosts.
-        partial: the keys are some of those that the queries see, as in context parallelism: the backward gets the out
-            and lse of all of them and must use both. A backend whose backward takes the softmax anew refuses this.
+        partial: the keys are some of those that the queries see, as in context parallelism: outputs are merged by
+            their lse, and the backward gets the out and lse of all keys and must use both. A backend whose backward
+            takes the softmax anew refuses this. ``return_lse`` says, as ever, whether lse may have a gradient.
 
     The remaining attributes exist so that a host can describe every call that TransformerEngine's selection knows.
 

@@ -39,7 +39,6 @@ def requests(call: Call) -> tuple[AttentionRequest, ...]:
         num_kv_heads=request.num_kv_heads // size,
         max_seqlen_q=request.max_seqlen_q * size,
         max_seqlen_kv=request.max_seqlen_kv * size,
-        return_lse=True,
     )
     return (whole,)
 

@@ -98,7 +98,7 @@ def parts_of(call: Call) -> tuple[Part, ...]:
     """The calls that this rank's queries make."""
     request, size, rank = call.request, call.group.size, call.group.rank
     longest_kv = request.max_seqlen_kv * size
-    common = {"pad_between_seqs": call.layout.is_packed, "lengths_may_differ": request.has_padding, "return_lse": True}
+    common = {"pad_between_seqs": call.layout.is_packed, "lengths_may_differ": request.has_padding}
     if not request.is_causal:
         return (Part("all", slice(None), request.replace(max_seqlen_kv=longest_kv, **common)),)
     mask = "padding_causal_bottom_right" if request.has_padding else "causal_bottom_right"

@@ -102,11 +102,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved, lengths = list(ctx.saved_tensors[:5]), dict(zip(ctx.lengths, ctx.saved_tensors[5:], strict=True))
+        tensors = ctx.saved_tensors  # asked for once: recomputation gives it once
+        saved, lengths = list(tensors[:5]), dict(zip(ctx.lengths, tensors[5:], strict=True))
         q_shape, _, v_shape = ctx.shapes
         if dout is None:  # the other ranks wait for messages even where no gradient comes
             dout = saved[0].new_zeros((*q_shape[:-1], v_shape[-1]))
-        stands = [saved[0].new_empty(()).expand(shape) for shape in ctx.shapes]
+        number = saved[0].new_empty(())
+        if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
+            number.requires_grad_()
+        stands = [number.expand(shape) for shape in ctx.shapes]
         given = dict(zip("qkv", stands, strict=True)) | ctx.values | lengths
         gradients = context_parallel_backward(dout, dlse, saved, *(given[name] for name in _DECLARED))
         return (*gradients, *(None,) * (len(_DECLARED) - 3))

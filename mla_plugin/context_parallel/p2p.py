@@ -122,7 +122,6 @@ def _request(call: Call, which: Section) -> AttentionRequest:
         max_seqlen_kv=request.max_seqlen_kv // (1 if which.keys == "all" else 2),
         pad_between_seqs=layout.is_packed and (request.pad_between_seqs or has_half),
         lengths_may_differ=request.has_padding and (request.lengths_may_differ or not which.is_causal),
-        return_lse=True,
         partial=True,
     )
 

@@ -169,6 +169,48 @@ class TestRefusals:
         checks.check_reasons(("flash-attn is not installed", "deterministic is not available", "needs 9.0"))
 
 
+ANEW = Broken(
+    "softmax_anew",
+    "        weights = (scores - lse_b.masked_fill(lse_b.isneginf(), torch.inf)[..., None]).exp()\n",
+    "        weights = scores.softmax(-1).nan_to_num(0.0)\n",
+)
+
+
+class TestPartial:
+    """A backward that takes its softmax anew is right but for requests with ``partial=True``."""
+
+    case = cases("deterministic")[0]
+
+    def suite(self, refuses, *, is_refused):
+        module = module_of("plain_attention", ANEW)
+        if is_refused:
+            answer = module.select_backend
+
+            def select_backend(request, platform):
+                if getattr(request, "partial", False):
+                    return Refused(("partial=True, accepted is False",))
+                return answer(request, platform)
+
+            module.select_backend = hookimpl(select_backend)
+        members = {"backend": "sample", "manager": manager_of(module), "refuses": refuses}
+        return type("TestAnew", (BackendConformance,), members)()
+
+    def test_it_is_caught(self):
+        with pytest.raises(ConformanceError):
+            self.suite({}, is_refused=False).test_backward(self.case)
+
+    @pytest.mark.parametrize("refuses", [{"partial": "partial=True"}, None])
+    def test_it_may_refuse(self, refuses):
+        suite = self.suite(refuses, is_refused=True)
+        suite.test_backward(self.case)
+        suite.test_every_expected_refusal_names_a_case()
+        assert isinstance(suite.decision, Accepted)
+
+    def test_an_unexpected_refusal(self):
+        with pytest.raises(ConformanceError, match="with partial=True, which it is expected to compute"):
+            self.suite({}, is_refused=True).test_backward(self.case)
+
+
 def test_cases_are_made_for_what_a_backend_accepts():
     """What it refuses costs it no pair of what it accepts."""
     suite = no_thd(refuses=None)

@@ -58,7 +58,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 def call(name: str) -> None:
-    """In a process of the pool: a wrong call of all ranks, with a transport that sends nothing."""
+    """In a process of the pool: a wrong call of all ranks, with nothing to send by."""
     given, kind, text = ERRORS[name]
     given = dict(given)
     tokens, heads = given.pop("tokens", 6), given.pop("heads", 4)
@@ -75,11 +75,13 @@ def call(name: str) -> None:
     given.setdefault("cp_group", workers.groups[4])
     if given["cp_group"] == "mesh":
         given["cp_group"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(kind) as found:
-        for sender in ("hop", "exchange", "gather"):
-            patch.setattr(transport, sender, None)
-        patch.setattr(dist, "all_gather_object", None)
-        mla_plugin.attention(*(torch.zeros(shape) for shape in shapes), **given)
+    inputs = [torch.zeros(shape) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        for sender in ("batch_isend_irecv", "all_to_all_single", "all_gather_object", "all_reduce"):
+            patch.setattr(dist, sender, None)
+        patch.setattr(transport, "_gather_single", None)
+        with pytest.raises(kind) as found:
+            mla_plugin.attention(*inputs, **given)
     assert text in str(found.value), found.value
 
 

@@ -53,7 +53,8 @@ class BackendConformance(Suite):
 
     def test_every_expected_refusal_names_a_case(self) -> None:
         """A key of ``refuses`` that fits no case is a misspelling, or left over."""
-        self.check_keys([case.tags | {case.name, way} for case in self.cases() for way in ("training", "inference")])
+        ways = ({"training"}, {"training", "partial"}, {"inference"})
+        self.check_keys([case.tags | {case.name} | way for case in self.cases() for way in ways])
 
     def test_something_is_computed(self) -> None:
         """A backend that refuses every case has shown nothing."""
@@ -81,8 +82,8 @@ class BackendConformance(Suite):
     def test_backward(self, case: Case) -> None:
         """With a backward to follow: refuse with reasons, or compute out, lse and the gradients.
 
-        The backward runs on the forward's own out and lse, and on those that context parallelism would give it: over
-        more keys than it sees.
+        The backward runs on the forward's own out and lse. Of the same request with ``partial=True``, which may be
+        refused (tag ``partial``), it runs on those that context parallelism would give it: over more keys than it sees.
         """
         plan = self._plan(case, is_training=True)
         if plan is None:
@@ -93,15 +94,20 @@ class BackendConformance(Suite):
         )
         output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
         kept_output = Kept("of one call", **vars(output))
-        more: list[tuple[Call, AttentionOutput, None]] = []
+        runs: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
         if self._repeats(case.name):
             result = hooks.forward(plan, second, is_poisoned=False)
-            more.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
+            runs.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
         kept_output.check()
         kept = []
-        partial = first.partial(generator)
-        for call, residuals, others in ((first, output, None), *more, (first, partial, partial)):
-            gradients = hooks.backward(plan, call, residuals, is_poisoned=call is first and others is None)
+        runs.append((first, output, None))
+        last: tuple[Plan, AttentionOutput] = (plan, output)
+        if (partial_plan := self._partial_plan(case, plan)) is not None:
+            last = (partial_plan, first.partial(generator))
+            runs.append((first, last[1], last[1]))
+        for call, residuals, others in runs:
+            asked = plan if others is None else last[0]
+            gradients = hooks.backward(asked, call, residuals, is_poisoned=call is first and others is None)
             checks.check_gradients(
                 call.case,
                 {**call.inputs, "out": residuals.out, "lse": residuals.lse, "dout": call.dout, "dlse": call.dlse},
@@ -115,7 +121,7 @@ class BackendConformance(Suite):
         if case.deterministic:
             for _ in range(2):  # a fault may come at every second call
                 checks.check_equal_bits(output, hooks.forward(plan, first))
-                checks.check_equal_bits(gradients, hooks.backward(plan, first, partial))
+                checks.check_equal_bits(gradients, hooks.backward(last[0], first, last[1]))
         if self._goes_through_the_library() and self._repeats(case.name):
             library.check(self, plan, first)
         self._check_decision_again(plan)
@@ -173,6 +179,16 @@ class BackendConformance(Suite):
         if decision is None:
             return None
         return Plan(request, self.platform(), self.backend, decision.backward_by or self.backend)
+
+    def _partial_plan(self, case: Case, plan: Plan) -> Plan | None:
+        """A plan for the request over some of the keys that its queries see, or None after a refusal."""
+        of_all, request = self.decision, plan.request.replace(partial=True)
+        labels = case.tags | {case.name, "training", "partial"}
+        decision = self.decide(request, f"{case} with partial=True", labels)
+        self.decision = of_all
+        if decision is None:
+            return None
+        return Plan(request, plan.platform, self.backend, decision.backward_by or self.backend)
 
     def expected_refusals(self, case: Case, *, is_training: bool) -> tuple[str, ...]:
         """Texts that the backend's reasons contain when it must refuse the case; empty when it must accept it."""

@@ -1,0 +1,220 @@
+"""Groups, meshes, several calls at once, recomputation, torch.compile."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import mla_plugin
+from mla_plugin.context_parallel import agreement
+from tests.context_parallel import pool as workers
+from tests.context_parallel.case import Case, Local, Whole, offsets
+
+WAYS = ("p2p", "all_gather", "a2a")
+
+
+def inputs(*shape: int) -> list[torch.Tensor]:
+    return [torch.randn(*shape, width, requires_grad=True) for width in (24, 24, 16)]
+
+
+def one_rank(kind: str) -> None:
+    group = workers.groups[1] if kind == "group" else None
+    if kind == "mesh":
+        group = DeviceMesh("cpu", list(range(4)), mesh_dim_names=("world",))
+        group = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("dp", "cp"))["cp"]
+    elif dist.get_rank(group) < 0:
+        return
+    q, k, v = inputs(2, 7, 4)  # no length that two ranks could share
+    plain = mla_plugin.attention(q, k, v, return_lse=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for sender in ("batch_isend_irecv", "all_to_all_single", "all_gather_object", "all_reduce"):
+            patch.setattr(dist, sender, None)
+        found = mla_plugin.attention(q, k, v, return_lse=True, cp_group=group)
+        gradients = [torch.autograd.grad(x[0].square().sum(), (q, k, v)) for x in (plain, found)]
+    assert all(map(torch.equal, plain, found))
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_a_group_of_one_rank_is_the_plain_call(pool, kind):
+    pool.run(one_rank, kind=kind)
+
+
+def over_a_mesh() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    workers.groups["mesh"] = mesh.get_group("cp")
+    case = Case(size=2)
+    whole, local = Whole(case, 1), Local(case, mesh.get_local_rank("cp"))
+    out = mla_plugin.attention(local(whole.q), local(whole.k), local(whole.v), cp_group=mesh["cp"])
+    torch.testing.assert_close(out, local(whole.expected()["out"]))
+
+
+def test_a_mesh(pool):
+    pool.run(over_a_mesh)
+
+
+def cross() -> None:
+    """Two forwards before their backwards, on two groups and in another order."""
+    calls = []
+    for size, way in ((4, "p2p"), (2, "a2a"), (4, "all_gather"), (3, "p2p")):
+        group = workers.groups[size]
+        if (rank := dist.get_rank(group)) < 0:
+            continue
+        case = Case(way, size, heads=12, kv_heads=12)
+        whole, local = Whole(case, size), Local(case, rank)
+        q, k, v = (local(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
+        out = mla_plugin.attention(q, k, v, cp_group=group, cp_comm_type=way)
+        calls.append((out, (q, k, v), whole, local))
+    for out, given, whole, local in reversed(calls):
+        exact = whole.expected()
+        found = torch.autograd.grad(out, given, local(whole.dout))
+        for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+            torch.testing.assert_close(x, local(exact[name]))
+
+
+def test_several_calls_in_flight_on_several_groups(pool):
+    pool.run(cross)
+
+
+def same(way: str, kind: str, layout: str) -> None:
+    """Recomputed or compiled, a call gives what it gives."""
+    size = 2
+    group = workers.groups[size]
+    if (rank := dist.get_rank(group)) < 0:
+        return
+    case = Case(way, size, layout, "padding_causal" if layout == "thd" else "causal", dtype=torch.float32)
+    whole, local = Whole(case, 3), Local(case, rank)
+    given = [local(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {**whole.options, **whole.lengths, "cp_group": group, "cp_comm_type": way}
+        out, lse = mla_plugin.attention(q * 1.5, k, v, return_lse=True, **options)
+        return out.square().sum() + lse.sum()
+
+    def recomputed(*tensors: torch.Tensor) -> Any:
+        return checkpoint(layer, *tensors, use_reentrant=False)
+
+    torch._dynamo.reset()
+    other = recomputed if kind == "checkpoint" else torch.compile(layer, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (layer, other):
+        loss = function(*given)
+        results.append([loss.detach(), *torch.autograd.grad(loss, given)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    if kind == "compile":
+        with torch.no_grad():
+            torch.testing.assert_close(other(*given), results[0][0])
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "layout"), list(itertools.product(WAYS, ("checkpoint", "compile"), ("bshd", "thd")))
+)
+def test_recomputed_and_compiled(pool, way, kind, layout):
+    pool.run(same, way=way, kind=kind, layout=layout)
+
+
+def only_lse(way: str) -> None:
+    """A loss of lse alone, and one of out alone."""
+    group = workers.groups[2]
+    if (rank := dist.get_rank(group)) < 0:
+        return
+    case = Case(way, 2)
+    whole, local = Whole(case, 4), Local(case, rank)
+    given = [local(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    _, lse = mla_plugin.attention(*given, return_lse=True, cp_group=group, cp_comm_type=way)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), given)
+    wholes = [x.clone().requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    _, exact = mla_plugin.attention(*wholes, return_lse=True)
+    exact = torch.autograd.grad(exact.sum(), wholes)
+    for found, expected in zip((dq, dk, dv), exact, strict=True):
+        torch.testing.assert_close(found, local(expected))
+    out = mla_plugin.attention(*given, cp_group=group, cp_comm_type=way)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), given[0], create_graph=True)[0].sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lse_alone_and_no_second_derivative(pool, way):
+    pool.run(only_lse, way=way)
+
+
+def empty(way: str) -> None:
+    group = workers.groups[4]
+    q, k, v = inputs(2, 0, 4)
+    out, lse = mla_plugin.attention(q, k, v, return_lse=True, cp_group=group, cp_comm_type=way)
+    assert out.shape == (2, 0, 4, 16)
+    assert lse.shape == (2, 4, 0)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+    q, k, v = (torch.randn(4, 2, width, requires_grad=True) for width in (24, 24, 16))
+    cu = {"cu_seqlens_q": offsets((0, 0)), "qkv_format": "thd"}  # tokens, and all of them padding
+    way = way if way != "a2a" else "p2p"
+    out, lse = mla_plugin.attention(q, k, v, **cu, return_lse=True, cp_group=group, cp_comm_type=way)
+    out.sum().backward()
+    assert not any(x.any() for x in (out, q.grad, k.grad, v.grad))
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tokens(pool, way):
+    pool.run(empty, way=way)
+
+
+def compared_once() -> list[int]:
+    """How often the ranks compare: once for each kind of call, whatever the tensors."""
+    group, counts = workers.groups[4], []
+    with pytest.MonkeyPatch.context() as patch:
+        agree, seen = agreement.dist.all_gather_object, []
+        patch.setattr(agreement.dist, "all_gather_object", lambda *a, **k: (seen.append(1), agree(*a, **k)))
+        for tokens in (18, 18, 26, 18, 26):
+            mla_plugin.attention(*inputs(1, tokens, 4), cp_group=group)
+            counts.append(len(seen))
+    return counts
+
+
+def test_ranks_compare_once(pool):
+    assert pool.run(compared_once) == [[1, 1, 2, 2, 2]] * 4
+
+
+def explained(way: str) -> str:
+    group = workers.groups[4]
+    return mla_plugin.explain(*inputs(1, 8, 4), cp_group=group, cp_comm_type=way)
+
+
+def test_explain(pool):
+    texts = pool.run(explained, way="p2p")
+    assert [text.splitlines()[0] for text in texts] == [
+        "context parallel, p2p, rank 0 of 4: 2 kinds of sections",
+        "context parallel, p2p, rank 1 of 4: 3 kinds of sections",
+        "context parallel, p2p, rank 2 of 4: 3 kinds of sections",
+        "context parallel, p2p, rank 3 of 4: 2 kinds of sections",
+    ]
+    assert texts[1].count("=> forward: sdpa") == 3
+    assert "causal, partial, training" in texts[0]
+
+
+def gather_in_float32(way: str) -> None:
+    """bfloat16: parts are summed in float32, so the error stays near one rounding."""
+    run_case = Case(way, 4, dtype=torch.bfloat16, lengths_q=(64,), heads=4)
+    group = workers.groups[4]
+    whole, local = Whole(run_case, 5), Local(run_case, dist.get_rank(group))
+    given = [local(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    out = mla_plugin.attention(*given, cp_group=group, cp_comm_type=way)
+    found = [out, *torch.autograd.grad(out, given, local(whole.dout))]
+    exact = whole.expected()
+    for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
+        true = local(exact[name])
+        assert x.dtype == torch.bfloat16
+        assert float((x.double() - true).norm() / true.norm()) < 4e-3, name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16(pool, way):
+    pool.run(gather_in_float32, way=way)
