@@ -191,8 +191,8 @@ VARIABLES: tuple[Variable, ...] = (
         _is_one,
         _ONE,
         False,
-        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU; every call that "
-        "has them then waits for the device.",
+        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU, and in each "
+        "context-parallel call whether it failed on another rank; every such call then waits for the device.",
         "call",
         "mla-plugin",
     ),

@@ -15,7 +15,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.context_parallel.call import Call, Saved
 from mla_plugin.context_parallel.failure import Watch
-from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
+from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, packed_order
 from mla_plugin.context_parallel.p2p import differing_lengths
 from mla_plugin.context_parallel.sections import Offsets, cumulative, half
 from mla_plugin.context_parallel.transport import exchange, gather
@@ -66,7 +66,6 @@ def backward(
     call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv of this rank's tokens."""
-    group, layout = call.group, call.layout
     order = _order(call)
     k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
     dq = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
@@ -74,11 +73,19 @@ def backward(
     for part in parts_of(call):
         watch.attempt(_differentiate, call, part, saved, k, v, dout, dlse, (dq, dk, dv))
     inverse = None if order is None else order.argsort()
-    owned = []
-    for total, x in ((dk, k), (dv, v)):
-        parts = exchange(group, by_rank(total.to(x.dtype), layout, group.size, inverse))
-        owned.append(parts.sum(0, dtype=call.wide).to(x.dtype))
+    owned = [_owned(call, total, inverse) for total in (dk, dv)]
     return dq.to(saved.q.dtype), owned[0], owned[1]
+
+
+def _owned(call: Call, total: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of this rank's tokens, out of every rank's of all tokens. What this rank adds is not rounded."""
+    group, dtype = call.group, call.request.dtype
+    own = of_rank(total, call.layout, group.size, group.rank, inverse)
+    received = exchange(group, by_rank(total.to(dtype), call.layout, group.size, inverse))
+    for source in range(group.size):
+        if source != group.rank:
+            own += received[source]
+    return own.to(dtype)
 
 
 def _order(call: Call) -> torch.Tensor | None:

@@ -29,5 +29,5 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     total = torch.logaddexp(lse, part_lse)
     base = total.masked_fill(total.isneginf(), 0)
     out.mul_(per_head((lse - base).exp_(), layout))
-    out.addcmul_(part.to(out.dtype), per_head((part_lse - base).exp_(), layout))
+    out.addcmul_(part, per_head((part_lse - base).exp_(), layout))
     lse.copy_(total)

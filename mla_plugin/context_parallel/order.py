@@ -75,3 +75,11 @@ def by_rank(whole: torch.Tensor, layout: Layout, size: int, inverse: torch.Tenso
         front.copy_(chunks[rank])
         back.copy_(chunks[2 * size - 1 - rank])
     return parts
+
+
+def of_rank(whole: torch.Tensor, layout: Layout, size: int, rank: int, inverse: torch.Tensor | None) -> torch.Tensor:
+    """``by_rank(...)[rank]`` alone, in memory of its own."""
+    if inverse is not None:
+        return whole.index_select(0, inverse.view(size, -1)[rank])
+    chunks = whole.chunk(2 * size, layout.tokens)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], layout.tokens)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.context_parallel import p2p
 from mla_plugin.context_parallel.merge import merge
 from mla_plugin.context_parallel.partition import position_ids
 from mla_plugin.context_parallel.sections import Lengths, half, section, sections_of
@@ -73,3 +74,11 @@ def test_lengths_of_the_ranks(size):
         middles = (cu_padded[:-1] // size + padded // (2 * size)).tolist()
         assert found.of(rank, "back").starts.tolist()[:-1] == middles
         assert found.of(rank, "back").cu_seqlens.diff().tolist() == found.back[rank].tolist()
+
+
+def test_two_buffers_whatever_the_ring():
+    given = (torch.zeros(3), torch.zeros(2))
+    buffers = p2p._Buffers(given)
+    found = [[x.data_ptr() for x in buffers.next()] for _ in range(7)]
+    assert len({tuple(addresses) for addresses in found}) == 2
+    assert all(one != two for one, two in itertools.pairwise(found))

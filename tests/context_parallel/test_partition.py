@@ -9,7 +9,7 @@ import torch
 
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.context_parallel import packed_position_ids, pad_lengths, partition, position_ids, shard, unshard
-from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
+from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, packed_order
 
 SLOTS = {1: [0, 4, 4, 10], 2: [0, 8, 8, 12, 28], 3: [0, 12, 12, 18, 42], 4: [0, 8, 24, 24, 64]}
 
@@ -60,7 +60,10 @@ def test_packed_order_on_the_device(size, tail):
     order = packed_order(cu, size, total // size + tail)
     layout = LAYOUTS["thd"]
     assert torch.equal(in_order(torch.stack(parts)[..., None], layout, order)[:, 0], whole)
-    assert torch.equal(by_rank(whole[:, None], layout, size, order.argsort())[..., 0], torch.stack(parts))
+    inverse = order.argsort()
+    assert torch.equal(by_rank(whole[:, None], layout, size, inverse)[..., 0], torch.stack(parts))
+    for rank, part in enumerate(parts):
+        assert torch.equal(of_rank(whole, layout, size, rank, inverse), part)
 
 
 @pytest.mark.parametrize("name", ["bshd", "sbhd", "bhsd"])
@@ -70,6 +73,7 @@ def test_dense_order(name):
     parts = torch.stack([shard(x, size, rank, dim=layout.tokens) for rank in range(size)])
     assert torch.equal(in_order(parts, layout, None), x)
     assert torch.equal(by_rank(x, layout, size, None), parts)
+    assert torch.equal(of_rank(x, layout, size, 2, None), parts[2])
 
 
 def test_gradients_go_through():
