@@ -167,8 +167,17 @@ def test_narrow_dtypes(layout: str, dtype: torch.dtype, tolerance: float, heads_
     check(draw(layout, lengths=(33, 33), dtype=dtype, dims=(32, 16, 24, 48), **more), tolerance=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_of_gradients_are_not_rounded(dtype: torch.dtype) -> None:
+    a, b = torch.randn(7, 33, dtype=dtype).t(), torch.randn(7, 12, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    found = expansion.exact_product(a, b)
+    assert found.dtype == wide
+    torch.testing.assert_close(found, a.to(wide) @ b.to(wide))
+
+
 def test_the_sum_over_heads_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One head at a time: rounding after each of 64 heads would lose 2 of bfloat16's 8 bits."""
+    """One head at a time: a sum in bfloat16 would be off by 1e-2."""
     limit_heads(monkeypatch, 1)
     call = draw(heads=64, batch=1, lengths=(8, 8), dtype=torch.bfloat16)
     many = torch.autograd.grad(latent_attention(**call.inputs()).sum(), call.tensors["c_kv"])[0]

@@ -80,14 +80,16 @@ class Call:
         given = (of_q.cu_seqlens, of_kv.cu_seqlens, of_q.starts, of_kv.starts)
         return AttentionTensors(q, k, v, self.tensors.softmax_scale, *given)
 
-    def resolve(self, requests: Iterable[AttentionRequest]) -> None:
-        """Decide about every section, before the first message.
+    def prepare(self, requests: Iterable[AttentionRequest]) -> None:
+        """What needs no message: decide about every section, and queue the sums over lengths.
 
         Raises:
-            NoBackendError: no backend takes one of them.
+            NoBackendError: no backend takes one of the sections.
         """
         for request in requests:
             resolve(request, backend=self.backend)
+        if self.request.has_padding:
+            _ = self.lengths
 
     def known(self, request: AttentionRequest, tensors: AttentionTensors) -> Known:
         """What is known of a section."""

@@ -60,6 +60,7 @@ def run(
         return q.new_zeros(q.shape), _no_keys(tensors)
     watch = Watch(group, "decode", q.device)
     call = watch.attempt(local_call, tensors, group, interleave)
+    watch.begin()
     _agree(tensors, host, backend, group, interleave, watch)
     part = None if call is None else watch.attempt(_part, call, tensors.lse_shape, host, backend)
     if part is None:  # the others wait for something of the right shape

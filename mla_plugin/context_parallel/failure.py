@@ -55,23 +55,33 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Watch:
-    """The errors of one call on this rank. Every rank makes one for each call and closes it.
+    """The errors of one call on this rank. Every rank makes one for each call, begins it and closes it.
 
     Args:
         group: of the call.
         what: the call in a word, for the error's text.
         device: of its tensors.
-
-    Raises:
-        ContextParallelError: an earlier call on the group failed on another rank.
     """
 
     def __init__(self, group: Group, what: str, device: torch.device) -> None:
         self._group, self._what, self._device = group, what, device
         self._state = _states.setdefault(group.process_group, _State())
         self.error: Exception | None = None
-        if not is_capturing(device):
-            self._read_earlier()
+
+    def begin(self) -> None:
+        """Before the first message, and after everything that needs none: the host may have to wait here.
+
+        Raises:
+            ContextParallelError: an earlier call on the group failed on another rank.
+        """
+        if is_capturing(self._device):
+            return
+        while self._state.unread:
+            status = self._state.unread.pop(0)
+            status.arrived.synchronize()
+            if failed := int(status.number):
+                self._state.unread.clear()
+                self._raise(status.key, failed)
 
     def attempt(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -117,14 +127,6 @@ class Watch:
         arrived = torch.cuda.Event()
         arrived.record()
         self._state.unread.append(_Status(on_host, arrived, key))
-
-    def _read_earlier(self) -> None:
-        while self._state.unread:
-            status = self._state.unread.pop(0)
-            status.arrived.synchronize()
-            if failed := int(status.number):
-                self._state.unread.clear()
-                self._raise(status.key, failed)
 
     def _raise(self, key: str, failed: int) -> NoReturn:
         said = _store_of(self._group).get(f"{key}/{failed - 1}").decode()

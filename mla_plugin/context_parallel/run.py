@@ -43,7 +43,8 @@ def forward(
         lse = q.new_full(call.layout.lse_shape(q.shape), -torch.inf, dtype=call.wide)
         return q.new_zeros((*q.shape[:-1], tensors.v.shape[-1])), lse, []
     watch = Watch(group, "forward", tensors.q.device)
-    watch.attempt(call.resolve, way.requests(call))
+    watch.attempt(call.prepare, way.requests(call))
+    watch.begin()
     agree_on(call, cp_comm_type, watch)
     out, lse, kept = way.forward(call, watch, wants_lse=options.return_lse)
     watch.close()
@@ -77,7 +78,8 @@ def backward(
         dq, dk, dv = (x.new_zeros(x.shape) for x in (tensors.q, tensors.k, tensors.v))
         return dq, dk, dv
     watch = Watch(group, "backward", dout.device)
-    watch.attempt(call.resolve, way.requests(call))
+    watch.attempt(call.prepare, way.requests(call))
+    watch.begin()
     dq, dk, dv = way.backward(call, Saved.of(saved), dout, dlse, watch)
     watch.close()
     return dq, dk, dv

@@ -21,6 +21,8 @@ TIMEOUT = datetime.timedelta(seconds=20)
 
 groups: dict[int, Any] = {}
 """In a process of the pool: the groups by their size."""
+device = torch.device("cpu")
+"""Where tensors are; ``nccl`` changes it."""
 
 
 def _work(rank: int, path: str, connection: Any) -> None:

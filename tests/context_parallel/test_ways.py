@@ -87,6 +87,24 @@ MANNERS = [
 ]
 
 
+def triton() -> list[Case]:
+    """Our kernels, in Triton's interpreter: sections by starts apart from lengths, padding that is not finite."""
+    few = {"heads": 2, "kv_heads": 2, "dtype": F32, "backend": "triton"}
+    slots = {"lengths_q": (5, 0, 1, 8), "slots_q": (8, 8, 8, 16)}
+    return [
+        *(Case(way, 2, "thd", "padding_causal", **slots, **few, with_dlse=True) for way in WAYS),
+        Case("p2p", 2, "thd", "padding", **slots, **few),
+        Case("p2p", 4, "bshd", "causal", (16,), **few, has_strides=True),
+        Case("all_gather", 2, "sbhd", "causal", (8,), **few, window=(3, 0)),
+        Case("p2p", 2, "bhsd", "padding_causal", (5, 0, 8), slots_q=(8,) * 3, **few),
+    ]
+
+
+@pytest.mark.parametrize("case", triton(), ids=str)
+def test_our_kernels(pool, case):
+    pool.run(run, case=case)
+
+
 @pytest.mark.parametrize("case", [*dense(), *packed(), *GROUPED, *CROSS, *WINDOWS, *MANNERS], ids=str)
 def test_a_way(pool, case):
     pool.run(run, case=case)

@@ -41,6 +41,7 @@ def forward(call: Call) -> Forward:
         return Forward(AttentionOutput(q.new_zeros((*q.shape[:-1], sizes.head_dim_v)), lse), [], _NOTHING)
     way, watch = _way(call), Watch(kv.group, "forward", q.device)
     decision = watch.attempt(way.decide, call, kv)
+    watch.begin()
     widths = {"kv_lora_rank": sizes.kv_lora_rank, "qk_rope_head_dim": sizes.qk_rope_head_dim}
     agree_on(kv, f"latent {call.more[1]}", watch, widths)
     latents = Latents(kv.group, call.tensors, sizes)
@@ -63,6 +64,7 @@ def backward(
         return Gradients(*(x.new_zeros(x.shape) for x in tensors.differentiable))
     way, watch = _way(call), Watch(kv.group, "backward", dout.device)
     decision = decision or watch.attempt(way.decide, call, kv)
+    watch.begin()
     wants = wants._replace(latents=True)
     latents = Latents(kv.group, tensors, call.sizes)
     found = way.backward(call, kv, latents, decision, saved, dout, dlse, wants, watch)
