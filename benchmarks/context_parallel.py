@@ -42,7 +42,7 @@ Tensors = tuple[torch.Tensor, ...]
 class Machine:
     """The ranks, and what differs between GPUs and the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_priority: bool = False) -> None:
         self.has_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.has_gpu else torch.device("cpu")
         if self.has_gpu:
@@ -50,6 +50,9 @@ class Machine:
         dist.init_process_group("nccl" if self.has_gpu else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group = dist.group.WORLD
+        if has_priority and self.has_gpu:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            self.group = dist.new_group(pg_options=options)
 
     def wait(self) -> None:
         """Until the GPU is idle."""
@@ -187,7 +190,7 @@ def keep(machine: Machine, content: dict[str, Any], arguments: argparse.Namespac
     """Write the file, with what it held of other sizes and ways under ``--append``."""
     from benchmarks import common  # it needs a GPU
 
-    name = f"context_parallel_x{machine.size}"
+    name = f"context_parallel_x{machine.size}" + ("_high_priority" if arguments.high_priority else "")
     path = common.RESULTS / f"{name}_{torch.cuda.get_device_name().replace(' ', '_')}.json"
     if arguments.append and path.exists():
         measured = {(x["tokens"], x["heads"], x["way"]) for x in content["times"]}
@@ -206,10 +209,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check-tokens", type=int, default=4096)
     parser.add_argument("--check-heads", type=int, default=8)
+    parser.add_argument("--high-priority", action="store_true", help="messages on NCCL streams of high priority")
     parser.add_argument("--append", action="store_true")
     parser.add_argument("--commit", help="recorded in the result; default: of this checkout")
     arguments = parser.parse_args()
-    machine = Machine()
+    machine = Machine(has_priority=arguments.high_priority)
     found = errors(machine, arguments.ways, arguments.check_tokens, arguments.check_heads)
     say(machine, json.dumps(found, indent=1))
     ways = [w for w in arguments.ways if all(found[w][n] <= ERROR_LIMITS[n] * found["one GPU"][n] for n in NAMES)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from mla_plugin import attention, latent_attention
@@ -29,7 +30,7 @@ def _memory_starts_as_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[1, 2, 5])
+@pytest.fixture(params=[2, 5])
 def heads_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many heads are expanded together, of 5."""
     limit_heads(monkeypatch, request.param)
@@ -282,6 +283,17 @@ def test_compiled_equals_eager(layout: str) -> None:
         results.append((loss, *torch.autograd.grad(loss, list(call.tensors.values()))))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_with_dynamic_lengths_compiles_once() -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(latent_attention, fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 6, 9):
+        inputs = {name: x.detach() for name, x in draw(lengths=(length, length)).inputs().items()}
+        torch.testing.assert_close(compiled(**inputs), latent_attention(**inputs))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "thd"])

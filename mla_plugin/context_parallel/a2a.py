@@ -33,14 +33,17 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
     """What every rank will ask backends for: the whole sequences, with its share of the heads."""
-    request, size = call.request, call.group.size
-    whole = request.replace(
+    return (_whole(call.request, call.group.size),)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(request: AttentionRequest, size: int) -> AttentionRequest:
+    return request.replace(
         num_heads=request.num_heads // size,
         num_kv_heads=request.num_kv_heads // size,
         max_seqlen_q=request.max_seqlen_q * size,
         max_seqlen_kv=request.max_seqlen_kv * size,
     )
-    return (whole,)
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

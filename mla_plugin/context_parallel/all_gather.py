@@ -7,6 +7,7 @@ which sums them in float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -102,10 +103,14 @@ def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Ten
 
 
 def parts_of(call: Call) -> tuple[Part, ...]:
-    """The calls that this rank's queries make."""
-    request, size, rank = call.request, call.group.size, call.group.rank
+    """The calls that this rank\'s queries make."""
+    return _known_parts(call.request, call.group.size, call.group.rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known_parts(request: AttentionRequest, size: int, rank: int) -> tuple[Part, ...]:
     longest_kv = request.max_seqlen_kv * size
-    common = {"pad_between_seqs": call.layout.is_packed, "lengths_may_differ": request.has_padding}
+    common = {"pad_between_seqs": request.layout.is_packed, "lengths_may_differ": request.has_padding}
     if not request.is_causal:
         return (Part("all", slice(None), request.replace(max_seqlen_kv=longest_kv, **common)),)
     mask = "padding_causal_bottom_right" if request.has_padding else "causal_bottom_right"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import ModuleType
 
@@ -32,6 +33,18 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
     check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
     longest = (options.max_seqlen_q, options.max_seqlen_kv)
     request = request_of(tensors, options._replace(max_seqlen_q=None, max_seqlen_kv=None))
+    try:
+        hash((request, longest))
+    except TypeError:  # sizes are symbols, or an option is no number
+        return _of_slots(request, *longest, size, cp_comm_type)
+    return _known_of_slots(request, *longest, size, cp_comm_type)
+
+
+def _of_slots(
+    request: AttentionRequest, longest_q: int | None, longest_kv: int | None, size: int, cp_comm_type: str
+) -> AttentionRequest:
+    """The request with the longest sequences on a rank, checked."""
+    longest = (longest_q, longest_kv)
     _refuse(_beyond(request))
     slots = []
     for side, whole, tokens in zip(("q", "kv"), longest, (request.max_seqlen_q, request.max_seqlen_kv), strict=True):
@@ -44,6 +57,9 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
     request = request.replace(max_seqlen_q=slots[0], max_seqlen_kv=slots[1])
     _refuse([f"cp_comm_type={cp_comm_type!r} with {reason}" for reason in WAYS[cp_comm_type].refusals(request, size)])
     return request
+
+
+_known_of_slots = functools.lru_cache(maxsize=4096, typed=True)(_of_slots)
 
 
 def _beyond(request: AttentionRequest) -> list[str]:

@@ -54,6 +54,20 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_left_unread(device: torch.device) -> bool:
+    """A call ends without looking at its status: the host would have to wait for the device."""
+    return device.type == "cuda" and not environment.is_value_check_requested()
+
+
+def _on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A copy of the number on the host, and the event after which it is there."""
+    on_host = torch.empty(1, dtype=torch.int32, pin_memory=True)
+    on_host.copy_(number, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return on_host, arrived
+
+
 class Watch:
     """The errors of one call on this rank. Every rank makes one for each call, begins it and closes it.
 
@@ -114,19 +128,12 @@ class Watch:
         failed = 0 if self.error is None else group.rank + 1
         number = torch.full((1,), failed, dtype=torch.int32, device=self._device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.process_group)
-        if self._device.type == "cuda" and self.error is None and not environment.is_value_check_requested():
-            self._leave_unread(number, key)
-        elif failed and self._device.type == "cuda":
+        if not is_left_unread(self._device):
+            failed = int(number)
+        elif not failed:
+            self._state.unread.append(_Status(*_on_its_way(number), key))
+        if failed:
             self._raise(key, failed)
-        elif reduced := int(number):
-            self._raise(key, reduced)
-
-    def _leave_unread(self, number: torch.Tensor, key: str) -> None:
-        on_host = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        on_host.copy_(number, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._state.unread.append(_Status(on_host, arrived, key))
 
     def _raise(self, key: str, failed: int) -> NoReturn:
         said = _store_of(self._group).get(f"{key}/{failed - 1}").decode()

@@ -7,6 +7,7 @@ sums that travel would be rounded at every hop.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -49,7 +50,7 @@ def differing_lengths(request: AttentionRequest) -> Iterator[str]:
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
     """What this rank will ask backends for."""
     sections = sections_of(call.group.size, call.group.rank, is_causal=call.request.is_causal)
-    return tuple(_request(call, each) for each in sections)
+    return tuple(_request(call.request, each) for each in sections)
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -108,9 +109,9 @@ class _Buffers:
         return self._made[-1]
 
 
-def _request(call: Call, which: Section) -> AttentionRequest:
+@functools.lru_cache(maxsize=4096)
+def _request(request: AttentionRequest, which: Section) -> AttentionRequest:
     """What a section asks for."""
-    request, layout = call.request, call.layout
     if request.has_padding:
         mask = "padding_causal" if which.is_causal else "padding"
     else:
@@ -120,7 +121,7 @@ def _request(call: Call, which: Section) -> AttentionRequest:
         attn_mask_type=mask,
         max_seqlen_q=request.max_seqlen_q // (1 if which.queries == "all" else 2),
         max_seqlen_kv=request.max_seqlen_kv // (1 if which.keys == "all" else 2),
-        pad_between_seqs=layout.is_packed and (request.pad_between_seqs or has_half),
+        pad_between_seqs=request.layout.is_packed and (request.pad_between_seqs or has_half),
         lengths_may_differ=request.has_padding and (request.lengths_may_differ or not which.is_causal),
         partial=True,
     )
@@ -165,7 +166,7 @@ class _Sums:
     def add(self, owner: int, k: torch.Tensor, v: torch.Tensor) -> None:
         call = self._call
         which = section(call.group.rank, owner, is_causal=call.request.is_causal)
-        request = _request(call, which)
+        request = _request(call.request, which)
         q = _queries(call, call.tensors.q, which)
         part = call.forward(request, _tensors(call, which, owner, q, k, v, request))
         if self._out is None or self._lse is None:  # the rank's own keys, which all of its queries see
@@ -212,7 +213,7 @@ class _GradientSums:
     def add(self, step: int, k: torch.Tensor, v: torch.Tensor) -> None:
         call, owner = self._call, (self._call.group.rank - step) % self._call.group.size
         which = section(call.group.rank, owner, is_causal=call.request.is_causal)
-        request = _request(call, which)
+        request = _request(call.request, which)
         q, output, dout, dlse = self._of(which)
         tensors = _tensors(call, which, owner, q, k, v, request)
         dq, dk, dv = call.backward(request, tensors, output, dout, dlse)

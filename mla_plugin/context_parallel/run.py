@@ -14,8 +14,17 @@ from mla_plugin.context_parallel.call import Call, Saved
 from mla_plugin.context_parallel.checks import WAYS, check_values, checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
-from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.operations.attention.compute import reads_lengths
+
+_OF_TENSORS: tuple[str, ...] = (
+    "dtype",
+    "device_type",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim_qk",
+    "head_dim_v",
+    "batch_size",
+)
 
 
 def forward(
@@ -104,17 +113,17 @@ def agree_on(call: Call, cp_comm_type: str, watch: Watch, more: Mapping[str, Any
     """
     tensors, more = call.tensors, more or {}
     shapes = (tuple(tensors.q.shape), tuple(tensors.k.shape), tuple(tensors.v.shape))
-    request = call.request.replace(device_index=None)
-    kind = (request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
+    kind = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
     if not is_agreed(call.group, kind):
         device = tensors.q.device
-        settings = {**_settings(request, shapes, call, cp_comm_type), **more}
+        settings = {**_settings(shapes, call, cp_comm_type), **more}
         agree(call.group, kind, settings, watch.error, device)
 
 
-def _settings(request: AttentionRequest, shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:
+def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:
     """What must be equal on all ranks, by the name that a caller knows."""
-    settings = {name: value for name, value in vars(request).items() if not name.startswith("_") and name != "band"}
+    names = CallOptions._fields + _OF_TENSORS
+    settings = {name: getattr(call.request, name) for name in names}
     settings |= dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))
     return settings | {
         "cp_comm_type": cp_comm_type,

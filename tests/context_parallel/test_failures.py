@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mla_plugin
-from mla_plugin.context_parallel import ContextParallelError
+from mla_plugin.context_parallel import ContextParallelError, failure
 from mla_plugin.hooks.manager import get_manager
 from tests.context_parallel import pool as workers
 from tests.context_parallel.case import Case, run
@@ -84,6 +84,51 @@ def test_all_ranks_raise_the_same_error(pool, way, hook, size, guilty, number):
     assert f"{hook} failed on rank {guilty} of {size}: MemoryError: out of memory, played" in text
     assert [cause for _, cause, _ in found] == ["MemoryError" if rank == guilty else "NoneType" for rank in range(size)]
     assert max(seconds for *_, seconds in found) < 10
+
+
+class _Event:
+    """Stands for a CUDA event."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def fail_unread(way: str, hook: str) -> list[str] | None:
+    """As on a CUDA device: the status of a call is looked at when the next one begins."""
+    group = workers.groups[3]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    said, plugin = [], Fails(hook, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure, "is_left_unread", lambda device: True)
+        patch.setattr(failure, "_on_its_way", lambda number: (number, _Event()))
+        if rank == 1:
+            get_manager().register(plugin, "fails")
+        for _ in range(2):  # steps of a program that goes on after an error
+            try:
+                out = mla_plugin.attention(**small(3), cp_group=group, cp_comm_type=way)
+                said.append("forward")
+                out.sum().backward()
+                said.append("backward")
+                mla_plugin.attention(**small(3), cp_group=group, cp_comm_type=way)
+                said.append("next")
+            except ContextParallelError as error:
+                said.append(str(error)[:56])
+            if rank == 1 and plugin.left < 0:
+                get_manager().unregister("fails")
+                plugin.left = 0
+        run(Case(way, 3, heads=12, kv_heads=12))
+    return said
+
+
+@pytest.mark.parametrize(("way", "hook"), list(itertools.product(WAYS, ("forward", "backward"))))
+def test_where_the_status_is_read_late(pool, way, hook):
+    found = [answer for answer in pool.run(fail_unread, way=way, hook=hook) if answer]
+    text = f"context parallel {hook} failed on rank 1 of 3: MemoryError"[:56]
+    guilty = [text] if hook == "forward" else ["forward", text]
+    others = ["forward", text] if hook == "forward" else ["forward", "backward", text]
+    again = ["forward", "backward", "next"]
+    assert found == [others + again, guilty + again, others + again]
 
 
 def refuse(size: int, guilty: int) -> str | None:
