@@ -48,7 +48,7 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
     """What this rank will ask backends for."""
-    return tuple(part.request for part in _parts(call))
+    return tuple(part.request for part in parts_of(call))
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -58,7 +58,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor,
     q = call.tensors.q
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(call.layout.lse_shape(q.shape), dtype=call.wide)
-    for number, part in enumerate(_parts(call)):
+    for number, part in enumerate(parts_of(call)):
         watch.attempt(_compute, call, part, number, q, k, v, out, lse)
     return out, lse, []
 
@@ -71,7 +71,7 @@ def backward(
     k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
     dq = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
-    for part in _parts(call):
+    for part in parts_of(call):
         watch.attempt(_differentiate, call, part, saved, k, v, dout, dlse, (dq, dk, dv))
     inverse = None if order is None else order.argsort()
     owned = [_owned(call, total, inverse) for total in (dk, dv)]
@@ -102,7 +102,8 @@ def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Ten
     return in_order(gather(call.group, x.contiguous()), call.layout, order)
 
 
-def _parts(call: Call) -> tuple[Part, ...]:
+def parts_of(call: Call) -> tuple[Part, ...]:
+    """The calls that this rank\'s queries make."""
     return _known_parts(call.request, call.group.size, call.group.rank)
 
 
@@ -134,7 +135,7 @@ def _queries(call: Call, x: torch.Tensor, which: Queries, axis: int) -> torch.Te
     return x if call.layout.is_packed else half(x, which, axis)
 
 
-def _tensors(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
+def tensors_of(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
     """q are the rows of the part, k and v all keys."""
     axis = call.layout.tokens
     if not call.request.has_padding:
@@ -171,7 +172,7 @@ def _compute(
 ) -> None:
     """Write the part's rows of out and lse."""
     axis = call.layout.tokens
-    tensors = _tensors(call, part, _queries(call, q, part.queries, axis), k, v)
+    tensors = tensors_of(call, part, _queries(call, q, part.queries, axis), k, v)
     found = call.forward(part.request, tensors)
     if not call.layout.is_packed or number == 0:
         _queries(call, out, part.queries, axis).copy_(found.out)
@@ -193,7 +194,7 @@ def _differentiate(
 ) -> None:
     """Add the part's gradients."""
     axis = call.layout.tokens
-    tensors = _tensors(call, part, _queries(call, saved.q, part.queries, axis), k, v)
+    tensors = tensors_of(call, part, _queries(call, saved.q, part.queries, axis), k, v)
     rows = AttentionOutput(
         _queries(call, saved.output.out, part.queries, axis).contiguous(),
         _queries(call, saved.output.lse, part.queries, -1).contiguous(),
