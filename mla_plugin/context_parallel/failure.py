@@ -11,6 +11,8 @@ captured nothing is reduced.
 
 from __future__ import annotations
 
+import datetime
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -21,6 +23,9 @@ import torch.distributed as dist
 
 from mla_plugin import environment
 from mla_plugin.context_parallel.group import Group
+
+_PATIENCE = datetime.timedelta(seconds=30)
+"""The text is in the store before the status is reduced, so this is for a store that does not answer."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -106,6 +111,7 @@ class Watch:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # the messages that follow may need the memory
             self.error = error
             return None
 
@@ -136,7 +142,12 @@ class Watch:
             self._raise(key, failed)
 
     def _raise(self, key: str, failed: int) -> NoReturn:
-        said = _store_of(self._group).get(f"{key}/{failed - 1}").decode()
+        store, key = _store_of(self._group), f"{key}/{failed - 1}"
+        try:
+            store.wait([key], _PATIENCE)
+            said = store.get(key).decode()
+        except RuntimeError as error:
+            said = f"a context parallel call failed on rank {failed - 1}, whose error is not in the store: {error}"
         raise ContextParallelError(said) from self.error
 
 

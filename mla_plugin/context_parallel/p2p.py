@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.merge import merge
 from mla_plugin.context_parallel.sections import Section, half, section, sections_of
@@ -53,12 +53,11 @@ def requests(call: Call) -> tuple[AttentionRequest, ...]:
     return tuple(_request(call.request, each) for each in sections)
 
 
-def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """out and lse, which is there anyway, of this rank's queries; nothing is kept but inputs and outputs."""
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
+    """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
     group, tensors = call.group, call.tensors
     here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
-    buffers = _Buffers(here)
-    sums = _Sums(call)
+    buffers, sums = _Buffers(here, group.size), _Sums(call)
     for step in range(group.size):
         there, pending = here, Pending()
         if step + 1 < group.size:
@@ -67,17 +66,14 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor,
         watch.attempt(sums.add, (group.rank - step) % group.size, *here)
         pending.wait()
         here = there
-    return *sums.result(), []
+    return watch.attempt(sums.result)
 
 
-def backward(
-    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of this rank's tokens."""
+def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward | None:
+    """dq, dk and dv; None after a failure."""
     group = call.group
     here: Sequence[torch.Tensor] = (saved.k.contiguous(), saved.v.contiguous())
-    buffers = _Buffers(here)
-    sums = _GradientSums(call, saved, dout, dlse)
+    buffers, sums = _Buffers(here, group.size), _GradientSums(call, saved, dout, dlse, here)
     for step in range(group.size + 1):
         there, hops = here, []
         if step + 1 < group.size:
@@ -92,21 +88,19 @@ def backward(
         if step >= 2:
             watch.attempt(sums.add_received)
         here = there
-    return sums.result()
+    return watch.attempt(sums.result)
 
 
 class _Buffers:
     """Two sets of receive buffers in turn: while one is computed on and sent, the other is filled."""
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self._like, self._made = like, list[tuple[torch.Tensor, ...]]()
+    def __init__(self, like: Sequence[torch.Tensor], size: int) -> None:
+        # all of them before the first message: a rank that cannot have them can still leave
+        self._made = [tuple(torch.empty_like(x) for x in like) for _ in range(min(2, size - 1))]
 
     def next(self) -> tuple[torch.Tensor, ...]:
-        if len(self._made) < 2:
-            self._made.append(tuple(torch.empty_like(x) for x in self._like))
-        else:
-            self._made.reverse()
-        return self._made[-1]
+        self._made.reverse()
+        return self._made[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -175,19 +169,24 @@ class _Sums:
         out, lse = _queries(call, self._out, which), _rows(call, self._lse, which)
         merge(out, lse, part.out, part.lse, call.layout)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a call that failed, memory of the right shapes."""
-        q, v = self._call.tensors.q, self._call.tensors.v
-        if self._out is None or self._lse is None:
-            lse = q.new_empty(self._call.layout.lse_shape(q.shape), dtype=self._call.wide)
-            return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
-        return self._out.to(q.dtype), self._lse
+    def result(self) -> Forward:
+        assert self._out is not None  # every section was added
+        assert self._lse is not None
+        return self._out.to(self._call.request.dtype), self._lse, []
 
 
 class _GradientSums:
     """dq, dk and dv so far, in float32, and the parts of dk and dv on their way to other ranks."""
 
-    def __init__(self, call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        saved: Saved,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        own_keys: Sequence[torch.Tensor],
+    ) -> None:
+        self._own_keys = own_keys
         self._call, self._saved, self._dlse = call, saved, dlse
         self._dout = dout
         self._of_queries: dict[str, tuple[torch.Tensor, AttentionOutput, torch.Tensor, torch.Tensor | None]] = {}
@@ -228,22 +227,22 @@ class _GradientSums:
         call, group = self._call, self._call.group
         owner, source = (group.rank - step) % group.size, (group.rank + step) % group.size
         leaving = self._leaving
-        if leaving is None:  # this rank failed: the owner waits for as many bytes
-            which = section(group.rank, owner, is_causal=call.request.is_causal)
-            leaving = [torch.empty_like(_keys(call, x, which)).contiguous() for x in (self._saved.k, self._saved.v)]
+        if leaving is None:  # this rank failed, perhaps for want of memory: the owner waits for as many bytes
+            leaving = self._like(section(group.rank, owner, is_causal=call.request.is_causal), self._own_keys)
         self._leaving = None
         self._arriving_of = section(source, group.rank, is_causal=call.request.is_causal)
-        shapes = [_keys(call, x, self._arriving_of).shape for x in (self._saved.k, self._saved.v)]
-        self._arriving = [x[: shape.numel()].view(shape) for x, shape in zip(self._buffers, shapes, strict=True)]
+        self._arriving = self._like(self._arriving_of, self._buffers)
         return Hop(owner, leaving, source, self._arriving)
+
+    def _like(self, which: Section, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of a section's keys, as views of contiguous memory that holds those of all keys."""
+        shapes = [_keys(self._call, x, which).shape for x in (self._saved.k, self._saved.v)]
+        return [x.view(-1)[: shape.numel()].view(shape) for x, shape in zip(memory, shapes, strict=True)]
 
     def add_received(self) -> None:
         for total, part in zip(self._sums[1:], self._arriving, strict=True):
             _keys(self._call, total, self._arriving_of).add_(part)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a call that failed, memory of the right shapes."""
-        inputs = (self._saved.q, self._saved.k, self._saved.v)
-        sums = self._sums or inputs
-        dq, dk, dv = (x.new_empty(x.shape) if s is x else s.to(x.dtype) for s, x in zip(sums, inputs, strict=True))
+    def result(self) -> Backward:
+        dq, dk, dv = (x.to(self._call.request.dtype) for x in self._sums)
         return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import time
 
@@ -157,6 +158,31 @@ def test_a_backend_that_is_missing_on_one_rank(pool):
     for text in found[:2]:
         assert text.startswith("ContextParallelError: context parallelism: rank 2 of 3 cannot run the call: NoBackend")
     assert all(text.endswith("ContextParallelError") for text in found)
+
+
+def lose_the_text() -> str | None:
+    """In a process of the pool: a rank fails and the store does not have its text."""
+    group = workers.groups[2]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    plugin = Fails("forward", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure, "_PATIENCE", datetime.timedelta(milliseconds=100))
+        patch.setattr(failure, "_store_of", lambda group: dist.HashStore())
+        if rank == 0:
+            get_manager().register(plugin, "fails")
+        with pytest.raises(ContextParallelError) as found:
+            mla_plugin.attention(**small(2), cp_group=group)
+        if rank == 0:
+            get_manager().unregister("fails")
+    mla_plugin.attention(**small(2), cp_group=group)
+    return str(found.value)
+
+
+def test_a_text_that_is_lost(pool):
+    found = [text for text in pool.run(lose_the_text) if text]
+    assert len(found) == 2
+    assert all(text.startswith("a context parallel call failed on rank 0, whose error is not in") for text in found)
 
 
 DISAGREEMENTS = {

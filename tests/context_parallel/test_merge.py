@@ -78,7 +78,8 @@ def test_lengths_of_the_ranks(size):
 
 def test_two_buffers_whatever_the_ring():
     given = (torch.zeros(3), torch.zeros(2))
-    buffers = p2p._Buffers(given)
+    buffers = p2p._Buffers(given, 9)
     found = [[x.data_ptr() for x in buffers.next()] for _ in range(7)]
     assert len({tuple(addresses) for addresses in found}) == 2
     assert all(one != two for one, two in itertools.pairwise(found))
+    assert len(p2p._Buffers(given, 2)._made) == 1

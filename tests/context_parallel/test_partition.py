@@ -37,12 +37,21 @@ def test_the_placement_is_that_of_other_libraries():
 
 @pytest.mark.parametrize("size", SLOTS)
 def test_packed(size):
-    """TransformerEngine's thd_get_partitioned_indices: of each sequence the chunks rank and 2 size - 1 - rank."""
+    """TransformerEngine's thd_get_partitioned_indices, slot by slot: the first half of a sequence's slots on a rank are
+    those of chunk ``rank``, the second half those of chunk ``2 size - 1 - rank``.
+    """
     cu = offsets(SLOTS[size])
     x = torch.randn(int(cu[-1]), 3)
     parts = [shard(x, size, rank, dim=0, cu_seqlens_padded=cu) for rank in range(size)]
     assert torch.equal(unshard(parts, dim=0, cu_seqlens_padded=cu), x)
     for rank, part in enumerate(parts):
+        expected = []
+        for start, length in zip(cu.tolist(), cu.diff().tolist(), strict=False):
+            chunk = length // size // 2
+            for slot in range(2 * chunk):
+                jumped = rank if slot < chunk else 2 * (size - 1) - rank
+                expected.append(start + slot + jumped * chunk)
+        assert partition.packed_indices(cu, size, rank).tolist() == expected
         sequences = [shard(y, size, rank, dim=0) for y in x.split(cu.diff().tolist())]
         assert torch.equal(part, torch.cat(sequences))
         positions = [position_ids(length, size, rank) for length in cu.diff().tolist()]
