@@ -14,7 +14,7 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS, Layout
-from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
@@ -46,7 +46,7 @@ def _whole(request: AttentionRequest, size: int) -> AttentionRequest:
     )
 
 
-def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward:
     """out and lse of this rank's tokens; q, k, v, out and lse of its heads are kept for the backward.
 
     Without ``wants_lse`` the lse of this rank's tokens is not sent for, and memory of its shape returned.
@@ -68,9 +68,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor,
     return heads.scatter(out, inverse), own, kept
 
 
-def backward(
-    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward:
     """dq, dk and dv of this rank's tokens; ``saved`` is what the forward kept."""
     heads = Heads(call.group, call.layout)
     order_q, order_kv = orders(call)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, packed_order
 from mla_plugin.context_parallel.p2p import differing_lengths
@@ -51,42 +51,45 @@ def requests(call: Call) -> tuple[AttentionRequest, ...]:
     return tuple(part.request for part in parts_of(call))
 
 
-def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """out and lse, which is there anyway, of this rank's queries; nothing is kept but inputs and outputs."""
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
+    """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
     order = _order(call)
     k, v = (_whole(call, x, order) for x in (call.tensors.k, call.tensors.v))
-    q = call.tensors.q
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = q.new_empty(call.layout.lse_shape(q.shape), dtype=call.wide)
-    for number, part in enumerate(parts_of(call)):
-        watch.attempt(_compute, call, part, number, q, k, v, out, lse)
-    return out, lse, []
+    return watch.attempt(_compute, call, k, v)
 
 
-def backward(
-    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of this rank's tokens."""
-    order = _order(call)
+def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward | None:
+    """dq, dk and dv; None after a failure."""
+    group, order = call.group, _order(call)
     k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
-    dq = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
-    dk, dv = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
-    for part in parts_of(call):
-        watch.attempt(_differentiate, call, part, saved, k, v, dout, dlse, (dq, dk, dv))
+    found = watch.attempt(_differentiate, call, saved, k, v, dout, dlse)
     inverse = None if order is None else order.argsort()
-    owned = [_owned(call, total, inverse) for total in (dk, dv)]
-    return dq.to(saved.q.dtype), owned[0], owned[1]
+    owned = []
+    for number, x in enumerate((k, v)):
+        parts = None if found is None else watch.attempt(_by_owner, call, found[1 + number], inverse)
+        if parts is None:  # this rank failed: the owners wait for as many bytes
+            parts = x.view(group.size, -1)
+        received = exchange(group, parts)
+        owned.append(None if found is None else watch.attempt(_owned, call, found[1 + number], received, inverse))
+    dk, dv = owned
+    if found is None or dk is None or dv is None:
+        return None
+    return found[0], dk, dv
 
 
-def _owned(call: Call, total: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of this rank's tokens, out of every rank's of all tokens. What this rank adds is not rounded."""
-    group, dtype = call.group, call.request.dtype
+def _by_owner(call: Call, total: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of all tokens, as it is sent to their owners."""
+    return by_rank(total.to(call.request.dtype), call.layout, call.group.size, inverse)
+
+
+def _owned(call: Call, total: torch.Tensor, received: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of this rank's tokens, out of every rank's. What this rank adds is not rounded."""
+    group = call.group
     own = of_rank(total, call.layout, group.size, group.rank, inverse)
-    received = exchange(group, by_rank(total.to(dtype), call.layout, group.size, inverse))
     for source in range(group.size):
         if source != group.rank:
             own += received[source]
-    return own.to(dtype)
+    return own.to(call.request.dtype)
 
 
 def _order(call: Call) -> torch.Tensor | None:
@@ -103,7 +106,7 @@ def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Ten
 
 
 def parts_of(call: Call) -> tuple[Part, ...]:
-    """The calls that this rank\'s queries make."""
+    """The calls that this rank's queries make."""
     return _known_parts(call.request, call.group.size, call.group.rank)
 
 
@@ -160,48 +163,40 @@ def tensors_of(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torc
     return call.tensors_of(q, k, v, lengths_q.of(rank, part.queries), Offsets(cumulative(seen), starts))
 
 
-def _compute(
-    call: Call,
-    part: Part,
-    number: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Write the part's rows of out and lse."""
-    axis = call.layout.tokens
-    tensors = tensors_of(call, part, _queries(call, q, part.queries, axis), k, v)
-    found = call.forward(part.request, tensors)
-    if not call.layout.is_packed or number == 0:
-        _queries(call, out, part.queries, axis).copy_(found.out)
-        _queries(call, lse, part.queries, -1).copy_(found.lse)
-        return
-    out.add_(found.out)  # rows that are not of the part are 0 and -inf
-    torch.maximum(lse, found.lse, out=lse)
+def _compute(call: Call, k: torch.Tensor, v: torch.Tensor) -> Forward:
+    """out and lse of this rank's queries; k and v are those of all ranks."""
+    q, axis = call.tensors.q, call.layout.tokens
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(call.layout.lse_shape(q.shape), dtype=call.wide)
+    for number, part in enumerate(parts_of(call)):
+        found = call.forward(part.request, tensors_of(call, part, _queries(call, q, part.queries, axis), k, v))
+        if call.layout.is_packed and number > 0:
+            out.add_(found.out)  # rows that are not of the part are 0 and -inf
+            torch.maximum(lse, found.lse, out=lse)
+        else:
+            _queries(call, out, part.queries, axis).copy_(found.out)
+            _queries(call, lse, part.queries, -1).copy_(found.lse)
+    return out, lse, []
 
 
 def _differentiate(
-    call: Call,
-    part: Part,
-    saved: Saved,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> None:
-    """Add the part's gradients."""
+    call: Call, saved: Saved, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Backward:
+    """dq of this rank's queries, and what they add to dk and dv of all tokens, in float32."""
     axis = call.layout.tokens
-    tensors = tensors_of(call, part, _queries(call, saved.q, part.queries, axis), k, v)
-    rows = AttentionOutput(
-        _queries(call, saved.output.out, part.queries, axis).contiguous(),
-        _queries(call, saved.output.lse, part.queries, -1).contiguous(),
-    )
-    dlse = None if dlse is None else _queries(call, dlse, part.queries, -1).contiguous()
-    dq, dk, dv = call.backward(part.request, tensors, rows, _queries(call, dout, part.queries, axis), dlse)
-    _queries(call, sums[0], part.queries, axis).add_(dq)
-    keys = slice(None) if call.layout.is_packed else part.keys
-    for total, found in zip(sums[1:], (dk, dv), strict=True):
-        total[(slice(None),) * axis + (keys,)].add_(found)
+    total_q = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
+    total_k, total_v = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
+    for part in parts_of(call):
+        tensors = tensors_of(call, part, _queries(call, saved.q, part.queries, axis), k, v)
+        rows = AttentionOutput(
+            _queries(call, saved.output.out, part.queries, axis).contiguous(),
+            _queries(call, saved.output.lse, part.queries, -1).contiguous(),
+        )
+        dlse_rows = None if dlse is None else _queries(call, dlse, part.queries, -1).contiguous()
+        dout_rows = _queries(call, dout, part.queries, axis)
+        dq, dk, dv = call.backward(part.request, tensors, rows, dout_rows, dlse_rows)
+        _queries(call, total_q, part.queries, axis).add_(dq)
+        keys = slice(None) if call.layout.is_packed else part.keys
+        for total, found in ((total_k, dk), (total_v, dv)):
+            total[(slice(None),) * axis + (keys,)].add_(found)
+    return total_q.to(saved.q.dtype), total_k, total_v

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -114,6 +115,12 @@ class Call:
         residuals = Residuals(compute.with_contiguous_rows(tensors), output.out, output.lse)
         dq, dk, dv, _ = compute.backward(known, residuals, dout, dlse)
         return dq, dk, dv
+
+
+Forward: TypeAlias = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""out and lse of a rank's queries, and what the way keeps for the backward beside inputs and outputs."""
+Backward: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""dq, dk and dv of a rank's tokens."""
 
 
 @dataclass(frozen=True)

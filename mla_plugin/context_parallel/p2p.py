@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.merge import merge
 from mla_plugin.context_parallel.sections import Section, half, section, sections_of
@@ -53,8 +53,8 @@ def requests(call: Call) -> tuple[AttentionRequest, ...]:
     return tuple(_request(call.request, each) for each in sections)
 
 
-def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """out and lse, which is there anyway, of this rank's queries; nothing is kept but inputs and outputs."""
+def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
+    """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
     group, tensors = call.group, call.tensors
     here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _Sums(call)
@@ -66,13 +66,11 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> tuple[torch.Tensor,
         watch.attempt(sums.add, (group.rank - step) % group.size, *here)
         pending.wait()
         here = there
-    return *sums.result(), []
+    return watch.attempt(sums.result)
 
 
-def backward(
-    call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of this rank's tokens."""
+def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward | None:
+    """dq, dk and dv; None after a failure."""
     group = call.group
     here: Sequence[torch.Tensor] = (saved.k.contiguous(), saved.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _GradientSums(call, saved, dout, dlse, here)
@@ -90,7 +88,7 @@ def backward(
         if step >= 2:
             watch.attempt(sums.add_received)
         here = there
-    return sums.result()
+    return watch.attempt(sums.result)
 
 
 class _Buffers:
@@ -171,13 +169,10 @@ class _Sums:
         out, lse = _queries(call, self._out, which), _rows(call, self._lse, which)
         merge(out, lse, part.out, part.lse, call.layout)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a call that failed, memory of the right shapes."""
-        q, v = self._call.tensors.q, self._call.tensors.v
-        if self._out is None or self._lse is None:
-            lse = q.new_empty(self._call.layout.lse_shape(q.shape), dtype=self._call.wide)
-            return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
-        return self._out.to(q.dtype), self._lse
+    def result(self) -> Forward:
+        assert self._out is not None  # every section was added
+        assert self._lse is not None
+        return self._out.to(self._call.request.dtype), self._lse, []
 
 
 class _GradientSums:
@@ -248,9 +243,6 @@ class _GradientSums:
         for total, part in zip(self._sums[1:], self._arriving, strict=True):
             _keys(self._call, total, self._arriving_of).add_(part)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a call that failed, memory of the right shapes."""
-        inputs = (self._saved.q, self._saved.k, self._saved.v)
-        sums = self._sums or inputs
-        dq, dk, dv = (x.new_empty(x.shape) if s is x else s.to(x.dtype) for s, x in zip(sums, inputs, strict=True))
+    def result(self) -> Backward:
+        dq, dk, dv = (x.to(self._call.request.dtype) for x in self._sums)
         return dq, dk, dv

@@ -10,7 +10,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.context_parallel.agreement import agree, is_agreed
-from mla_plugin.context_parallel.call import Call, Saved
+from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.checks import WAYS, check_values, checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
@@ -29,7 +29,7 @@ _OF_TENSORS: tuple[str, ...] = (
 
 def forward(
     tensors: AttentionTensors, options: CallOptions, backend: str | None, group: Group, cp_comm_type: str
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+) -> Forward:
     """out and lse of this rank's tokens, and what the way keeps for the backward beside inputs and outputs.
 
     Args:
@@ -55,9 +55,10 @@ def forward(
     watch.attempt(call.prepare, way.requests(call))
     watch.begin()
     agree_on(call, cp_comm_type, watch)
-    out, lse, kept = way.forward(call, watch, wants_lse=options.return_lse)
+    found: Forward | None = way.forward(call, watch, wants_lse=options.return_lse)
     watch.close()
-    return out, lse, kept
+    assert found is not None  # or the watch has an error, and has raised
+    return found
 
 
 def backward(
@@ -69,7 +70,7 @@ def backward(
     saved: Sequence[torch.Tensor],
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Backward:
     """dq, dk and dv of this rank's tokens, contiguous.
 
     Args:
@@ -89,9 +90,10 @@ def backward(
     watch = Watch(group, "backward", dout.device)
     watch.attempt(call.prepare, way.requests(call))
     watch.begin()
-    dq, dk, dv = way.backward(call, Saved.of(saved), dout, dlse, watch)
+    found: Backward | None = way.backward(call, Saved.of(saved), dout, dlse, watch)
     watch.close()
-    return dq, dk, dv
+    assert found is not None  # or the watch has an error, and has raised
+    return found
 
 
 def _is_empty(tensors: AttentionTensors) -> bool:

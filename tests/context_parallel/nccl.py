@@ -55,17 +55,21 @@ def cases(size: int) -> list[Case]:
 
 def accuracy() -> None:
     """Each case on the backend that is chosen and on every other that takes it."""
-    size = dist.get_world_size()
+    size, failed = dist.get_world_size(), []
     for case, backend in itertools.product(cases(size), BACKENDS):
         named = replace(case, backend=backend)
         try:
-            found = run(named)
-        except (NoBackendError, ValueError) as error:
+            found = run(named) or {}
+        except AssertionError as error:  # after the last message, so the ranks stay in step
+            failed.append(f"{named}: {error}")
+        except (NoBackendError, ContextParallelError, ValueError) as error:
             if backend is None:
                 raise
             say(f"  {named}: {type(error).__name__}")
         else:
-            say(f"  {named}: { ({name: f'{x:.1e}' for name, x in (found or {}).items()}) }")
+            errors = {name: f"{x:.1e}" for name, x in found.items()}
+            say(f"  {named}: {errors}")
+    assert not failed, "\n".join(failed)
 
 
 def draw(way: str, tokens: int = 512) -> tuple[list[torch.Tensor], dict[str, Any]]:

@@ -11,7 +11,6 @@ from mla_plugin.arguments.autocast import autocast
 from mla_plugin.arguments.checks import check_tensor, plain_number
 from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.operations.latent.call import Call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,15 +105,20 @@ def latent_attention(
     )
     for name in DIFFERENTIABLE:
         check_tensor(name, getattr(tensors, name))
-    call = Call(tensors, _completed(tensors, options), backend)
-    out, lse = _run(call, cp_group, cp_comm_type)
+    out, lse = _run(tensors, _completed(tensors, options), backend, cp_group, cp_comm_type)
     return (out, lse) if return_lse else out
 
 
 def _run(
-    call: Call, cp_group: ProcessGroup | DeviceMesh | None, cp_comm_type: str
+    tensors: LatentTensors,
+    options: CallOptions,
+    backend: str | None,
+    cp_group: ProcessGroup | DeviceMesh | None,
+    cp_comm_type: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operators are imported where they are needed: declaring them takes milliseconds of an import."""
+    """What computes is imported where it is needed: declaring operators takes milliseconds of an import."""
+    from mla_plugin.operations.latent.call import Call
+
     if cp_group is not None:
         from mla_plugin.context_parallel.group import process_group_of
 
@@ -122,11 +126,11 @@ def _run(
         if process_group.size() > 1:
             from mla_plugin.context_parallel.latent import operator as context_parallel
 
-            call = call._replace(more=(process_group.group_name, cp_comm_type))
-            return context_parallel.latent_attention.run(call)
+            more = (process_group.group_name, cp_comm_type)
+            return context_parallel.latent_attention.run(Call(tensors, options, backend, more))
     from mla_plugin.operations.latent import operator
 
-    return operator.latent_attention.run(call)
+    return operator.latent_attention.run(Call(tensors, options, backend))
 
 
 def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
