@@ -19,10 +19,10 @@ from typing import Any
 import triton
 
 from tests.kernels import decode_compiler
-from tests.kernels.compiler import ROOT, Usage, blocks_per_processor, results
-from tests.kernels.prefill_compiler import DEEPSEEK, TYPES, Job, jobs
+from tests.kernels.compiler import AFRESH, RECORDED, ROOT, Usage, blocks_per_processor, keyed_results
+from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, TYPES, Job, jobs
 
-RESULTS = ROOT / "benchmarks" / "results" / "ahead_of_time.json"
+RESULTS = RECORDED
 PAGE = ROOT / "docs" / "kernels_ahead_of_time.md"
 CARDS = {80: "A100", 86: "RTX 30, A10", 89: "RTX 40, L4, L40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
 MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
@@ -101,16 +101,17 @@ processors at 1.41 GHz) and 128 from shared memory, and does 1024 multiply-adds.
 def measure() -> dict[str, Any]:
     """Compile; one record a job."""
     cache = Path(triton.knobs.cache.dir)
-    usages = results("tests.kernels.prefill_compiler", cache=cache)
-    prefill = [_record(job, usages[job.name]) for job in jobs(all_targets=False)]
-    usages = results("tests.kernels.decode_compiler", cache=cache)
-    decode = [_record(job, usages[job.name]) for job in decode_compiler.jobs()]
-    return {"triton": triton.__version__, "records": prefill, "decode": decode}
+    found = keyed_results("tests.kernels.prefill_compiler", AFRESH, cache=cache)
+    prefill = [_record(job, *found[job.name]) for job in jobs(all_targets=False)]
+    miscompiled = _record(MISCOMPILED, *found[MISCOMPILED.name])
+    found = keyed_results("tests.kernels.decode_compiler", AFRESH, cache=cache)
+    decode = [_record(job, *found[job.name]) for job in decode_compiler.jobs()]
+    return {"triton": triton.__version__, "records": prefill, "miscompiled": miscompiled, "decode": decode}
 
 
-def _record(job: Job | decode_compiler.Job, usage: Usage) -> dict[str, Any]:
+def _record(job: Job | decode_compiler.Job, key: str, usage: Usage) -> dict[str, Any]:
     blocks = blocks_per_processor(usage, job.tile.num_warps, job.capability)
-    return {**asdict(job), "tile": job.tile._asdict(), **asdict(usage), "blocks": blocks}
+    return {**asdict(job), "tile": job.tile._asdict(), "key": key, **asdict(usage), "blocks": blocks}
 
 
 def _cells(record: dict[str, Any]) -> Iterator[str]:

@@ -196,7 +196,7 @@ class AttentionRequest:
         """True when the window removes more than a causal mask does."""
         return self.band.has_window
 
-    @property
+    @functools.cached_property
     def every_query_sees_a_key(self) -> bool:
         """True where the shapes, or lengths that are the same of both sides, say so; padded rows are no queries."""
         if self.has_padding:
@@ -248,6 +248,9 @@ def request_of(tensors: AttentionTensors, options: CallOptions) -> AttentionRequ
     return request
 
 
+_ONLY_NONE = {type(None)}
+
+
 def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
     """What a request and its checks depend on: each tensor's class, shape, dtype and device, and nothing of its values.
 
@@ -258,7 +261,9 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_kv, tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded),
         *(tensors.attention_mask, tensors.bias),
     )
-    others = tuple([None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest])
+    others = None
+    if set(map(type, rest)) != _ONLY_NONE:
+        others = tuple([None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest])
     return (
         *(type(q), q.shape, q.dtype, q.device, q.layout),
         *(type(k), k.shape, k.dtype, k.device, k.layout),

@@ -176,6 +176,10 @@ class BackendManager:
         """Names of the plugins made of hook wrappers, in order of registration."""
         return self._registry.wrappers
 
+    def is_ours(self, backend: str) -> bool:
+        """A built-in backend whose hooks run without wrappers around them: nobody else's code makes its results."""
+        return backend in self._builtins and not self._registry.wrappers
+
     def waiting(self) -> tuple[str, ...]:
         """Names of the entry points that are not imported, because MLA_PLUGIN_BLOCK named them."""
         return tuple(self._waiting)

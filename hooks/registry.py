@@ -97,6 +97,8 @@ def _direct(caller: pluggy.HookCaller) -> Caller | None:
     if getattr(only, "kwargnames", ()):  # arguments with defaults: pluggy alone knows what to pass
         return None
     function, names = only.function, only.argnames
+    if set(names) == set(declared.argnames):
+        return function
 
     def run(**arguments: object) -> Any:
         return function(*[arguments[name] for name in names])

@@ -20,6 +20,7 @@ from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.operations.attention.api import attention
 from mla_plugin.operations.decode.api import decode
 from mla_plugin.operations.explain import explain
+from mla_plugin.operations.latent.api import latent_attention
 from mla_plugin.registration import Registration, register
 from mla_plugin.resolver import resolve
 
@@ -51,6 +52,7 @@ __all__ = [
     "decode",
     "explain",
     "hookimpl",
+    "latent_attention",
     "plain_attention_refusals",
     "register",
     "resolve",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_plugin import environment
+from tests import quick
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels are tested in its interpreter
@@ -17,9 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are deselected, not skipped, where there is no GPU: a run without one has no skips."""
+    quick.mark(items)
     if torch.cuda.is_available():
+        from tests.gpu import peers
+
+        peers.skip_without(item for item in items if item.get_closest_marker("gpu"))
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:

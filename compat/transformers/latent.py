@@ -23,6 +23,7 @@ import transformers
 from packaging.version import Version
 
 import mla_plugin
+from mla_plugin.arguments.autocast import autocast_dtype
 from mla_plugin.compat.transformers.sinks import with_sinks
 
 NAME = "mla_plugin"
@@ -246,9 +247,7 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
     if weight.shape != expected:
         yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
     dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
-    device_type = query.device.type
-    is_cast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)  # meta has none
-    if len(dtypes) > 1 or is_cast:
+    if len(dtypes) > 1 or autocast_dtype(query.device.type) is not None:
         yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
 
 

@@ -84,6 +84,21 @@ class AttentionTensors:
         return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
 
 
+def lengths_of_both(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    cu_seqlens_q_padded: torch.Tensor | None,
+    cu_seqlens_kv_padded: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    """The four offsets by their names, in the order of ``LENGTHS``; the keys' default to the queries'."""
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+    if cu_seqlens_kv is cu_seqlens_q and cu_seqlens_kv_padded is None:
+        cu_seqlens_kv_padded = cu_seqlens_q_padded
+    given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    return dict(zip(LENGTHS, given, strict=True))
+
+
 def check_types(tensors: AttentionTensors) -> None:
     """Every tensor is dense and lies on one device; q, k and v are given."""
     for name in ("q", "k", "v", *_OPTIONAL):

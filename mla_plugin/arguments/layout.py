@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,12 +52,34 @@ class Layout:
         """View a tensor as [B, H, S, D]; a packed one as [1, H, T, D]."""
         if self.batch is None:
             return x.transpose(0, 1).unsqueeze(0)
+        if self.batch == 0:
+            return x if self.heads == 1 else x.transpose(1, 2)
         return x.permute(self.batch, self.heads, self.tokens, 3)
+
+    def to_bshd(self, x: torch.Tensor) -> torch.Tensor:
+        """View a tensor as [B, S, H, D]; a packed one as [1, T, H, D]."""
+        if self.batch is None:
+            return x.unsqueeze(0)
+        if self.batch == 0:
+            return x if self.heads == 2 else x.transpose(1, 2)
+        return x.permute(self.batch, self.tokens, self.heads, 3)
+
+    def from_bshd(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``to_bshd``."""
+        if self.batch is None:
+            return x.squeeze(0)
+        if self.batch == 0:
+            return x if self.heads == 2 else x.transpose(1, 2)
+        order = [0, 0, 0, 3]
+        order[self.batch], order[self.tokens], order[self.heads] = 0, 1, 2
+        return x.permute(order)
 
     def from_bhsd(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of ``to_bhsd``."""
         if self.batch is None:
             return x.squeeze(0).transpose(0, 1)
+        if self.batch == 0:
+            return x if self.heads == 1 else x.transpose(1, 2)
         order = [0, 0, 0, 3]
         order[self.batch], order[self.heads], order[self.tokens] = 0, 1, 2
         return x.permute(order)
@@ -103,7 +126,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     16-byte boundary of memory; storage that another library hands over may itself start off one. A copy is suitable
     when the last dimension is a multiple of 8.
     """
-    starts_aligned = x.data_ptr() % 16 == 0
-    if starts_aligned and x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+    if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_aligned(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1])

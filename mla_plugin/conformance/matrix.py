@@ -63,6 +63,7 @@ class Matrix:
     device: str
     features: dict[tuple[str, str], Feature] = field(default_factory=dict)
     total: Feature = field(default_factory=Feature)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, operation: str, tags: Iterable[str], outcome: str, reasons: Iterable[str]) -> None:
         """One case of an operation: ``computed``, ``refused`` or ``failed``."""
@@ -105,7 +106,14 @@ class Matrix:
             }
             for operation, tag, feature, reason in self.rows()
         }
-        return {"backend": self.backend, "device": self.device, "features": rows}
+        return {
+            "backend": self.backend,
+            "device": self.device,
+            "total": {name: getattr(self.total, name) for name in ("computed", "refused", "failed")},
+            "reasons": [reason for reason, _ in self.total.reasons.most_common(5)],
+            "failures": self.failures,
+            "features": rows,
+        }
 
 
 def _own_reason(feature: Feature, total: Feature) -> str:
@@ -142,6 +150,7 @@ class Recorder:
         """Count the case."""
         for name, found in report.user_properties:
             if name == "conformance" and report.when == "call" and isinstance(found, Mapping):
+                self.matrix.failures += [report.nodeid.rpartition("::")[2]] if report.failed else []
                 outcome = "failed" if report.failed else "refused" if found["reasons"] else "computed"
                 self.matrix.add(found["operation"], found["tags"], outcome, found["reasons"])
 

@@ -52,7 +52,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward:
     Without ``wants_lse`` the lse of this rank's tokens is not sent for, and memory of its shape returned.
     """
     tensors, heads = call.tensors, Heads(call.group, call.layout)
-    order_q, order_kv = _orders(call)
+    order_q, order_kv = orders(call)
     q = heads.gather(tensors.q, order_q)
     k, v = (heads.gather(x, order_kv) for x in (tensors.k, tensors.v))
     (request,) = requests(call)
@@ -71,7 +71,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward:
 def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward:
     """dq, dk and dv of this rank's tokens; ``saved`` is what the forward kept."""
     heads = Heads(call.group, call.layout)
-    order_q, order_kv = _orders(call)
+    order_q, order_kv = orders(call)
     dout = heads.gather(dout, order_q)
     dlse = None if dlse is None else heads.gather_rows(dlse, order_q)
     (request,) = requests(call)
@@ -86,7 +86,7 @@ def _tensors(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> A
     return replace(call.tensors, q=q, k=k, v=v)
 
 
-def _orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where the slots of the packed queries and keys lie; None in dense layouts."""
     tensors, size = call.tensors, call.group.size
     if not call.layout.is_packed:

@@ -48,7 +48,7 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
     """What this rank will ask backends for."""
-    return tuple(part.request for part in _parts(call))
+    return tuple(part.request for part in parts_of(call))
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
@@ -105,7 +105,8 @@ def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Ten
     return in_order(gather(call.group, x.contiguous()), call.layout, order)
 
 
-def _parts(call: Call) -> tuple[Part, ...]:
+def parts_of(call: Call) -> tuple[Part, ...]:
+    """The calls that this rank's queries make."""
     return _known_parts(call.request, call.group.size, call.group.rank)
 
 
@@ -137,7 +138,7 @@ def _queries(call: Call, x: torch.Tensor, which: Queries, axis: int) -> torch.Te
     return x if call.layout.is_packed else half(x, which, axis)
 
 
-def _tensors(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
+def tensors_of(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
     """q are the rows of the part, k and v all keys."""
     axis = call.layout.tokens
     if not call.request.has_padding:
@@ -167,8 +168,8 @@ def _compute(call: Call, k: torch.Tensor, v: torch.Tensor) -> Forward:
     q, axis = call.tensors.q, call.layout.tokens
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(call.layout.lse_shape(q.shape), dtype=call.wide)
-    for number, part in enumerate(_parts(call)):
-        found = call.forward(part.request, _tensors(call, part, _queries(call, q, part.queries, axis), k, v))
+    for number, part in enumerate(parts_of(call)):
+        found = call.forward(part.request, tensors_of(call, part, _queries(call, q, part.queries, axis), k, v))
         if call.layout.is_packed and number > 0:
             out.add_(found.out)  # rows that are not of the part are 0 and -inf
             torch.maximum(lse, found.lse, out=lse)
@@ -185,8 +186,8 @@ def _differentiate(
     axis = call.layout.tokens
     total_q = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
     total_k, total_v = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
-    for part in _parts(call):
-        tensors = _tensors(call, part, _queries(call, saved.q, part.queries, axis), k, v)
+    for part in parts_of(call):
+        tensors = tensors_of(call, part, _queries(call, saved.q, part.queries, axis), k, v)
         rows = AttentionOutput(
             _queries(call, saved.output.out, part.queries, axis).contiguous(),
             _queries(call, saved.output.lse, part.queries, -1).contiguous(),

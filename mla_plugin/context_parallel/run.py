@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def forward(
     watch = Watch(group, "forward", tensors.q.device)
     watch.attempt(call.prepare, way.requests(call))
     watch.begin()
-    _agree(call, cp_comm_type, watch)
+    agree_on(call, cp_comm_type, watch)
     found: Forward | None = way.forward(call, watch, wants_lse=options.return_lse)
     watch.close()
     assert found is not None  # or the watch has an error, and has raised
@@ -101,13 +101,25 @@ def _is_empty(tensors: AttentionTensors) -> bool:
     return tensors.q.numel() == 0 or tensors.k.numel() == 0
 
 
-def _agree(call: Call, cp_comm_type: str, watch: Watch) -> None:
-    tensors = call.tensors
+def agree_on(call: Call, cp_comm_type: str, watch: Watch, more: Mapping[str, Any] | None = None) -> None:
+    """Compare a call with those of the other ranks, where calls of its kind have not been compared before.
+
+    Args:
+        call: what this rank is about to run.
+        cp_comm_type: the way.
+        watch: of the call, with what this rank cannot do.
+        more: what must be equal besides, by its name; hashable values.
+
+    Raises:
+        ContextParallelError: settings differ, or another rank has an error.
+    """
+    tensors, more = call.tensors, more or {}
     shapes = (tuple(tensors.q.shape), tuple(tensors.k.shape), tuple(tensors.v.shape))
-    kind = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type)
+    kind = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
     if not is_agreed(call.group, kind):
         device = tensors.q.device
-        agree(call.group, kind, _settings(shapes, call, cp_comm_type), watch.error, device)
+        settings = {**_settings(shapes, call, cp_comm_type), **more}
+        agree(call.group, kind, settings, watch.error, device)
 
 
 def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:

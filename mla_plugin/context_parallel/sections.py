@@ -96,7 +96,7 @@ class Lengths:
         """Of packed sequences, ``tokens`` slots on each rank; both offsets are int32 [B + 1], of whole sequences."""
         chunk = cu_seqlens_padded.diff() // (2 * size)
         starts = cu_seqlens_padded // size
-        starts[-1] = tokens
+        starts[-1:].fill_(tokens)  # assigned as starts[-1] it would be copied from the host
         middles = starts.clone()
         middles[:-1] += chunk
         return cls._of(cu_seqlens.diff(), chunk, size, starts, middles)

@@ -73,3 +73,9 @@ def gather(group: Group, x: torch.Tensor) -> torch.Tensor:
     gathered = x.new_empty((group.size * x.numel(),))
     _gather_single(gathered, x.view(-1), group=group.process_group)
     return gathered.view(group.size, *x.shape)
+
+
+def add_up(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's x, in its place; the same bits on all ranks."""
+    dist.all_reduce(x, group=group.process_group)
+    return x

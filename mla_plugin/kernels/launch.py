@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ _HERE = contextlib.nullcontext()
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes x's device the current one, which is where Triton launches; costs nothing when it is already."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
+    if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
     return _HERE
 
@@ -106,7 +106,31 @@ class Launch:
             return
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
         if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
-            self.run = compiled[self.grid]
+            self.run = _bound(compiled, self.grid)
+
+
+def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """What ``compiled[grid]`` is, 4 us faster where no profiler has hooked into Triton's launches.
+
+    Triton collects a launch's metadata for the hooks and calls them from C, whether or not there are any.
+    """
+    general = compiled[grid]
+    run, function, metadata, knobs = compiled.run, compiled.function, compiled.packed_metadata, triton.knobs.runtime
+    device = torch.cuda.current_device()
+
+    def launch(*arguments: object) -> None:
+        if _has_calls(knobs.launch_enter_hook) or _has_calls(knobs.launch_exit_hook):
+            general(*arguments)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*grid, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _has_calls(hook: Any) -> bool:
+    """A hook is a chain of functions, a function, or None."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _mismatch(kernel: Any, given: tuple[str, ...], fixed: Mapping[str, object]) -> str:

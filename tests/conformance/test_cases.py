@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.conformance import Case, cases
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import PADDING_POISON
+from mla_plugin.conformance.attention.oracle import Oracle
+from mla_plugin.conformance.budget import check_error
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.reference import attention, attention_with_gradients
 
@@ -128,6 +131,21 @@ def test_the_oracle_is_autograd_through_the_reference():
         torch.testing.assert_close(lse.exact, exact.lse, rtol=1e-9, atol=1e-11)
         for name, yardstick in call.expected_gradients().items():
             torch.testing.assert_close(yardstick.exact, getattr(gradients, name), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_below_the_normal_range_may_be_flushed_to_zero(dtype):
+    """GPUs flush them; the gradient of a key that has only such weights is then 0 instead of 1e-36."""
+    keys = torch.tensor([[88.0], [0.0]], dtype=dtype).view(1, 2, 1, 1)  # the second key's weight is exp(-88) = 6e-39
+    q, v, dout = torch.ones(1, 1, 1, 1, dtype=dtype), torch.full_like(keys, 50.0), torch.full((1, 1, 1, 1), 50.0)
+    v[0, 1] = -50.0
+    tensors = AttentionTensors(q, keys, v, 1.0)
+    oracle = Oracle(AttentionRequest.of(tensors, attn_mask_type="no_mask"), tensors)
+    out, lse = oracle.forward()
+    for name, yardstick in oracle.backward(out, lse.exact, dout.to(dtype), None).items():
+        flushed = yardstick.exact.masked_fill(yardstick.exact.abs() < 1e-30, 0.0)
+        assert name != "dk" or bool((flushed != yardstick.exact).any())
+        check_error(name, flushed, yardstick)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)

@@ -201,3 +201,20 @@ def test_priority_is_a_number() -> None:
 def test_a_request_has_no_impossible_numbers(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}; at least {value + 1}"):
         mla_request(**{name: value})
+
+
+def test_a_built_in_backend_is_ours_until_somebody_wraps_its_hooks():
+    manager = BackendManager(load_entry_points=False)
+    manager.register(Constant(1.0), "sample")
+    assert manager.is_ours("sdpa")
+    assert not manager.is_ours("sample")
+
+    class Timer:
+        @hookimpl(wrapper=True)
+        def forward(self):
+            return (yield)
+
+    manager.register(Timer(), "timer")
+    assert not manager.is_ours("sdpa")
+    manager.unregister("timer")
+    assert manager.is_ours("sdpa")

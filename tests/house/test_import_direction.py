@@ -14,8 +14,11 @@ from tests.house.project import ROOT
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}
 """What a call and its answer are made of."""
-OPERATIONS = {"operations", "operations.attention", "operations.attention.api"}
-"""The operations: attention's entry is a layer of its own, above context parallelism, which is above its passes."""
+SHARED = {"operations.decisions"}
+PASSES = {"operations.attention", "operations.latent", "operations.decode"}
+ENTRIES = {f"{passes}.api" for passes in PASSES}
+OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
+"""The operations: their entries are above context parallelism, which is above their passes."""
 
 ALLOWED: dict[str, set[str]] = {
     "mla_plugin.environment": set(),
@@ -36,11 +39,14 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.reference": VALUES,
     "mla_plugin.resolver": {"hooks.manager", "environment", "device", *VALUES},
     "mla_plugin.layers": VALUES,
-    "mla_plugin.operations.attention": {"resolver", "hooks.manager", "environment", *VALUES},
-    "mla_plugin.context_parallel": {"operations.attention", "resolver", "environment", *VALUES},
-    "mla_plugin.operations.attention.api": {"operations.attention", "context_parallel", *VALUES},
+    **{f"mla_plugin.{shared}": set() for shared in SHARED},
+    "mla_plugin.operations.attention": {*SHARED, "resolver", "hooks.manager", "environment", *VALUES},
+    "mla_plugin.operations.latent": {*SHARED, "operations.attention", *VALUES},
+    "mla_plugin.operations.decode": {"resolver", "hooks.manager", "environment", *VALUES},
+    "mla_plugin.context_parallel": {*SHARED, *PASSES, "resolver", "environment", *VALUES},
+    **{f"mla_plugin.{entry}": {*SHARED, *PASSES, "context_parallel", *VALUES} for entry in ENTRIES},
     "mla_plugin.operations": {
-        *("operations.attention", "operations.attention.api", "context_parallel"),
+        *(*SHARED, *PASSES, *ENTRIES, "context_parallel"),
         *("resolver", "hooks.manager", "layers", "environment", *VALUES),
     },
     "mla_plugin.cache": {"arguments", "environment", "kernels"},

@@ -49,7 +49,7 @@ def test_python_runs(code: str) -> None:
 
 
 def test_there_is_code_and_output_to_check() -> None:
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 6
     assert len(sessions()) == 2
 
 

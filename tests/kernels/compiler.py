@@ -1,10 +1,15 @@
 """Compile kernels for cards that are not here, and read what they take from the result.
 
 Triton's compiler and its interpreter do not share a process, so the jobs run in their own program: ``results``.
+
+A kernel takes some ten seconds, so what benchmarks/results/ahead_of_time.json holds of the very same program is taken
+from there: the same source, constants, options and card under the same Triton. ``AFRESH`` compiles all the same.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import json
 import os
@@ -14,21 +19,21 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tests.kernels.assembly import undefined_reads
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "benchmarks" / "results" / "ahead_of_time.json"
+AFRESH = "--afresh"
 # bytes of shared memory: what one block may ask for, and what one multiprocessor has
 PER_BLOCK = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 PER_PROCESSOR = {80: 167936, 86: 102400, 89: 102400, 90: 233472, 100: 233472, 120: 102400}
 RESERVED_PER_BLOCK = 1024
 REGISTERS_PER_PROCESSOR = 65536
 TENSOR_MEMORY_COLUMNS = 512
-
-J = TypeVar("J")
 
 
 @dataclass(frozen=True)
@@ -70,34 +75,57 @@ def blocks_per_processor(usage: Usage, num_warps: int, capability: int) -> int:
     return min(REGISTERS_PER_PROCESSOR // registers, by_memory)
 
 
-def compile_for(
-    capability: int,
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    options: Mapping[str, Any],
-    strides_are_aligned: bool = True,
-) -> Usage:
-    """Compile a jitted kernel for one compute capability (major * 10 + minor).
+@dataclass(frozen=True)
+class Program:
+    """A jitted kernel for one compute capability.
 
-    ``types`` names the types of the arguments, i32 where it says nothing; ``constants`` holds the others' values.
-    Pointers are taken as multiples of 16, and strides if ``strides_are_aligned``.
+    Attributes:
+        capability: major * 10 + minor.
+        kernel: the jitted function.
+        types: names of the types of its arguments, i32 where it says nothing.
+        constants: the others' values.
+        options: of the launch.
+        strides_are_aligned: strides are taken as multiples of 16, as pointers always are.
     """
+
+    capability: int
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    strides_are_aligned: bool = True
+
+    def source(self) -> Any:
+        """What Triton compiles."""
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        signature = {name: "constexpr" if name in self.constants else self.types.get(name, "i32") for name in names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if signature[name].startswith("*")
+            or (self.strides_are_aligned and signature[name] == "i32" and name.startswith("stride"))
+        }
+        values = {(names.index(name),): value for name, value in self.constants.items()}
+        return ASTSource(self.kernel, signature, values, aligned)
+
+    @property
+    def key(self) -> str:
+        """Two programs with one key compile to the same."""
+        import triton
+
+        given = (triton.__version__, self.capability, sorted(self.options.items()), self.source().hash())
+        return hashlib.sha256(repr(given).encode()).hexdigest()[:20]
+
+
+def compiled(program: Program) -> Usage:
+    """Compile it and read the result."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*")
-        or (strides_are_aligned and signature[name] == "i32" and name.startswith("stride"))
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, values, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    target = GPUTarget("cuda", program.capability, 32)
+    compiled = triton.compile(program.source(), target=target, options=dict(program.options))
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -115,16 +143,42 @@ def compile_for(
         spills=len(re.findall(r"\bSTL\b", assembly)),
         warpgroup_products=len(re.findall(r"\bHGMMA\b", assembly)),
         steps=_steps(assembly),
-        undefined_reads=undefined_reads(assembly) if capability <= 90 else [],
+        undefined_reads=undefined_reads(assembly) if program.capability <= 90 else [],
     )
 
 
-def print_results(compile_job: Callable[[J], Usage], jobs: Iterable[J], name: Callable[[J], str]) -> None:
-    """What a compiling program prints: one JSON line a job, two jobs at a time."""
-    jobs = list(jobs)
+class Named(Protocol):
+    """A job."""
+
+    @property
+    def name(self) -> str: ...
+
+
+J = TypeVar("J", bound=Named)
+
+
+def _line(program_of: Callable[[J], Program], recorded: Mapping[str, Usage], job: J) -> str:
+    program = program_of(job)
+    key = program.key
+    return json.dumps({"name": job.name, "key": key, **asdict(recorded.get(key) or compiled(program))})
+
+
+def print_results(program_of: Callable[[J], Program], jobs: Iterable[J]) -> None:
+    """What a compiling program prints: one JSON line a job, two jobs at a time; ``--only=NAME`` leaves one job."""
+    only = [text.removeprefix("--only=") for text in sys.argv if text.startswith("--only=")]
+    chosen = [job for job in jobs if not only or job.name in only]
+    recorded = {} if AFRESH in sys.argv else _recorded()
     with ProcessPoolExecutor(2) as pool:
-        for job, usage in zip(jobs, pool.map(compile_job, jobs), strict=True):
-            print(json.dumps({"name": name(job), **asdict(usage)}), flush=True)
+        for line in pool.map(functools.partial(_line, program_of, recorded), chosen):
+            print(line, flush=True)
+
+
+def _recorded() -> dict[str, Usage]:
+    """Key of a program to what it takes, of those that the benchmark compiled last."""
+    found = json.loads(RECORDED.read_text())
+    names = [field.name for field in fields(Usage)]
+    records = (*found["records"], *found["decode"], found["miscompiled"])
+    return {record["key"]: Usage(**{name: record[name] for name in names}) for record in records}
 
 
 def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:
@@ -132,10 +186,15 @@ def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:
 
     ``cache`` keeps what Triton compiles, so that an unchanged kernel is compiled once.
     """
+    return {name: usage for name, (_, usage) in keyed_results(module, *arguments, cache=cache).items()}
+
+
+def keyed_results(module: str, *arguments: str, cache: Path) -> dict[str, tuple[str, Usage]]:
+    """The same with the key of each program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = map(json.loads, done.stdout.splitlines())
-    return {result.pop("name"): Usage(**result) for result in found}
+    return {result.pop("name"): (result.pop("key"), Usage(**result)) for result in found}

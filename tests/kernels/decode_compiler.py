@@ -7,7 +7,7 @@ from typing import Any
 
 from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile
 from mla_plugin.kernels.tiles import CARDS
-from tests.kernels.compiler import Usage, compile_for, print_results
+from tests.kernels.compiler import Program, print_results
 
 RANKS = {576: (512, 64), 320: (256, 64)}  # (R, Dr) that take all columns of an entry
 TYPES = {2: "bf16", 4: "fp32"}
@@ -81,8 +81,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     return types, constants
 
 
-def compile_job(job: Job) -> Usage:
-    """What the kernel takes on the job's card."""
+def program(job: Job) -> Program:
+    """The kernel for the job's card."""
     from mla_plugin.kernels.decode.kernel import decode_kernel
 
     types, constants = _arguments(job)
@@ -91,8 +91,8 @@ def compile_job(job: Job) -> Usage:
         options["maxnreg"] = job.tile.max_registers
     if constants["DEPENDENT"]:
         options["launch_pdl"] = True
-    return compile_for(job.capability, decode_kernel, types, constants, options)
+    return Program(job.capability, decode_kernel, types, constants, options)
 
 
 if __name__ == "__main__":
-    print_results(compile_job, jobs(), lambda job: job.name)
+    print_results(program, jobs())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mla_plugin.kernels.tiles import CARDS, TABLES, Tile
-from tests.kernels.compiler import Usage, compile_for, print_results
+from tests.kernels.compiler import Program, print_results
 
 TYPES = {2: "bf16", 4: "fp32"}
 DEEPSEEK = (192, 128)
@@ -158,8 +158,8 @@ def _arguments(job: Job, names: list[str]) -> tuple[dict[str, str], dict[str, An
     return types, {name: value for name, value in constants.items() if name in names}
 
 
-def compile_job(job: Job) -> Usage:
-    """What the job's kernel takes on its card."""
+def program(job: Job) -> Program:
+    """The job's kernel for its card."""
     from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
     from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
     from mla_plugin.kernels.prefill.forward import attention_forward_kernel
@@ -172,8 +172,8 @@ def compile_job(job: Job) -> Usage:
     }[job.kernel]
     types, constants = _arguments(job, kernel.arg_names)
     is_aligned = job.call != "unaligned"
-    return compile_for(job.capability, kernel, types, constants, launch_options(job.tile), is_aligned)
+    return Program(job.capability, kernel, types, constants, launch_options(job.tile), is_aligned)
 
 
 if __name__ == "__main__":
-    print_results(compile_job, [*jobs("--all-targets" in sys.argv), MISCOMPILED], lambda job: job.name)
+    print_results(program, [*jobs("--all-targets" in sys.argv), MISCOMPILED])

@@ -170,9 +170,8 @@ def test_what_was_compiled_together_is_what_runs(monkeypatch: pytest.MonkeyPatch
     assert sorted(met) == ["combine_kernel", "decode_kernel"]
 
 
+@pytest.mark.peer("a second GPU")
 def test_another_device_than_the_current_one() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
     inputs = contiguous((1, 1, 16, 512, 64, 300), torch.bfloat16)
     expected = run(inputs, False)[0].cpu()
     tensors = [x.to("cuda:1") for x in inputs.tensors()]

@@ -7,22 +7,38 @@ import threading
 
 import pytest
 import torch
+import triton
+from triton.knobs import HookChain
 from triton.runtime import _async_compile
 
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides, on_device_of
 
 GRID = (7, 1, 1)
+STREAM = 4711
 
 
 class Compiled:
-    """What Triton returns from a launch, and launches again."""
+    """What Triton returns from a launch: ``compiled[grid]`` launches again, and so does its launcher ``run``."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
+        self.observed: list[tuple[object, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]):
         assert grid == GRID
-        return lambda *arguments: self.calls.append(arguments)
+        return lambda *arguments: self.observed.append(arguments)
+
+    def run(self, *arguments: object) -> None:
+        assert arguments[:9] == (*GRID, STREAM, "function", "metadata", None, None, None)
+        self.calls.append(arguments[9:])
+
+
+@pytest.fixture(autouse=True)
+def one_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
 
 
 class Kernel:
@@ -69,6 +85,21 @@ def test_the_first_aligned_call_goes_through_triton_and_the_next_past_it(kernel:
     launch(second, None, 0.7)
     assert kernel.calls == [((first, None, 0.5, "size", 3), {"num_warps": 8})]
     assert kernel.compiled.calls == [(second.data_ptr(), None, 0.7, "size", 3)]
+
+
+def test_profilers_that_hook_into_launches_see_all_of_them(
+    kernel: Kernel, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(aligned(), None, 0.5)
+    chain = HookChain()
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", chain)
+    x = aligned()
+    launch(x, None, 0.7)
+    assert len(kernel.compiled.calls) == 1
+    chain.add(lambda metadata: None)
+    launch(x, None, 0.9)
+    assert len(kernel.compiled.calls) == 1
+    assert kernel.compiled.observed == [(x.data_ptr(), None, 0.9, "size", 3)]
 
 
 def test_a_misaligned_tensor_is_inspected_every_time_and_leaves_the_known_kernel_alone(

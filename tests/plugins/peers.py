@@ -1,8 +1,7 @@
-"""The real libraries on the GPU machine, from binaries beside the checkout that are no part of the project.
+"""Libraries that lie beside the checkout, ``tests.gpu.peers.BINARIES``, for tests on a GPU.
 
-``.peers/_vllm_fa3_C.abi3.so.xz`` is vLLM's build of FlashAttention 3, ``.peers_fa2/_vllm_fa2_C.abi3.so.xz`` its build
-of FlashAttention 2 (both forward only, packed only), ``.peers_fa4/fa4.tar.xz`` an installation of FlashAttention 4,
-packed. A test whose library is not there is skipped.
+vLLM's builds of FlashAttention 2 and 3 have the forward only, of packed sequences only; that of FlashAttention 4 is an
+installation, packed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.peers import BINARIES
 from tests.house.project import ROOT
 from tests.plugins.flash_libraries import install
-
-
-def _file(path: str) -> Path:
-    found = ROOT / path
-    if not found.exists():
-        pytest.skip(f"{path} is not there")
-    return found
 
 
 @functools.cache
@@ -38,13 +31,13 @@ def _load(path: Path) -> None:
 
 def use_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the operator, and make importing ``vllm.vllm_flash_attn`` find it loaded, as in vLLM."""
-    _load(_file(".peers/_vllm_fa3_C.abi3.so.xz"))
+    _load(ROOT / BINARIES["FlashAttention 3 of vLLM"])
     install(monkeypatch, "vllm.vllm_flash_attn")
 
 
 def use_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of ``flash_attn.flash_attn_interface`` over the operator, dense tensors laid end to end."""
-    _load(_file(".peers_fa2/_vllm_fa2_C.abi3.so.xz"))
+    _load(ROOT / BINARIES["FlashAttention 2 of vLLM"])
     install(
         monkeypatch,
         "flash_attn.flash_attn_interface",
@@ -113,6 +106,6 @@ def _unpack(path: Path) -> Path:
 
 def use_flash_attention_4() -> None:
     """Put the installation on the path."""
-    site = _unpack(_file(".peers_fa4/fa4.tar.xz"))
+    site = _unpack(ROOT / BINARIES["FlashAttention 4, unpacked"])
     if str(site) not in sys.path:
         sys.path[:0] = [str(site), str(site / "nvidia_cutlass_dsl" / "dsl_packages")]

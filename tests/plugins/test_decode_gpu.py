@@ -12,20 +12,10 @@ import pytest
 import torch
 
 import mla_plugin
-from mla_plugin import DecodeLengths, DecodeTensors, device, reference
+from mla_plugin import DecodeLengths, DecodeTensors, reference
 from mla_plugin.conformance import DecodeConformance, decode_cases
 
 pytestmark = pytest.mark.gpu
-
-
-def needs(backend: str) -> pytest.MarkDecorator:
-    """Skip where the backend's library is missing, which its refusal of a plain request says."""
-    missing = True
-    if torch.cuda.is_available():
-        packages = dict(device.installed_packages())
-        providers = {"flashinfer": ("flashinfer-python",), "fa3": ("flash-attn-3", "vllm", "sgl-kernel")}[backend]
-        missing = not any(name in packages for name in providers)
-    return pytest.mark.skipif(missing, reason=f"{backend}'s library is not installed")
 
 
 class TestSdpa(DecodeConformance):
@@ -40,7 +30,7 @@ class TestTriton(DecodeConformance):
     padding_poison = math.nan
 
 
-@needs("flashinfer")
+@pytest.mark.peer("FlashInfer")
 class TestFlashInfer(DecodeConformance):
     backend = "flashinfer"
     device = "cuda"
@@ -61,7 +51,7 @@ class TestFlashInfer(DecodeConformance):
     )
 
 
-@needs("fa3")
+@pytest.mark.peer("FlashAttention 3")
 class TestFlashAttention3(DecodeConformance):
     backend = "fa3"
     device = "cuda"
@@ -119,7 +109,7 @@ def test_compiled_whole_and_with_cuda_graphs() -> None:
         assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
 
 
-@needs("flashinfer")
+@pytest.mark.peer("FlashInfer")
 def test_a_step_plans_once_and_never_waits_for_the_device() -> None:
     from mla_plugin.plugins.flashinfer import plan as planning
 
@@ -156,7 +146,7 @@ def test_a_step_plans_once_and_never_waits_for_the_device() -> None:
     assert (outs[0].double() - exact).norm() <= 4e-3 * exact.norm()
 
 
-@needs("flashinfer")
+@pytest.mark.peer("FlashInfer")
 def test_a_capture_without_a_plan_says_what_to_do() -> None:
     tensors, _ = large_call()
     graph = torch.cuda.CUDAGraph()

@@ -115,18 +115,6 @@ class TestVllm(_Packed):
         return CASES
 
 
-SIGNATURE = (
-    "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, "
-    "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
-    "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
-    "return_attn_probs=False)"
-)
-
-
-def test_the_stand_in_has_the_librarys_signature() -> None:
-    assert str(inspect.signature(library.flash_attn_varlen_func)) == SIGNATURE
-
-
 @pytest.mark.parametrize(
     ("packages", "expected"),
     [

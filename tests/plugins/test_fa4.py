@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import MappingProxyType
 from typing import Any
 
@@ -59,20 +58,6 @@ class TestFlashAttn4(FlashConformance):
 
 class TestFlashAttn4WithNanPadding(NanPadding, TestFlashAttn4):
     refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED | DIMS, with_padding(CASES)))
-
-
-SIGNATURE = (
-    "(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
-    "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, "
-    "causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
-    "deterministic=False, score_mod=None, "
-)
-
-
-def test_the_stand_in_has_the_librarys_signature() -> None:
-    found = str(inspect.signature(library.flash_attn_varlen_func))
-    assert found.startswith(SIGNATURE)
-    assert "return_lse=False" in found
 
 
 TRAINING = {"is_training": True}

@@ -1,6 +1,7 @@
-"""The FlashAttention backends over the real libraries, on a Hopper GPU; see ``peers``.
+"""The FlashAttention backends over the real libraries: what is installed, and on a Hopper GPU what ``peers`` finds.
 
-FlashAttention 3 and flash-attn 2 run their forward, FlashAttention 4 and PyTorch's own FlashAttention 2 both passes.
+Of those, FlashAttention 3 and flash-attn 2 run their forward, FlashAttention 4 and PyTorch's own FlashAttention 2 both
+passes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
 from mla_plugin.plugins import fa2, fa3, fa4, sdpa
 from mla_plugin.reference import attention, attention_with_gradients
+from tests.gpu.peers import BINARIES
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_road import REFUSES, Road, few
@@ -29,6 +31,8 @@ from tests.plugins.test_fa4 import GROUPED
 from tests.plugins.test_sdpa import NanPadding, with_padding
 
 pytestmark = pytest.mark.gpu
+HOPPER = pytest.mark.peer("a Hopper GPU")
+FA2_OF_VLLM, FA3_OF_VLLM, UNPACKED_FA4 = (pytest.mark.peer(name) for name in BINARIES)
 
 HALF = (torch.bfloat16, torch.float16)
 MIMO = tuple(packed_cases((64, 4), HALF))
@@ -47,6 +51,32 @@ def on_device(name: str, plugin: ModuleType, platform: Platform) -> BackendManag
     return manager
 
 
+class _Installed(BackendConformance):
+    """On whatever device there is: every refusal with reasons passes."""
+
+    device = "cuda"
+    refuses = None
+
+
+@pytest.mark.peer("FlashAttention 2")
+class TestInstalledFlashAttention2(_Installed):
+    backend = "fa2"
+
+
+@pytest.mark.peer("FlashAttention 3")
+class TestInstalledFlashAttention3(_Installed):
+    backend = "fa3"
+
+
+@pytest.mark.peer("FlashAttention 4")
+class TestInstalledFlashAttention4(_Installed):
+    """A selection: each kind of kernel compiles for about ten seconds."""
+
+    backend = "fa4"
+    quick = True
+
+
+@HOPPER
 class _OnDevice(BackendConformance):
     device = "cuda"
 
@@ -54,6 +84,7 @@ class _OnDevice(BackendConformance):
         return ALL
 
 
+@FA3_OF_VLLM
 class TestFlashAttention3(_OnDevice):
     backend = "fa3"
     refuses = few(REFUSES | DIMS | INFERENCE | NO_WINDOWS, ALL)
@@ -92,6 +123,7 @@ class TestPyTorchsFlashAttention2WithNanPadding(NanPadding, TestPyTorchsFlashAtt
     )
 
 
+@FA2_OF_VLLM
 class TestFlashAttn2Package(_OnDevice):
     """Its forward; there is no binary with the backward."""
 
@@ -119,6 +151,7 @@ FA4_NAMES = (
 """Few kinds of kernels: each compiles for about ten seconds. The names that are refused cost nothing."""
 
 
+@UNPACKED_FA4
 class TestFlashAttention4(_OnDevice):
     backend = "fa4"
     refuses = few(REFUSES | PADDED | GROUPED, tuple(case for case in ALL if case.name in FA4_NAMES))
@@ -157,7 +190,16 @@ WHOLE = replace(BATCH, rows_q=None, rows_kv=None)
 WHOLE_BATCHES = [WHOLE, replace(WHOLE, seqlens_q=(3, 131, 100), seqlens_kv=(3, 131, 100), tail=58)]
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa2_pytorch", "fa2_package", "fa4"])
+@HOPPER
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("fa3", marks=FA3_OF_VLLM),
+        "fa2_pytorch",
+        pytest.param("fa2_package", marks=FA2_OF_VLLM),
+        pytest.param("fa4", marks=UNPACKED_FA4),
+    ],
+)
 def test_a_captured_graph_follows_offsets_and_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay with others in the same memory gives what the oracle gives; both passes where there are two."""
     plugin, platform, trains, batches = {

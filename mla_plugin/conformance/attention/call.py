@@ -59,6 +59,20 @@ class Call:
         """The tensors by name."""
         return {name: x for name, x in vars(self.tensors).items() if isinstance(x, torch.Tensor)}
 
+    def in_memory_of(self, other: Call) -> Call | None:
+        """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded."""
+        theirs = other.inputs
+        for name, x in self.inputs.items():
+            there = theirs[name]
+            assert x is not None
+            assert there is not None
+            if any(stride == 0 and size > 1 for stride, size in zip(there.stride(), there.shape, strict=True)):
+                return None
+            with torch.no_grad():
+                there.copy_(x)
+        tensors = replace(other.tensors, softmax_scale=self.tensors.softmax_scale)
+        return replace(self, tensors=tensors)
+
     @cached_property
     def oracle(self) -> Oracle:
         """What the call must give."""

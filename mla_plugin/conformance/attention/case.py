@@ -15,6 +15,7 @@ from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.attention import AttentionRequest
 
 Side = Literal["q", "kv"]
+_SIDES: tuple[Side, Side] = ("q", "kv")
 
 PADDING_POISON = 32.0
 """What padded rows of the inputs are multiplied by.
@@ -43,6 +44,7 @@ class Case:
         seqlens_q, seqlens_kv: true length of each sequence.
         rows_q, rows_kv: rows that each sequence takes in memory; None for its length. A dense layout needs equal ones.
         lead, tail: ``thd`` only: rows of q, k and v before the first sequence (with ``rows_q``) and behind the last.
+        lead_kv: rows of k and v before the first sequence; None for ``lead``.
         max_seqlen: what the caller says of the longest sequence: ``exact``, or ``extent`` of the tensor, which is no
             less. Padding masks in a dense layout say the extent unless told otherwise: ``exact`` is below it.
         num_heads, num_kv_heads, head_dim_qk, head_dim_v: as in ``AttentionRequest``.
@@ -89,6 +91,7 @@ class Case:
     deterministic: bool = False
     is_large: bool = False
     lead: int = 0
+    lead_kv: int | None = None
     max_seqlen: Literal["exact", "extent"] | None = None
     scores: Literal["normal", "large", "overflow"] = "normal"
     storage_q: Storage | None = None
@@ -153,7 +156,7 @@ class Case:
             "empty_sequences": 0 in (*self.seqlens_q, *self.seqlens_kv),
             "no_tokens": 0 in (max(self.seqlens_q), max(self.seqlens_kv)),
             "pad_between_seqs": self._pads_between_sequences,
-            "lead": self.lead > 0,
+            "lead": self.lead > 0 or bool(self.lead_kv),
             "tail": self.tail > 0,
             "max_seqlen_of_extent": self.is_packed and self.max_seqlen == "extent",
             "bias": has_bias,
@@ -195,7 +198,10 @@ class Case:
 
     def _extent(self, side: Side) -> int:
         """Tokens along the tensor: the packed total, or the rows of one sequence."""
-        return self.lead + sum(self._rows(side)) + self.tail if self.is_packed else max(self._rows(side))
+        return self._lead(side) + sum(self._rows(side)) + self.tail if self.is_packed else max(self._rows(side))
+
+    def _lead(self, side: Side) -> int:
+        return self.lead if side == "q" or self.lead_kv is None else self.lead_kv
 
     def _max_seqlen(self, side: Side) -> int:
         if not self.has_padding or (self.max_seqlen or ("exact" if self.is_packed else "extent")) == "extent":
@@ -241,9 +247,10 @@ class Case:
         return "".join("1" if size == 1 else letter for size, letter in zip(sizes, "bhs", strict=True)) + "s"
 
     def other(self) -> Case:
-        """A call of the same request whose sequences have other lengths, where they can."""
+        """A call of the same request: other lengths, where they can be, and another scale, of which it says nothing."""
         turned = {name: getattr(self, name) for name in ("seqlens_q", "seqlens_kv", "rows_q", "rows_kv")}
-        return replace(self, **{name: x and x[::-1] for name, x in turned.items()})
+        scale = None if self.scores == "overflow" else 0.8 * self._scale
+        return replace(self, softmax_scale=scale, **{name: x and x[::-1] for name, x in turned.items()})
 
     def is_padding(self, side: Side) -> torch.Tensor:
         """Rows that belong to no sequence: bool, with as many dimensions as q, broadcastable to it (on the CPU)."""
@@ -253,7 +260,7 @@ class Case:
                 for length, rows in zip(self._lengths(side), self._rows(side), strict=True)
                 for row in range(rows)
             ]
-            around = ([True] * self.lead, [True] * self.tail)
+            around = ([True] * self._lead(side), [True] * self.tail)
             padding = torch.tensor([*around[0], *flags, *around[1]], dtype=torch.bool)[None]  # [1, T]
         else:
             padding = torch.arange(self._extent(side)) >= torch.tensor(self._lengths(side))[:, None]  # [B, S]
@@ -364,7 +371,7 @@ class Case:
         cu_kv = cu_q if self._shares_offsets else offsets(self.seqlens_kv, 0)
         if not self._pads_between_sequences:
             return [cu_q, cu_kv, None, None]
-        return [cu_q, cu_kv, offsets(self._rows("q"), self.lead), offsets(self._rows("kv"), self.lead)]
+        return [cu_q, cu_kv, *(offsets(self._rows(side), self._lead(side)) for side in _SIDES)]
 
     def _attention_mask(self, draw: Draw) -> torch.Tensor:
         """A third of the positions hidden, and of each sequence the first, a middle and the last row entirely."""

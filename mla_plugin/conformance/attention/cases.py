@@ -62,7 +62,7 @@ def _every_pair() -> tuple[Case, ...]:
 
 @functools.cache
 def _edges() -> tuple[Case, ...]:
-    families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable)
+    families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable, _together)
     plain = [case for family in families for case in family()]
     dtypes = (torch.float32, torch.bfloat16)
     named = [
@@ -157,6 +157,28 @@ def _repeatable() -> Iterator[Case]:
     yield replace(same, name="deterministic-gqa", num_heads=4, num_kv_heads=1)
     thd = replace(same, qkv_format="thd", seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV)
     yield replace(thd, name="deterministic-thd", attn_mask_type="padding_causal")
+
+
+def _together() -> Iterator[Case]:
+    """Edges of two things at once, and what is no edge of a size: a scale of 1, a first row of the keys alone."""
+    widths: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", **widths}
+    yield Case("heads_40_5-thd", num_heads=40, num_kv_heads=5, seqlens_q=(9, 5), seqlens_kv=(33, 40), **packed)
+    yield Case("batch_17-thd", seqlens_q=(*((5, 3) * 8), 4), seqlens_kv=(*((12, 9) * 8), 7), **packed)
+    yield Case("heads_128-bhsd", "bhsd", num_heads=128, num_kv_heads=16, seqlens_q=(5,), seqlens_kv=(9,), **widths)
+    for qkv_format, mask in (("sbhd", "no_mask"), ("bhsd", "no_mask"), ("thd", "padding")):
+        wide: dict[str, Any] = {"seqlens_q": (7, 7), "seqlens_kv": (18, 18), "num_heads": 2, "num_kv_heads": 1}
+        wide |= {"head_dim_qk": 576, "head_dim_v": 512, "attn_mask_type": mask}
+        yield Case(f"head_dims_576_512-{qkv_format}", qkv_format, **wide)
+    for gaps in ({"lead_kv": 5}, {"lead": 6, "lead_kv": 0}):
+        first: dict[str, Any] = {"seqlens_q": VARLEN_Q, "seqlens_kv": VARLEN_KV, "return_lse": True, **gaps}
+        rows: dict[str, Any] = {"rows_q": VARLEN_Q, "rows_kv": VARLEN_KV}
+        yield Case(f"thd-lead_{gaps.get('lead', 0)}_{gaps['lead_kv']}", **(packed | first | rows))
+    yield Case("softmax_scale_1", softmax_scale=1.0, attn_mask_type="causal", **widths)
+    yield Case("softmax_scale_1-thd", softmax_scale=1.0, seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV, **packed)
+    yield Case("window_of_65536", window_size=(65536, 3), seqlens_kv=(83, 83))
+    yield Case("keys_8200", num_heads=2, num_kv_heads=2, seqlens_q=(5,), seqlens_kv=(8200,), **widths)
+    yield Case("keys_700", seqlens_q=(140,), seqlens_kv=(700,), attn_mask_type="causal_bottom_right", **widths)
 
 
 def _other_dtypes() -> Iterator[Case]:

@@ -127,7 +127,7 @@ class Oracle:
             p = part.weights(part_lse)
             part_out = p @ part.v
             spread = p.square() * part.score_error.square()
-            rounded = 2 * roundings.step**2 * p.square() + roundings.tiny**2 * part.visible
+            rounded = 2 * roundings.step**2 * p.square() + roundings.tiny**2 * part.visible.double()
             total = rounded @ part.v.square() + roundings.step**2 * part_out.square()
             total += spread @ part.v.square() - 2 * part_out * (spread @ part.v)
             total += part_out.square() * (spread.sum(-1, keepdim=True))
@@ -203,11 +203,12 @@ class _Backward:
         exponent = (
             2 * r**2 + part.score_error.square() + (sums * (1 + lse.abs().nan_to_num(posinf=0.0)[..., None])) ** 2
         )
-        tiny = self.roundings.tiny**2 * part.visible
+        tiny = self.roundings.tiny**2 * part.visible.double()
         self.p_variance = self.p.square() * exponent + tiny
         dp_error = (r * dp).square() + (sums * (dout.abs() @ part.v.abs().mT)).square()
         self.own = self.p_variance * (dp - delta[..., None]).square() + self.p.square() * dp_error
-        self.own = self.own + 2 * (r * self.ds).square() + tiny
+        # the score's gradient may be rounded before or after the scale, which near 0 makes a difference
+        self.own = self.own + 2 * (r * self.ds).square() + tiny * max(1.0, self.scale**-2)
         self.delta_variance = (delta_error.square())[..., None]
         self.ds_variance = self.own + self.p.square() * self.delta_variance
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks
-from mla_plugin.conformance.attention import library, special
+from mla_plugin.conformance.attention import beyond, library, special
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
@@ -63,7 +63,10 @@ class BackendConformance(Suite):
             checks.fail(f"{self.backend} refuses all {len(given)} cases, so nothing of it was tested")
 
     def test_forward(self, case: Case) -> None:
-        """Without a backward to follow: refuse with reasons, or compute out and lse, twice and with other data."""
+        """Without a backward to follow: refuse with reasons, or compute out and lse, for other data too.
+
+        They lie elsewhere, and then in the first call's memory; its results are kept while the next ones run.
+        """
         plan = self._plan(case, is_training=False)
         if plan is None:
             return
@@ -77,6 +80,10 @@ class BackendConformance(Suite):
         kept.check()
         for call, output in zip(calls, outputs, strict=False):
             checks.check_output(call.case, call.inputs, output, call.expected())
+        again = calls[1].in_memory_of(calls[0]) if len(outputs) == 2 else None
+        if again is not None:
+            checks.check_output(again.case, again.inputs, hooks.forward(plan, again), calls[1].expected())
+            kept.check()
         self._check_decision_again(plan)
 
     def test_backward(self, case: Case) -> None:
@@ -140,9 +147,20 @@ class BackendConformance(Suite):
         special.check_hopeless(self)
 
     def test_cuda(self) -> None:
-        """On a CUDA device: a second stream, a second device where there is one, a graph that is replayed."""
+        """On a CUDA device: a second stream, a graph that is replayed."""
         if torch.device(self.device).type == "cuda":
             special.check_cuda(self)
+
+    def test_second_device(self) -> None:
+        """Tensors on a second CUDA device while the first is the current one; skipped where there is one device."""
+        if torch.device(self.device).type == "cuda":
+            special.check_second_device(self)
+
+    def test_more_than_two_billion_elements(self) -> None:
+        """On a CUDA device with 48 GiB of free memory: q and k beyond what 32 bits count."""
+        if torch.device(self.device).type == "cuda" and not self.quick:
+            beyond.check_memory(self.device)
+            beyond.check(self)
 
     def plain_cases(self) -> list[Case]:
         """Accepted cases, at most one of each layout, as plain as there are."""

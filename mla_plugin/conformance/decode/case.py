@@ -143,9 +143,9 @@ class DecodeCase:
         )
 
     def other(self) -> DecodeCase:
-        """A call of the same request whose sequences have other lengths, in a cache of the same size."""
-        leftpads = self.leftpads and self.leftpads[::-1]
-        return replace(self, lengths=self.lengths[::-1], leftpads=leftpads, rows=self.capacity)
+        """A call of the same request in a cache of the same size: other lengths, and another scale."""
+        leftpads, scale = self.leftpads and self.leftpads[::-1], 0.8 * self.softmax_scale
+        return replace(self, lengths=self.lengths[::-1], leftpads=leftpads, rows=self.capacity, softmax_scale=scale)
 
     def tensors(self, device: torch.device | str, generator: torch.Generator, poison: float) -> DecodeTensors:
         """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are absurd."""

@@ -71,6 +71,12 @@ def _small() -> Iterator[DecodeCase]:
         yield DecodeCase(f"leftpad-{place}-queries_3", seqlen_q=3, **leftpads)
     yield DecodeCase("keys_2050", lengths=(2050,), rank=72, rope=8, page_size=64)
     yield DecodeCase("batch_17", lengths=tuple(range(3, 20)), rank=72, rope=8, page_size=16)
+    yield DecodeCase("keys_2050-queries_3", lengths=(2050,), seqlen_q=3, rank=72, rope=8, page_size=64)
+    yield DecodeCase("heads_17", num_heads=17, page_size=16)
+    yield DecodeCase("heads_11-queries_3", num_heads=11, seqlen_q=3, page_size=16)
+    for page_size in (64, None):
+        place = "contiguous" if page_size is None else "paged"
+        yield DecodeCase(f"softmax_scale_1-{place}", softmax_scale=1.0, rank=128, page_size=page_size)
 
 
 def _large() -> Iterator[DecodeCase]:

@@ -9,6 +9,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.decode.case import DecodeCase
@@ -92,6 +93,42 @@ class DecodeConformance(Suite):
             self._check_captured_graph(plan, decode_case, first)
         if not isinstance(self._answer(plan.request), Accepted):
             checks.fail("select_backend gives two answers to one request, another one after the call")
+
+    def test_more_than_two_billion_elements(self) -> None:
+        """On a CUDA device with 8 GiB of free memory: rows of the cache beyond what 32 bits count."""
+        if torch.device(self.device).type == "cuda" and not self.quick:
+            check_memory(self.device, 8 << 30)
+            self.check_far_rows(2**31 + 2**24)
+
+    def check_far_rows(self, elements: int) -> None:
+        """Sequences in the last pages of a cache of so many elements, and as the last of a contiguous one's."""
+        generator, device = self._generator(), torch.device(self.device)
+        for page_size in (64, None):
+            case = DecodeCase(
+                "", torch.bfloat16, (130, 1, 97), 2, 16, 512, 64, page_size=page_size, has_host_lengths=True
+            )
+            request = case.request(device)
+            if not isinstance(self._answer(request), Accepted):
+                continue
+            small, width = case.tensors(device, generator, self.padding_poison), case.rank + case.rope
+            rows = -(-elements // width)
+            if page_size is None:
+                batch = len(case.lengths)
+                cache = torch.zeros(batch, -(-rows // batch), width, dtype=case.dtype, device=device)
+                cache[:, : case.capacity, : case.rank] = small.c_kv
+                cache[:, : case.capacity, case.rank :] = small.k_rope
+                far = small._replace(c_kv=cache[..., : case.rank], k_rope=cache[..., case.rank :])
+            else:
+                assert small.page_table is not None
+                cache = torch.zeros(-(-rows // page_size), page_size, width, dtype=case.dtype, device=device)
+                pages, first = len(small.c_kv), len(cache) - len(small.c_kv)
+                cache[-pages:, :, : case.rank], cache[-pages:, :, case.rank :] = small.c_kv, small.k_rope
+                far = small._replace(
+                    c_kv=cache[..., : case.rank], k_rope=cache[..., case.rank :], page_table=small.page_table + first
+                )
+            request = request.replace(max_seqlen_kv=cache.shape[1]) if page_size is None else request
+            output = self._run(DecodePlan(request, self.platform(), self.backend), far)
+            _check_output(case, far, output)
 
     def _check_library(self, case: DecodeCase, tensors: DecodeTensors) -> None:
         """The same call through ``mla_plugin.decode``."""

@@ -76,20 +76,24 @@ def forward(
     kind, see tuning.py; otherwise it is the table's. ``kept`` belongs to calls that are alike in all of this but their
     memory: the launch is looked up there.
     """
+    known = None if kept is None or tuned else kept.get(_KEPT)
+    if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+        launch, out_shape, lse_shape = known
+        out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
+        if packing.layout.is_packed:
+            out.zero_()
+            lse.fill_(-torch.inf)
+        with on_device_of(q):
+            launch(q, k, v, out, lse, *packing.offsets())
+        return out, lse
     out, lse = output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     if out.numel() == 0:
         return out, lse
-    if kept is not None and not tuned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
-        launch = kept.get(_KEPT)
-        if launch is not None:
-            with on_device_of(q):
-                launch(q, k, v, out, lse, *packing.offsets())
-            return out, lse
     given = (q, k, v)
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
     if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
-        kept[_KEPT] = _forward_launch(kind, None)
+        kept[_KEPT] = _forward_launch(kind, None), out.shape, lse.shape
     arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
         tile = None

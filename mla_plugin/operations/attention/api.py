@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both
+from mla_plugin.arguments.autocast import autocast, is_castable
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
@@ -104,8 +104,12 @@ def attention(
         check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    q, k, v, bias = autocast(q, k, v, core_attention_bias)
     tensors = _tensors_of(
-        *_autocast(q, k, v, core_attention_bias),
+        q,
+        k,
+        v,
+        bias,
         softmax_scale,
         dropout_p,
         attention_mask=attention_mask,
@@ -152,12 +156,6 @@ def _tensors_of(
     cu_seqlens_kv_padded: torch.Tensor | None,
 ) -> AttentionTensors:
     """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
-    if cu_seqlens_kv is None:
-        cu_seqlens_kv = cu_seqlens_q
-        if cu_seqlens_kv_padded is None:
-            cu_seqlens_kv_padded = cu_seqlens_q_padded
-    elif cu_seqlens_kv is cu_seqlens_q and cu_seqlens_kv_padded is None:
-        cu_seqlens_kv_padded = cu_seqlens_q_padded
     if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and q.shape[-1]:
         softmax_scale = q.shape[-1] ** -0.5
     return AttentionTensors(
@@ -165,13 +163,10 @@ def _tensors_of(
         k,
         v,
         1.0 if softmax_scale is None else plain_number(softmax_scale),
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        cu_seqlens_q_padded,
-        cu_seqlens_kv_padded,
-        attention_mask,
-        bias,
-        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
+        **lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attention_mask=attention_mask,
+        bias=bias,
+        dropout_seed=torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
     )
 
 
@@ -210,45 +205,19 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     check_number("dropout_p", said["dropout_p"])
     q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
-    call = _tensors_of(*_autocast(q, k, v, bias, cast=_as_if_cast), scale, 0.0, **of_lengths)
+    q, k, v, bias = autocast(q, k, v, bias, cast=_as_if_cast)
+    call = _tensors_of(q, k, v, bias, scale, 0.0, **of_lengths)
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
     return DescribedCall(call, options.completed(call), backend, group, way)
 
 
-def _autocast(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(q, torch.Tensor):
-        return q, k, v, bias
-    device_type = q.device.type
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return q, k, v, bias
-    dtype = torch.get_autocast_dtype(device_type)
-    cast = cast or _cast
-    q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-    return q, k, v, None if bias is None else cast(bias, dtype)
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype) if _is_castable(x) else x
-
-
 def _as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What ``_cast`` returns, but for the values: one number stands for all of them."""
-    if not _is_castable(x) or x.dtype == dtype:
+    if not is_castable(x) or x.dtype == dtype:
         return x
     return x.new_empty((), dtype=dtype).expand(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())
-
-
-def _is_castable(x: torch.Tensor) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
 _SIGNATURE = inspect.signature(attention)

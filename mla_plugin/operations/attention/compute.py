@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +13,27 @@ from mla_plugin.arguments.attention import AttentionTensors, check_length_values
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.operations.attention.known import Known
+
+Result = TypeVar("Result")
+
+
+def _keys_above_backends() -> torch.DispatchKeySet:
+    """What PyTorch does before an operator's kernel: autograd, autocast, keeping account of views."""
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+    return excluded | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+_ABOVE_BACKENDS = _keys_above_backends()
+
+
+def _undisturbed(run: Callable[..., Result], *arguments: object) -> Result:
+    """Autograd records nothing in a backend, whatever that switches on; its products keep their dtype.
+
+    Its results are no views, which PyTorch would not let the caller change in place.
+    """
+    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_BACKENDS):
+        return run(*arguments)
 
 
 def reads_lengths(request: AttentionRequest) -> bool:
@@ -32,10 +55,11 @@ def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     if reads_lengths(request := known.request):
         longest = (request.max_seqlen_q, request.max_seqlen_kv)
         check_length_values(tensors, request.qkv_format, longest, pad_between_seqs=request.pad_between_seqs)
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        # autograd records nothing in a backend, whatever it switches on, and its products keep their dtype
-        output = dispatch.forward(plan, tensors)
+    output = _undisturbed(dispatch.forward, plan, tensors)
     out, lse, backend = output.out, output.lse, plan.forward_backend
+    if known.is_forward_ours:
+        is_contiguous = out.is_contiguous() and lse.is_contiguous()
+        return output if is_contiguous else AttentionOutput(out.contiguous(), lse.contiguous())
     # compiled code was promised this by the fake operator: it would read beyond a smaller tensor
     _check_result("out", out, known.out_shape, q.dtype, q.device, backend)
     _check_result("lse", lse, known.lse_shape, known.lse_dtype, q.device, backend)
@@ -51,16 +75,16 @@ def backward(
     if plan is None:
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, None if bias is None else torch.zeros_like(bias)
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        found = dispatch.backward(plan, residuals, dout, dlse)
-    # autograd would sum, cast or drop what does not fit
+    found = _undisturbed(dispatch.backward, plan, residuals, dout, dlse)
     backend = plan.backward_backend
-    dq, dk, dv = found.dq, found.dk, found.dv
-    for name, given, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        _check_result(name, given, x.shape, x.dtype, x.device, backend)
-    if bias is None:
+    dq, dk, dv, dbias = found.dq, found.dk, found.dv, found.dbias
+    if not known.is_backward_ours:  # autograd would sum, cast or drop what does not fit
+        for name, given, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+            _check_result(name, given, x.shape, x.dtype, x.device, backend)
+        if bias is not None:
+            _check_result("dbias", dbias, bias.shape, bias.dtype, bias.device, backend)
+    if bias is None or dbias is None:
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), None
-    dbias = _check_result("dbias", found.dbias, bias.shape, bias.dtype, bias.device, backend)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dbias.contiguous()
 
 

@@ -28,6 +28,9 @@ class Known:
         backend: the backend asked for by name.
         plan: the decision; None for a call without queries or keys, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
+        has_contiguous_rows: the last dimension of q, k and v is contiguous.
+        is_forward_ours, is_backward_ours: the results come from a built-in backend alone, which the conformance suite
+            holds to the contract, so that no call has to.
         kept: what backends keep for these calls, see ``AttentionTensors.kept``.
     """
 
@@ -37,6 +40,9 @@ class Known:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     lse_dtype: torch.dtype
+    has_contiguous_rows: bool
+    is_forward_ours: bool
+    is_backward_ours: bool
     kept: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,8 +110,18 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
         plan = None
     else:
         plan = resolve(request, backend=backend)
-    lse_shape = request.layout.lse_shape(q.shape)
-    return Known(request, backend, plan, (*q.shape[:-1], request.head_dim_v), lse_shape, lse_dtype(q.dtype))
+    manager = get_manager()
+    return Known(
+        request,
+        backend,
+        plan,
+        out_shape=(*q.shape[:-1], request.head_dim_v),
+        lse_shape=request.layout.lse_shape(q.shape),
+        lse_dtype=lse_dtype(q.dtype),
+        has_contiguous_rows=q.stride(-1) == tensors.k.stride(-1) == tensors.v.stride(-1) == 1,
+        is_forward_ours=plan is not None and manager.is_ours(plan.forward_backend),
+        is_backward_ours=plan is not None and manager.is_ours(plan.backward_backend),
+    )
 
 
 def request_for(tensors: AttentionTensors, said: CallOptions | AttentionRequest) -> AttentionRequest:

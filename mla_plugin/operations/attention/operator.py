@@ -6,7 +6,6 @@ made of two declarations: the fields of ``AttentionTensors`` and those of ``Call
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import fields
 from typing import Any, NamedTuple, get_type_hints
 
@@ -19,6 +18,7 @@ from mla_plugin.arguments.schema import schema_of
 from mla_plugin.hooks.attention import Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of
+from mla_plugin.operations.decisions import Decisions
 
 _HINTS = get_type_hints(AttentionTensors)
 _TENSORS = {field.name: _HINTS[field.name] for field in fields(AttentionTensors)}
@@ -26,7 +26,6 @@ _DECLARED = {**_TENSORS, **get_type_hints(CallOptions), "backend": str | None}
 _NAMES, _TENSOR_FIELDS = tuple(_DECLARED), len(_TENSORS)
 _GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "out": torch.Tensor, "lse": torch.Tensor}
 """What a backward gets before the forward's arguments."""
-_MAX_KEPT = 4096
 
 _library = torch.library.Library("mla_plugin", "DEF")
 _library.define(f"attention_forward{schema_of(_DECLARED)} -> (Tensor out, Tensor lse)")
@@ -54,25 +53,16 @@ class Call(NamedTuple):
         return (*(getattr(self.tensors, name) for name in _NAMES[:_TENSOR_FIELDS]), *self.options, self.backend)
 
 
-_kept: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
-"""What forwards decided, for the backwards that follow: a backward keeps to its forward's decision, even if the
-environment has changed in between. It is found by the forward's lse, or by the kind of call where somebody has copied
-lse meanwhile (activation offloading)."""
+_kept = Decisions[Known]()
 
 
 def keep(call: Call, lse: torch.Tensor, known: Known) -> None:
     """What the backward of this call will keep to."""
-    kind = _kind(call)
-    for key in (kind, (kind, lse.data_ptr())):
-        _kept.pop(key, None)  # so that it goes to the end
-        _kept[key] = known
-    while len(_kept) > _MAX_KEPT:
-        _kept.popitem(last=False)
+    _kept.keep(_kind(call), lse, known)
 
 
 def _kept_for(call: Call, lse: torch.Tensor) -> Known:
-    kind = _kind(call)
-    return _kept.get((kind, lse.data_ptr())) or _kept.get(kind) or known_of(*call)
+    return _kept.find(_kind(call), lse) or known_of(*call)
 
 
 def _kind(call: Call) -> tuple[Any, ...]:

@@ -40,11 +40,12 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
 
 def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
     """``run`` for a request, or for what a caller says beside the tensors."""
-    if is_observed(tensors):
+    if is_observed(tensors.q, tensors.k, tensors.v):
         return _run_observed(tensors, said, backend)
     known = known_of(tensors, said, backend)
     vars(tensors)["kept"] = known.kept
-    tensors = compute.with_contiguous_rows(tensors)
+    if not known.has_contiguous_rows:
+        tensors = compute.with_contiguous_rows(tensors)
     if known.request.is_training:
         out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
         return AttentionOutput(out, lse)
@@ -70,18 +71,15 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-def is_observed(tensors: AttentionTensors) -> bool:
+def is_observed(*tensors: torch.Tensor) -> bool:
     """Somebody traces, transforms, records or intercepts operators, so the call must be one.
 
     The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
     """
-    q, k, v = tensors.q, tensors.k, tensors.v
     return (
         is_traced()
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
-        or q.device.type == "meta"
+        or any(type(x) not in _PLAIN for x in tensors)
+        or tensors[0].device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()

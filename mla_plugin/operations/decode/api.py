@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from mla_plugin.arguments import decode_checks
@@ -9,6 +11,10 @@ from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def decode(
@@ -24,6 +30,8 @@ def decode(
     backend: str | None = None,
     return_lse: bool = False,
     host: str = "direct",
+    cp_group: ProcessGroup | DeviceMesh | None = None,
+    cp_interleave: int = 1,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Absorbed MLA over the compressed cache, on the fastest installed backend.
 
@@ -49,15 +57,22 @@ def decode(
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
         host: who asks; for adapters.
+        cp_group: ranks that share the cache's tokens (context parallelism), a ProcessGroup or a one-dimensional
+            DeviceMesh. Each passes the same queries of all heads and the same ``seqlens_kv``, which is then needed, and
+            ``leftpad_kv`` of whole sequences; ``kv_cache`` and ``page_table`` hold its own tokens, one after the other.
+        cp_interleave: tokens that lie together: token t is on rank (t // cp_interleave) % size; 1, or the page size.
+            ``mla_plugin.context_parallel.held_tokens`` says how many of a length a rank holds.
 
     Returns:
         out [B, S_q, H, R], dtype of the queries; with ``return_lse`` also lse [B, H, S_q], natural log, float32
-        (float64 for float64). A query that sees no key gives out 0 and lse -inf.
+        (float64 for float64). A query that sees no key gives out 0 and lse -inf. With ``cp_group`` they are over the
+        tokens of all ranks, merged in float32, and equal on all of them.
 
     Raises:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: an argument requires grad.
+        ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     decode_checks.check_options(softmax_scale, causal, return_lse)
     decode_checks.check_names(host, backend)
@@ -81,6 +96,9 @@ def decode(
         leftpad_kv=leftpad_kv,
         lengths=lengths,
     )
+    if cp_group is not None and (name := _group_name(cp_group)) is not None:
+        out, lse = _over_group(tensors, host, backend, name, cp_interleave)
+        return (out, lse) if return_lse else out
     if is_operator:
         if not is_compiling:
             check_no_transformed_gradient()
@@ -92,3 +110,28 @@ def decode(
     decode_checks.check_no_gradient(tensors)
     output = run(tensors, known, host, backend)
     return output if return_lse else output.out  # type: ignore[return-value]
+
+
+def _group_name(cp_group: ProcessGroup | DeviceMesh) -> str | None:
+    """None for a group of one rank, which makes the plain call."""
+    from mla_plugin.context_parallel.group import process_group_of
+
+    process_group = process_group_of(cp_group)
+    return None if process_group.size() == 1 else str(process_group.group_name)
+
+
+def _over_group(
+    tensors: DecodeTensors, host: str, backend: str | None, name: str, interleave: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from mla_plugin.context_parallel import decode as context_parallel
+
+    interleave = context_parallel.check_interleave(interleave)
+    if isinstance(tensors, DecodeCall):
+        known_of(tensors)
+    elif not torch.compiler.is_compiling():
+        check_no_transformed_gradient()
+        decode_checks.check_tensors(tensors)
+    decode_checks.check_no_gradient(tensors)
+    if isinstance(tensors, DecodeCall):
+        return context_parallel.run(tensors, host, backend, name, interleave)
+    return context_parallel.run_traced(tensors, host, backend, name, interleave)

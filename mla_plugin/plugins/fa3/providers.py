@@ -228,19 +228,22 @@ def call_by_schema(operator: Any, **given: object) -> Any:
 
     The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.
     """
-    places = _places(operator)
-    arguments = [neutral for _, neutral in neutral_arguments(operator)]
-    unknown = ", ".join(name for name in given if name not in places)
-    if unknown:
-        raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown")
-    for name, value in given.items():
-        arguments[places[name]] = value
+    places, neutral = _places(operator)
+    arguments = list(neutral)
+    try:
+        for name, value in given.items():
+            arguments[places[name]] = value
+    except KeyError:
+        unknown = ", ".join(name for name in given if name not in places)
+        raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown") from None
     return operator(*arguments)  # by name PyTorch would look for each of some forty arguments
 
 
 @functools.cache
-def _places(operator: Any) -> dict[str, int]:
-    return {name: place for place, (name, _) in enumerate(neutral_arguments(operator))}
+def _places(operator: Any) -> tuple[dict[str, int], tuple[object, ...]]:
+    """Where each argument stands, and what all of them are unless given."""
+    arguments = neutral_arguments(operator)
+    return {name: place for place, (name, _) in enumerate(arguments)}, tuple(value for _, value in arguments)
 
 
 @functools.cache

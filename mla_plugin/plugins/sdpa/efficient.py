@@ -66,7 +66,7 @@ class _Call:
         band = request.band
         hides_rows = band.bottom_right and band.right == 0
         if not is_ragged(request):
-            len_q, len_kv = (request.layout.to_bhsd(x).shape[2] for x in (tensors.q, tensors.k))
+            len_q, len_kv = (x.shape[request.layout.tokens] for x in (tensors.q, tensors.k))
             return cls(request, None, None, max(0, len_q - len_kv) if hides_rows else 0, tensors.softmax_scale)
         q, k = ragged(request, tensors)
         if not q.is_packed:
@@ -94,19 +94,23 @@ class _Call:
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         """View of the caller's layout as [N, S, H, D]."""
-        return self.request.layout.to_bhsd(x).transpose(1, 2)
+        return self.request.layout.to_bshd(x)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Queries (or out, dout) of the caller's layout as the kernel's [N, rows, H, D]."""
         x = self.tokens(x)
-        return x[:, self.skip :] if self.q is None else self.q.pack(x).unsqueeze(0)
+        if self.q is None:
+            return x[:, self.skip :] if self.skip else x
+        return self.q.pack(x).unsqueeze(0)
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
         """Keys or values as the kernel's [N, columns, H, D], every query head with its own."""
         x = self.tokens(x)
         x = x if self.k is None else self.k.pack(x).unsqueeze(0)
         group = self.request.num_heads // self.request.num_kv_heads
-        return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)  # a view for one head or one group
+        if group == 1:
+            return x
+        return x.unsqueeze(3).expand(-1, -1, -1, group, -1).flatten(2, 3)  # a view for one head
 
     def from_rows(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The inverse of ``rows``: like's layout and leading dimensions, 0 where the kernel had no row."""
@@ -114,7 +118,7 @@ class _Call:
             x = F.pad(x, (0, 0, 0, 0, self.skip, 0)) if self.skip else x
         else:
             x = self.q.unpack(x[0], self.tokens(like).shape)
-        return self.request.layout.from_bhsd(x.transpose(1, 2)).contiguous()
+        return self.request.layout.from_bshd(x).contiguous()
 
     def from_columns(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Gradients of the repeated keys or values, added up and back in like's layout."""
@@ -123,13 +127,13 @@ class _Call:
             x = x.view(*x.shape[:2], num_kv_heads, -1, x.shape[-1]).sum(3, dtype=torch.float32).to(like.dtype)
         if self.k is not None:
             x = self.k.unpack(x[0], self.tokens(like).shape)
-        return self.request.layout.from_bhsd(x.transpose(1, 2)).contiguous()
+        return self.request.layout.from_bshd(x).contiguous()
 
     def from_kernel_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The kernel's [B, H, aligned rows] as the caller's [B, H, S_q] or [H, T]."""
         if self.q is None:
-            lse = lse[..., : self.tokens(q).shape[1] - self.skip]
-            return F.pad(lse, (self.skip, 0), value=-torch.inf).contiguous()
+            lse = lse[..., : q.shape[self.request.layout.tokens] - self.skip]
+            return (F.pad(lse, (self.skip, 0), value=-torch.inf) if self.skip else lse).contiguous()
         lse = self.q.unpad(lse.transpose(1, 2), self.tokens(q).shape, -torch.inf).transpose(1, 2)
         return (lse.squeeze(0) if self.request.layout.is_packed else lse).contiguous()
 

@@ -36,7 +36,7 @@ class _Padding:
     def unpad(self, x: torch.Tensor, where: Ragged | None, like: torch.Tensor) -> torch.Tensor:
         """[B, H, S, D] back to like's layout and dtype, contiguous."""
         if where is not None:
-            shape = self.layout.to_bhsd(like).transpose(1, 2).shape
+            shape = self.layout.to_bshd(like).shape
             x = where.unpad(x.transpose(1, 2), shape).transpose(1, 2)
         return self.layout.from_bhsd(x).to(like.dtype).contiguous()
 
@@ -48,7 +48,7 @@ class _Padding:
     def unpad_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The inverse of ``pad_lse``."""
         if self.q is not None:
-            shape = self.layout.to_bhsd(q).transpose(1, 2).shape
+            shape = self.layout.to_bshd(q).shape
             lse = self.q.unpad(lse.transpose(1, 2), shape, -torch.inf).transpose(1, 2)
         return (lse.squeeze(0) if self.layout.is_packed else lse).contiguous()
 

@@ -6,6 +6,7 @@ mask is then padding between sequences. No offset is read by the host, so a call
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,12 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
     It wants what ``aligned`` wants, and no dimension that is broadcast.
     """
-    is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.contiguous() if is_broadcast else aligned(x)
+    return x.contiguous() if _is_broadcast(x.shape, x.stride()) else aligned(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_broadcast(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Rows:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
         if self.request.layout.is_packed:
             return x
-        x = self.request.layout.to_bhsd(x).transpose(1, 2)
+        x = self.request.layout.to_bshd(x)
         return x if self.q is None else x.flatten(0, 1)
 
     def clean_queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +123,7 @@ class Rows:
             return x
         if side is not None:
             x = x.view(self.request.batch_size, -1, *x.shape[1:])
-        return self.request.layout.from_bhsd(x.transpose(1, 2))
+        return self.request.layout.from_bshd(x)
 
     def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
@@ -134,7 +139,7 @@ class Rows:
         """
         if not self.request.every_query_sees_a_key:
             lse = lse.masked_fill_(lse == torch.inf, -torch.inf)
-        if self.q is not None:
+        if self.q is not None and self.q.may_leave_gaps:
             self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
         if self.q is None or self.request.layout.is_packed:
             return lse
@@ -151,6 +156,24 @@ def _side(
         if padded is None or not request.pad_between_seqs:
             return Side(offsets.contiguous(), None, True)
         return Side(padded.contiguous(), offsets.diff(), True)
-    extent = request.layout.to_bhsd(x).shape[2]
-    starts = torch.arange(0, request.batch_size * extent + 1, extent, dtype=torch.int32, device=x.device)
+    extent = x.shape[request.layout.tokens]
+    starts = _row_starts(request.batch_size, extent, x.device)
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)
+
+
+def _row_starts(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
+    """int32 [B + 1], where the rows of a dense batch start when they are laid end to end. Not to be changed.
+
+    Making them is a launch, so they are kept: for each stream, whose later work sees them written, and not while a CUDA
+    graph is captured, which must own what it reads.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return _new_row_starts(batch_size, extent, device)
+    return _kept_row_starts(batch_size, extent, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+def _new_row_starts(batch_size: int, extent: int, device: torch.device, stream: int = 0) -> torch.Tensor:
+    return torch.arange(0, batch_size * extent + 1, extent, dtype=torch.int32, device=device)
+
+
+_kept_row_starts = functools.lru_cache(maxsize=256)(_new_row_starts)

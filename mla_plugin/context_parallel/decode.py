@@ -1,0 +1,229 @@
+"""Decode over a cache whose tokens are shared out over the ranks of a group, as ``interleave`` says.
+
+Each rank attends with all heads to its own rows, and the parts are merged: with lse_r of rank r,
+
+    lse = log sum over r of e^lse_r,    out = sum over r of out_r e^(lse_r - lse)
+
+in float32. lse is gathered, one number a head and query, and the weighted parts of out are summed by an all-reduce. A
+rank without a row that a query sees has lse -inf and out 0, and weighs nothing.
+
+Query i of S_q sees seqlens_kv - S_q + 1 + i first tokens, hence a prefix of each rank's rows. The prefixes of two
+queries may be equal, which no causal mask of a backend says: each query becomes a sequence of its own over the same
+pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors
+from mla_plugin.arguments.decode_layout import DecodeCall, known_of
+from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.arguments.schema import schema_of
+from mla_plugin.context_parallel import transport
+from mla_plugin.context_parallel.agreement import agree, is_agreed
+from mla_plugin.context_parallel.failure import Watch
+from mla_plugin.context_parallel.group import Group
+from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
+from mla_plugin.hooks.decode import DecodeOutput
+from mla_plugin.operations.decode.operator import run as run_alone
+
+__all__ = ["check_interleave", "context_parallel_decode", "local_call", "run", "run_traced"]
+
+_library = torch.library.Library("mla_plugin", "FRAGMENT")
+_MORE = {"host": str, "backend": str | None, "cp_group": str, "cp_interleave": int}
+_library.define(f"context_parallel_decode{schema_of(OPERATOR_FIELDS | _MORE)} -> (Tensor out, Tensor lse)")
+
+
+def run(
+    tensors: DecodeCall, host: str, backend: str | None, cp_group: str, interleave: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse over the keys of all ranks, the same on each.
+
+    Args:
+        tensors: queries and lengths of whole sequences, equal on all ranks; cache and pages of this rank.
+        host, backend: as in ``mla_plugin.decode``.
+        cp_group, interleave: who holds which tokens; the group by its name.
+
+    Raises:
+        ValueError, TypeError: an argument is off; nothing was sent.
+        NoBackendError: no backend takes this rank's part.
+        ContextParallelError: the ranks call with different arguments, or one of them failed.
+    """
+    known, group = known_of(tensors), Group.named(cp_group)
+    check_lengths(tensors)
+    q = tensors.q_nope_abs
+    if known.has_no_query:
+        return q.new_zeros(q.shape), _no_keys(tensors)
+    watch = Watch(group, "decode", q.device)
+    call = watch.attempt(local_call, tensors, group, interleave)
+    watch.begin()
+    _agree(tensors, host, backend, group, interleave, watch)
+    part = None if call is None else watch.attempt(_part, call, tensors.lse_shape, host, backend)
+    if part is None:  # the others wait for something of the right shape
+        part = DecodeOutput(q.new_zeros(q.shape), _no_keys(tensors))
+    out, lse = _merged(part, group)
+    watch.close()
+    return out, lse
+
+
+def run_traced(
+    tensors: DecodeTensors, host: str, backend: str | None, cp_group: str, interleave: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``run`` by the operator, for a group's name."""
+    arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
+    more = {"host": host, "backend": backend, "cp_group": cp_group, "cp_interleave": interleave}
+    out, lse = context_parallel_decode(**arguments, **more)
+    return out, lse
+
+
+def check_lengths(tensors: DecodeTensors) -> None:
+    """The lengths of whole sequences are there: a rank's part of the cache does not say them.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tensors.seqlens_kv is None:
+        raise ValueError(
+            "decode with cp_group needs seqlens_kv: the lengths of whole sequences, int32 [B], of which a rank holds a "
+            "part (mla_plugin.context_parallel.held_tokens)"
+        )
+
+
+def _part(call: DecodeCall, lse_shape: tuple[int, int, int], host: str, backend: str | None) -> DecodeOutput:
+    """out [B, S_q, H, R] and lse [B, H, S_q] over this rank's rows."""
+    out, lse = run_alone(call, known_of(call), host, backend)
+    assert lse is not None  # the call asks for it
+    batch, heads, seqlen_q = lse_shape
+    if out.shape[0] == batch:
+        return DecodeOutput(out, lse)
+    of_queries = lse.reshape(batch, seqlen_q, heads).transpose(1, 2)
+    return DecodeOutput(out.reshape(batch, seqlen_q, heads, -1), of_queries)
+
+
+def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeCall:
+    """What this rank computes: the queries over its rows, each query a sequence of its own where their prefixes differ.
+
+    Raises:
+        ValueError: lengths that the host may read do not fit this rank's cache.
+    """
+    batch, seqlen_q = tensors.q_nope_abs.shape[:2]
+    is_split = tensors.causal and seqlen_q > 1 and tensors.capacity > 0
+
+    def local(lengths: torch.Tensor, *, are_ends: bool = False) -> torch.Tensor:
+        """Rows of this rank in so many first tokens, for each sequence of the call."""
+        if is_split:
+            before = torch.arange(seqlen_q - 1, -1, -1, device=lengths.device, dtype=lengths.dtype)
+            lengths = (lengths[:, None] - before if are_ends else lengths[:, None].expand(-1, seqlen_q)).flatten()
+        return held_tokens(lengths.clamp(min=0), group.size, group.rank, interleave=interleave).to(torch.int32)
+
+    assert tensors.seqlens_kv is not None  # checked
+    _check_room(tensors, group, interleave)
+    q_nope_abs, q_rope, page_table = tensors.q_nope_abs, tensors.q_rope, tensors.page_table
+    if is_split:
+        q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
+        if page_table is None:  # a row of the cache is a page
+            page_table = torch.arange(batch, device=q_rope.device, dtype=torch.int32)[:, None]
+        page_table = page_table.repeat_interleave(seqlen_q, 0)
+    lengths, seqlens_kv = tensors.lengths, None
+    if lengths is not None:
+        key = ("context_parallel", group.name, interleave, seqlen_q if is_split else 1)
+        lengths = lengths.schedule(key, lambda whole: _LocalLengths(whole, lambda x: local(x, are_ends=True))).lengths
+        seqlens_kv = lengths.seqlens_kv
+    else:
+        seqlens_kv = local(tensors.seqlens_kv, are_ends=True)
+    return DecodeCall(
+        q_nope_abs=q_nope_abs,
+        q_rope=q_rope,
+        c_kv=tensors.c_kv,
+        k_rope=tensors.k_rope,
+        softmax_scale=tensors.softmax_scale,
+        causal=False,
+        return_lse=True,
+        page_table=page_table,
+        seqlens_kv=seqlens_kv,
+        leftpad_kv=None if tensors.leftpad_kv is None else local(tensors.leftpad_kv),
+        lengths=lengths,
+    )
+
+
+class _LocalLengths:
+    """This rank's part of the lengths of a step, which its layers share; it follows ``DecodeLengths.update``."""
+
+    def __init__(self, whole: DecodeLengths, local: Any) -> None:
+        self._local = local
+        self.lengths = DecodeLengths(local(whole.host), seqlens_kv=local(whole.seqlens_kv))
+
+    def renew(self, whole: DecodeLengths) -> bool:
+        """As ``Schedule.renew``."""
+        self.lengths.update(self._local(whole.host))
+        return True
+
+
+def _check_room(tensors: DecodeTensors, group: Group, interleave: int) -> None:
+    seqlens_kv = tensors.seqlens_kv
+    assert seqlens_kv is not None
+    if not decode_checks.may_read(seqlens_kv):
+        return
+    held = held_tokens(seqlens_kv, group.size, group.rank, interleave=interleave).tolist()
+    if any(length > tensors.capacity for length in held) or any(length < 0 for length in seqlens_kv.tolist()):
+        raise ValueError(
+            f"seqlens_kv={seqlens_kv.tolist()} with cp_interleave={interleave} are {held} tokens on rank {group.rank} "
+            f"of {group.size}; its cache has room for 0 to {tensors.capacity} a sequence"
+        )
+
+
+def _merged(part: DecodeOutput, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    assert part.lse is not None
+    wide = part.lse.dtype
+    lse = part.lse.contiguous()
+    total = transport.gather(group, lse).logsumexp(0)
+    weight = (lse - total.masked_fill(total.isneginf(), 0)).exp()  # where nothing is seen: e^-inf, and not NaN
+    out = part.out.to(wide) * weight.transpose(1, 2).unsqueeze(-1)
+    return transport.add_up(group, out).to(part.out.dtype), total
+
+
+def _no_keys(tensors: DecodeTensors) -> torch.Tensor:
+    q = tensors.q_nope_abs
+    return q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
+
+
+def _agree(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int, watch: Watch) -> None:
+    q = tensors.q_nope_abs
+    settings = {
+        "q_nope_abs.shape": tuple(q.shape),
+        "dtype": q.dtype,
+        "qk_rope_head_dim": tensors.q_rope.shape[-1],
+        "softmax_scale": tensors.softmax_scale,
+        "causal": tensors.causal,
+        "leftpad_kv": "none" if tensors.leftpad_kv is None else "given",
+        "cp_interleave": interleave,
+        "backend": backend,
+        "host": host,
+    }
+    kind = ("decode", *settings.values())
+    if not is_agreed(group, kind):
+        agree(group, kind, settings, watch.error, q.device)
+
+
+def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *given, host, backend, cp_group, interleave = arguments
+    tensors = DecodeCall(**dict(zip(OPERATOR_FIELDS, given, strict=True)))
+    return run(tensors, host, backend, cp_group, interleave)
+
+
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = DecodeTensors(**dict(zip(OPERATOR_FIELDS, arguments, strict=False)))
+    decode_checks.check_tensors(tensors)
+    check_lengths(tensors)
+    q = tensors.q_nope_abs
+    return q.new_empty(q.shape), q.new_empty(tensors.lse_shape, dtype=lse_dtype(q.dtype))
+
+
+_library.impl("context_parallel_decode", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake("mla_plugin::context_parallel_decode", _fake, lib=_library)
+
+context_parallel_decode = torch.ops.mla_plugin.context_parallel_decode.default

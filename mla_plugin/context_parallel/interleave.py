@@ -1,0 +1,63 @@
+"""Which rank holds which tokens of a cache that is shared out over a group for decode.
+
+Tokens go round the ranks ``interleave`` at a time: token t lies on rank (t // interleave) % size, in that rank's row
+(t // (interleave size)) interleave + t % interleave. Caches grow evenly so, and a rank's rows keep the order of tokens:
+a query that sees some number of first tokens sees some number of first rows on each rank.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TypeVar
+
+import torch
+
+Tokens = TypeVar("Tokens", int, torch.Tensor)
+
+
+def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) -> Tokens:
+    """How many of a sequence's first tokens a rank holds.
+
+    Args:
+        tokens: how many first tokens: an int, or a tensor of any shape, of which nothing is read.
+        size, rank: of the group.
+        interleave: tokens that lie together: 1, or a page.
+
+    Returns:
+        an int or a tensor like ``tokens``; the sum over the ranks is ``tokens``.
+
+    Raises:
+        ValueError, TypeError: there is no such rank, or ``interleave`` is no positive int.
+    """
+    _check(size, rank, interleave)
+    rounds, rest = tokens // (size * interleave), tokens % (size * interleave)
+    own = rest - rank * interleave
+    if isinstance(own, torch.Tensor):
+        return rounds * interleave + own.clamp(0, interleave)
+    return rounds * interleave + min(max(own, 0), interleave)
+
+
+def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) -> torch.Tensor:
+    """Which of a sequence's tokens a rank holds, in the order of its rows: int64 on the CPU; errors as above."""
+    _check(size, rank, interleave)
+    positions = torch.arange(tokens)
+    return positions[positions // interleave % size == rank]
+
+
+def check_interleave(interleave: object) -> int:
+    """A positive int.
+
+    Raises:
+        ValueError, TypeError: it is something else.
+    """
+    if isinstance(interleave, bool) or not hasattr(interleave, "__index__"):
+        raise TypeError(f"cp_interleave={interleave!r}; a positive int is needed: 1, or the page size")
+    if (value := operator.index(interleave)) < 1:
+        raise ValueError(f"cp_interleave={interleave}; at least 1 is needed: 1, or the page size")
+    return value
+
+
+def _check(size: int, rank: int, interleave: int) -> None:
+    check_interleave(interleave)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} of size={size}; 0 <= rank < size is needed")

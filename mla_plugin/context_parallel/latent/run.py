@@ -1,0 +1,114 @@
+"""One pass of latent attention over a group: checks, agreement with the other ranks, the way, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.context_parallel.call import Call as KVCall
+from mla_plugin.context_parallel.checks import check_values, checked_request
+from mla_plugin.context_parallel.failure import Watch
+from mla_plugin.context_parallel.group import Group
+from mla_plugin.context_parallel.latent import a2a, all_gather
+from mla_plugin.context_parallel.latent.latents import Latents
+from mla_plugin.context_parallel.run import agree_on
+from mla_plugin.hooks.attention import AttentionOutput
+from mla_plugin.operations.attention.compute import reads_lengths
+from mla_plugin.operations.latent.call import Call, Forward, Gradients
+from mla_plugin.operations.latent.compute import Decision, Wants
+
+WAYS: dict[str, ModuleType] = {"all_gather": all_gather, "a2a": a2a}
+"""The module of each ``cp_comm_type``."""
+_NOTHING = Decision((), {})
+
+
+def check(call: Call) -> None:
+    """As ``Passes.check``."""
+    _kv_call(call)
+
+
+def forward(call: Call) -> Forward:
+    """As ``Passes.forward``; ContextParallelError where ranks disagree or one of them fails."""
+    kv = _kv_call(call)
+    if reads_lengths(kv.request):
+        check_values(kv.tensors, kv.request, kv.group.size)
+    q, sizes = call.tensors.q, call.sizes
+    if _is_empty(call):
+        lse = q.new_full(sizes.layout.lse_shape(q.shape), -torch.inf, dtype=kv.wide)
+        return Forward(AttentionOutput(q.new_zeros((*q.shape[:-1], sizes.head_dim_v)), lse), [], _NOTHING)
+    way, watch = _way(call), Watch(kv.group, "forward", q.device)
+    decision = watch.attempt(way.decide, call, kv)
+    watch.begin()
+    widths = {"kv_lora_rank": sizes.kv_lora_rank, "qk_rope_head_dim": sizes.qk_rope_head_dim}
+    agree_on(kv, f"latent {call.more[1]}", watch, widths)
+    latents = Latents(kv.group, call.tensors, sizes)
+    output, kept = way.forward(call, kv, latents, decision, watch)
+    watch.close()
+    return Forward(output, kept, decision)  # type: ignore[arg-type]  # closing raises where there is none
+
+
+def backward(
+    call: Call,
+    decision: Decision | None,
+    saved: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    wants: Wants,
+) -> Gradients:
+    """As ``Passes.backward``; the gradients of the latents are always made, for other ranks own parts of them."""
+    kv, tensors = _kv_call(call), call.tensors
+    if _is_empty(call):
+        return Gradients(*(x.new_zeros(x.shape) for x in tensors.differentiable))
+    way, watch = _way(call), Watch(kv.group, "backward", dout.device)
+    decision = decision or watch.attempt(way.decide, call, kv)
+    watch.begin()
+    wants = wants._replace(latents=True)
+    latents = Latents(kv.group, tensors, call.sizes)
+    found = way.backward(call, kv, latents, decision, saved, dout, dlse, wants, watch)
+    watch.close()
+    return found  # type: ignore[no-any-return]  # closing raises where there is none
+
+
+def kept_shapes(call: Call) -> list[tuple[int, ...]]:
+    """As ``Passes.kept_shapes``."""
+    group, way = call.more
+    if way != "a2a" or _is_empty(call):
+        return []
+    sizes, size = call.sizes, Group.named(group).size
+    layout = sizes.layout
+    shape = list(call.tensors.q.shape)
+    shape[layout.heads] //= size
+    shape[layout.tokens] *= size
+    return [tuple(shape), (*shape[:-1], sizes.head_dim_v), layout.lse_shape(shape)]
+
+
+def _way(call: Call) -> ModuleType:
+    return WAYS[call.more[1]]
+
+
+def _is_empty(call: Call) -> bool:
+    """No query or no key on any rank, for all have tensors of one shape: there is nothing to send."""
+    return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
+
+
+def _kv_call(call: Call) -> KVCall:
+    """The call with K and V that this one stands for, checked; their values take no memory.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+    """
+    name, way = call.more
+    if way not in WAYS:
+        ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
+        raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
+    group, tensors = Group.named(name), call.check()
+    heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
+    if way == "a2a" and heads % group.size:
+        raise ValueError(
+            f"cp_comm_type='a2a' with {heads} heads over {group.size} ranks, accepted is a multiple of {group.size}; "
+            "'all_gather' takes any number"
+        )
+    return KVCall(group, tensors, checked_request(tensors, call.options, group.size, way), call.backend)

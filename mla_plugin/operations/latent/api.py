@@ -1,0 +1,139 @@
+"""The entry of latent attention: from arguments to tensors, and on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
+from mla_plugin.arguments.autocast import autocast
+from mla_plugin.arguments.checks import check_tensor, plain_number
+from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
+from mla_plugin.arguments.options import CallOptions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def latent_attention(
+    q: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    attn_mask_type: str = "causal",
+    qkv_format: str = "bshd",
+    window_size: tuple[int, int] | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    pad_between_seqs: bool | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    host: str = "direct",
+    cp_group: ProcessGroup | DeviceMesh | None = None,
+    cp_comm_type: str = "all_gather",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over latents: K and V are expanded a few heads at a time and never kept for the backward.
+
+    K_h = [c_kv W_UK_h^T, k_rope], V_h = c_kv W_UV_h^T, out = softmax(softmax_scale * q @ K^T + mask) @ V, per head
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1). What stays for the backward is q, c_kv, k_rope, out, lse and the
+    weights; K and V are expanded again there. With 128 heads of 192/128 over a latent of 512 + 64 numbers, 1.1 KB a
+    token stay instead of 80 KB (16 bits), at the price of the expansion: on an H200 2.3 ms for 32k tokens, twice that
+    for its gradients. Each group of heads is attended on the backend that ``attention`` would choose for its K and V.
+
+    Args:
+        q: [..., H, qk_nope_head_dim + qk_rope_head_dim]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D],
+            ``sbhd`` [S_q, B, H, D], ``bhsd`` [B, H, S_q, D], ``thd`` [T_q, H, D] (packed sequences). float16, bfloat16,
+            float32 or float64. Any strides, as all tensors here.
+        c_kv: [B, S_kv, R], for ``sbhd`` [S_kv, B, R], for ``thd`` [T_kv, R]; normalised, without rope. R is
+            kv_lora_rank.
+        k_rope: as c_kv, with qk_rope_head_dim (0 for a model without rope) in place of R; rope is applied.
+        w_uk: [H, qk_nope_head_dim, R].
+        w_uv: [H, head_dim_v, R]. Both are views of the up-projection: ``kv_b_proj.weight.unflatten(0, (H, -1))
+            .split((qk_nope_head_dim, head_dim_v), dim=1)``.
+        softmax_scale: positive; default (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
+        attn_mask_type, window_size, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in
+            ``attention``; there is no ``arbitrary`` mask. Those of keys are about the tokens of c_kv.
+        cp_group: ranks that share the sequences (context parallelism), as in ``attention``: each passes its own tokens
+            as ``mla_plugin.context_parallel.shard`` cuts them, and the whole weights. A group of one rank is as None.
+        cp_comm_type: ``all_gather`` (the latents are gathered and each rank expands all heads; causal windows too) or
+            ``a2a`` (q and out are exchanged besides, heads for tokens, and a rank expands its share of the heads; any
+            mask). Both send 2 (R + Dr) bytes a token and rank for the keys in 16 bits, whatever H is.
+
+    Returns:
+        out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
+        float64), [B, H, S_q] or [H, T_q]. Both are differentiable in q, c_kv, k_rope, w_uk and w_uv; gradients are
+        summed over heads and tokens in float32. A query that sees no key gives out 0, lse -inf and zero gradients. What
+        padding holds has no influence, and its gradients are 0. With ``cp_group`` the gradients of q, c_kv and k_rope
+        are those of this rank's tokens, whole; those of w_uk and w_uv are this rank's share, to be summed over the
+        group, as a training loop sums gradients of weights over its data- and context-parallel ranks.
+
+    Raises:
+        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        NoBackendError: no backend takes the expanded call; the message lists every backend's reasons.
+        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
+    """
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
+    if softmax_scale is None:
+        has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
+        softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
+    lengths = lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), **lengths)
+    options = CallOptions(
+        qkv_format=qkv_format,
+        attn_mask_type=attn_mask_type,
+        window_size=window_size,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        pad_between_seqs=pad_between_seqs,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        host=host,
+    )
+    for name in DIFFERENTIABLE:
+        check_tensor(name, getattr(tensors, name))
+    out, lse = _run(tensors, _completed(tensors, options), backend, cp_group, cp_comm_type)
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    tensors: LatentTensors,
+    options: CallOptions,
+    backend: str | None,
+    cp_group: ProcessGroup | DeviceMesh | None,
+    cp_comm_type: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What computes is imported where it is needed: declaring operators takes milliseconds of an import."""
+    from mla_plugin.operations.latent.call import Call
+
+    if cp_group is not None:
+        from mla_plugin.context_parallel.group import process_group_of
+
+        process_group = process_group_of(cp_group)
+        if process_group.size() > 1:
+            from mla_plugin.context_parallel.latent import operator as context_parallel
+
+            more = (process_group.group_name, cp_comm_type)
+            return context_parallel.latent_attention.run(Call(tensors, options, backend, more))
+    from mla_plugin.operations.latent import operator
+
+    return operator.latent_attention.run(Call(tensors, options, backend))
+
+
+def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
+    """With what the tensors say where nothing was said; of the offsets as ``attention``."""
+    of_lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
+    return options._replace(is_training=tensors.needs_gradient).completed(of_lengths)

@@ -1,0 +1,228 @@
+"""The operators that torch.compile, profilers and dispatch modes see of latent attention, and its gradient.
+
+There is one pair, forward and backward, for each kind of passes: on one device here, over a group's ranks in
+``context_parallel``. Their schema is made of the fields of ``LatentTensors``, those of ``CallOptions``, the backend's
+name and what the passes need besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import torch
+
+from mla_plugin.arguments.attention import LENGTHS
+from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
+from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.arguments.options import CallOptions
+from mla_plugin.arguments.schema import schema_of
+from mla_plugin.operations.attention.run import is_observed
+from mla_plugin.operations.decisions import Decisions
+from mla_plugin.operations.latent import plain
+from mla_plugin.operations.latent.call import Call, Forward, Gradients, Passes
+from mla_plugin.operations.latent.compute import Decision, Wants
+
+_HINTS = get_type_hints(LatentTensors)
+_TENSORS = {field.name: _HINTS[field.name] for field in fields(LatentTensors)}
+_OPTIONS = get_type_hints(CallOptions)
+_GIVEN: dict[str, Any] = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "saved": list[torch.Tensor]}
+_GIVEN |= {"wants_latents": bool, "wants_weights": bool}
+"""What a backward gets before the forward's arguments."""
+
+_library = torch.library.Library("mla_plugin", "FRAGMENT")
+
+
+class Operator:
+    """The two operators of one kind of passes, and the way to them.
+
+    Args:
+        name: of the operators, ``<name>_forward`` and ``<name>_backward``.
+        passes: what computes.
+        more: names and types of what they need besides.
+    """
+
+    def __init__(self, name: str, passes: Passes, more: Mapping[str, Any]) -> None:
+        self.passes = passes
+        self.decisions = Decisions[Decision]()
+        declared = {**_TENSORS, **_OPTIONS, "backend": str | None, **more}
+        gradients = ", ".join(f"Tensor {name}" for name in Gradients._fields)
+        forward, backward = f"{name}_forward", f"{name}_backward"
+        _library.define(f"{forward}{schema_of(declared)} -> (Tensor out, Tensor lse, Tensor[] kept)")
+        _library.define(f"{backward}{schema_of(_GIVEN | declared)} -> ({gradients})")
+        _library.impl(forward, self._forward, "CompositeExplicitAutograd")
+        _library.impl(forward, self._autograd_forward, "Autograd")
+        _library.impl(backward, self._backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mla_plugin::{forward}", self._forward_fake, lib=_library)
+        torch.library.register_fake(f"mla_plugin::{backward}", self._backward_fake, lib=_library)
+        torch.library.register_autograd(f"mla_plugin::{backward}", _no_second_derivative, lib=_library)
+        self.forward_operator = getattr(torch.ops.mla_plugin, forward).default
+        self.backward_operator = getattr(torch.ops.mla_plugin, backward).default
+
+    def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse, differentiable: through the operator where somebody looks, else straight on."""
+        if is_observed(*call.tensors.differentiable):
+            out, lse, _ = self.forward_operator(*arguments_of(call))
+            return out, lse
+        if call.options.is_training:
+            return _LatentAttention.apply(self, call, False, *call.tensors.differentiable)  # type: ignore[no-any-return, no-untyped-call]
+        with torch.no_grad():
+            output = self.compute(call).output
+        return output.out, output.lse
+
+    def compute(self, call: Call) -> Forward:
+        """The forward; autograd records nothing, and its products keep their dtypes."""
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            return self.passes.forward(call)
+
+    def differentiate(
+        self,
+        call: Call,
+        decision: Decision | None,
+        saved: list[torch.Tensor],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        wants: Wants,
+    ) -> Gradients:
+        """The backward, likewise."""
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            return self.passes.backward(call, decision, saved, dout, dlse, wants)
+
+    def _forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        call = call_of(args)
+        found = self.compute(call)
+        if call.options.is_training:
+            self.decisions.keep(call.kind, found.kept[-1] if found.kept else found.output.lse, found.decision)
+        return found.output.out, found.output.lse, found.kept
+
+    def _backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        saved: list[torch.Tensor],
+        wants_latents: bool,
+        wants_weights: bool,
+        *args: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        call = call_of(args)
+        decision = self.decisions.find(call.kind, saved[-1])
+        found = self.differentiate(call, decision, saved, dout, dlse, Wants(wants_latents, wants_weights))
+        return tuple(dout.new_empty(0) if x is None else x for x in found)
+
+    def _forward_fake(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        call = call_of(args)
+        self.passes.check(call)
+        q, sizes = call.tensors.q, call.sizes
+        wide = lse_dtype(q.dtype)
+        shapes = self.passes.kept_shapes(call) if call.options.is_training else []
+        kept = [q.new_empty(shape, dtype=wide if shape is shapes[-1] else q.dtype) for shape in shapes]
+        lse = q.new_empty(sizes.layout.lse_shape(q.shape), dtype=wide)
+        return q.new_empty((*q.shape[:-1], sizes.head_dim_v)), lse, kept
+
+    def _backward_fake(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        saved: list[torch.Tensor],
+        wants_latents: bool,
+        wants_weights: bool,
+        *args: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        wanted = (True, wants_latents, wants_latents, wants_weights, wants_weights)
+        given = call_of(args).tensors.differentiable
+        return tuple(x.new_empty(x.shape if wants else 0) for x, wants in zip(given, wanted, strict=True))
+
+    def _autograd_forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        call = call_of(args)
+        if call.tensors.needs_gradient or torch.autograd.forward_ad._current_level >= 0:
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    "torch.func's grad, vjp, jvp and what is made of them do not go through latent_attention; use "
+                    "torch.autograd.grad or backward()"
+                )
+            return *_LatentAttention.apply(self, call, True, *call.tensors.differentiable), []  # type: ignore[no-untyped-call]
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.forward_operator(*args)  # type: ignore[no-any-return]
+
+
+def call_of(arguments: tuple[Any, ...]) -> Call:
+    """The call that an operator's arguments make."""
+    tensors, rest = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
+    options = CallOptions(*rest[: len(_OPTIONS)])
+    if options.window_size is not None:  # the dispatcher makes a list of it
+        options = options._replace(window_size=tuple(options.window_size))  # type: ignore[arg-type]
+    backend, *more = rest[len(_OPTIONS) :]
+    return Call(LatentTensors(*tensors), options, backend, tuple(more))
+
+
+def arguments_of(call: Call) -> tuple[Any, ...]:
+    """The operator's arguments that a call makes."""
+    return (*(getattr(call.tensors, name) for name in _TENSORS), *call.options, call.backend, *call.more)
+
+
+class _LatentAttention(torch.autograd.Function):
+    """The gradient of a call, eager or behind the operator.
+
+    Neither K nor V is kept: q, out and lse are, or what the passes keep in their place, the latents and the weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Operator, call: Call, is_operator: bool, *differentiable: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decision = None
+        if is_operator:
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse, kept = operator.forward_operator(*arguments_of(call))
+        else:
+            (out, lse), kept, decision = _flat(operator.compute(call))
+        tensors = call.tensors
+        saved = kept or [tensors.q, out, lse]
+        ctx.save_for_backward(*differentiable[1:], *tensors.lengths.values(), *saved)
+        ctx.said = (operator, decision, call.options, call.backend, call.more)
+        ctx.of_queries = (tensors.softmax_scale, tensors.q.shape, out.shape)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        operator, decision, options, backend, more = ctx.said
+        softmax_scale, q_shape, out_shape = ctx.of_queries
+        names = (*DIFFERENTIABLE[1:], *LENGTHS)
+        everything = ctx.saved_tensors  # to be asked for once, for checkpointing makes it anew
+        given, saved = everything[: len(names)], list(everything[len(names) :])
+        q = saved[0] if saved[0].shape == q_shape else saved[0].new_empty(()).expand(q_shape)
+        tensors = LatentTensors(q, softmax_scale=softmax_scale, **dict(zip(names, given, strict=True)))
+        call = Call(tensors, options, backend, more)
+        needed = ctx.needs_input_grad[3:]
+        wants = Wants(needed[1] or needed[2], needed[3] or needed[4])
+        if dout is None:  # of one output alone; other ranks may wait for messages even where no gradient comes
+            dout = q.new_zeros(out_shape)
+        if decision is None or torch.is_grad_enabled():  # the operator says no when a second derivative is taken
+            if decision is not None:
+                operator.decisions.keep(call.kind, saved[-1], decision)
+            found = operator.backward_operator(dout, dlse, saved, *wants, *arguments_of(call))
+        else:
+            found = operator.differentiate(call, decision, saved, dout, dlse, wants)
+        return None, None, None, *(x if is_needed else None for x, is_needed in zip(found, needed, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError(
+            "latent_attention has no forward-mode derivative (jvp); use reverse mode: torch.autograd.grad or backward()"
+        )
+
+
+def _flat(found: Forward) -> tuple[tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], Decision]:
+    return (found.output.out, found.output.lse), found.kept, found.decision
+
+
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> None:
+    raise NotImplementedError(
+        "latent_attention has no second derivative here; for create_graph=True use an attention of plain PyTorch "
+        "operations"
+    )
+
+
+latent_attention = Operator("latent_attention", plain, {})

@@ -1,0 +1,89 @@
+"""``python -m mla_plugin.conformance NAME --pages FOLDER``: one page for a backend and a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_plugin.conformance import __main__ as program
+from mla_plugin.conformance import pages
+from mla_plugin.conformance.matrix import Matrix
+from tests.house.project import ROOT
+
+
+def matrix(outcomes: dict[str, tuple[str, ...]]) -> Matrix:
+    found = Matrix("mine", "cuda")
+    for outcome, tags in outcomes.items():
+        found.add("attention", tags, outcome, ("head_dim_qk=320 > 256",) if outcome == "refused" else ())
+    return found
+
+
+def page_of(found: Matrix, **more: object) -> str:
+    data = found.as_json() | {"packages": {"PyTorch": "2.13.0"}} | more
+    return pages.page(data, found.as_markdown(), name="NVIDIA H200", selection=None)
+
+
+def test_a_page() -> None:
+    text = page_of(
+        matrix({"computed": ("bshd",), "refused": ("thd",), "failed": ("gqa",)}), failures=["test_forward[x]"]
+    )
+    assert text.startswith("# What `mine` computes on NVIDIA H200\n")
+    assert "PyTorch 2.13.0." in text
+    assert "1 cases computed, 1 refused, 1 failed." in text
+    assert "| attention | `thd` | refused | 0 of 1 | head_dim_qk=320 > 256 |" in text
+    assert "- `test_forward[x]`" in text
+
+
+def test_a_backend_that_computes_nothing_says_why() -> None:
+    text = page_of(matrix({"refused": ("thd",)}))
+    assert "It computes nothing on this device:\n\n- head_dim_qk=320 > 256\n" in text
+    assert "|" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("cpu", "sdpa_cpu"), ("NVIDIA H200", "sdpa_h200"), ("NVIDIA A100-SXM4-80GB", "sdpa_a100_sxm4_80gb")],
+)
+def test_a_file_is_named_after_backend_and_device(name: str, expected: str) -> None:
+    assert pages.file_name("sdpa", name) == expected
+
+
+def test_one_run_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Over a few cases; those of all backends differ in the name alone."""
+    status = program.main(["sdpa", "--quick", "--pages", str(tmp_path), "-k", "heads_40_5 or batch_17"])
+    assert status == 0
+    found = json.loads((tmp_path / "sdpa_cpu.json").read_text())
+    assert found["total"]["computed"] > 5
+    assert found["failures"] == []
+    assert found["packages"]["PyTorch"] == torch.__version__
+    text = (tmp_path / "sdpa_cpu.md").read_text()
+    assert "A selection of the cases, because it was asked for." in text
+    assert "sdpa on cpu: " in capfd.readouterr().out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".log"}
+
+
+def test_all_runs_every_registered_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(pages, "write", lambda names, *_, **__: seen.extend(names) or 0)
+    assert program.main(["all", "--pages", str(tmp_path)]) == 0
+    assert seen == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa"]
+    assert program.main(["sdap", "--pages", str(tmp_path)]) == 2
+
+
+def test_a_run_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["--no-such-option-of-pytest"]
+    assert pages.write(["sdpa"], "cpu", tmp_path, processes=0, is_quick=True, rest=rest) == 1
+    assert "ended early" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/conformance").glob("*.json")), ids=lambda path: path.stem)
+def test_the_pages_in_docs_are_the_tools_own(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert path.stem == pages.file_name(found["backend"], found["device"])
+    text = path.with_suffix(".md").read_text()
+    assert text.startswith(f"# What `{found['backend']}` computes on {found['device']}\n")
+    assert found["total"]["failed"] == 0
+    assert f"{found['total']['computed']} cases computed, {found['total']['refused']} refused, 0 failed." in text

@@ -1,0 +1,1 @@
+"""The tests that need a CUDA device, as one command: ``python -m tests.gpu``."""

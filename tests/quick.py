@@ -1,0 +1,56 @@
+"""The lane of a minute, ``python -m pytest -m quick``: one case of each test function, chosen by its name.
+
+It is for who changes one thing and wants to know soon; ``.ci/run`` runs everything.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+LEFT_OUT = (
+    "tests/cli/test_demo.py",
+    "tests/compat/megatron/",
+    "tests/compat/test_transformer_engine.py",
+    "tests/compat/test_transformers_latent_layers.py",
+    "tests/compat/test_transformers_versions.py",
+    "tests/conformance/test_pages.py",
+    "tests/conformance/test_suite.py::TestCommand",
+    "tests/conformance/test_suite.py::test_the_correct_backends_pass_what_catches_the_broken_ones",
+    "tests/gpu/",
+    "tests/hooks/test_pluggy_versions.py",
+    "tests/hooks/test_registry.py::test_threads_that_register_unregister_and_compute",
+    "tests/house/test_light_import.py",
+    "tests/house/test_readme.py",
+    "tests/house/test_wheel.py",
+    "tests/kernels/test_attention.py",
+    "tests/kernels/test_compiler_record.py",
+    "tests/kernels/test_decode_ahead_of_time.py",
+    "tests/kernels/test_decode_interface.py::test_compiled_equals_eager",
+    "tests/kernels/test_prefill_ahead_of_time.py",
+    "tests/kernels/test_prefill_draws.py",
+    "tests/kernels/test_tuning.py",
+    "tests/plugins/test_fa_random.py",
+    "tests/plugins/test_flashinfer.py::test_a_page_table_for_each_step_leaves_no_plans_behind",
+    "tests/plugins/test_triton_rows.py",
+    "tests/resolver/test_resolve.py::test_nvte_debug_reaches_stderr_of_a_program_without_logging",
+    "tests/resolver/test_te_cascade.py::test_every_rule_fires_and_holds_back",
+    "tests/resolver/test_te_coverage.py",
+    "tests/test_ops.py::test_gradcheck",
+    "tests/test_request.py::test_a_pickled_request_is_found_in_another_process",
+    "tests/test_third_party.py",
+)
+"""What starts other processes, compiles, installs packages, or takes seconds otherwise."""
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Give the chosen tests the mark ``quick``."""
+    functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not item.nodeid.startswith(LEFT_OUT) and not item.get_closest_marker("gpu"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        min(cases, key=lambda item: zlib.crc32(item.nodeid.encode())).add_marker("quick")
