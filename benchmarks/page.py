@@ -53,6 +53,34 @@ outside of one.
 vLLM's Triton kernel could not be captured and was timed by events. The host of this run took {add_us} us for PyTorch's
 own `x.add_(1)`.
 
+## Time on the host
+
+{dispatch_versions}
+
+`python benchmarks/dispatch.py`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
+GPU idle; without a gradient, and with q, k and v that need one. Under a backend's name stands `mla_plugin.attention`.
+
+{dispatch}
+
+Of that, everything up to a backend that does nothing takes {entry_us} us.
+
+## Context parallelism
+
+{cp_versions}
+
+`torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Time of the slowest
+rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the peak of forward and backward.
+
+{cp}
+
+`all_gather` is for windows. Its calls are right-aligned, which cuDNN does not take: our kernels computed them here, while
+cuDNN computed the whole calls of one GPU. With FlashAttention 3 or 4 installed, those compute both.
+
+`torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
+ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.
+
+{latent}
+
 ## First calls
 
 {first_versions}
@@ -213,6 +241,52 @@ def first_calls(record: dict[str, Any]) -> str:
     return markdown(["call", *titles], rows)
 
 
+def dispatch(record: dict[str, Any]) -> str:
+    """Microseconds without gradients and with them."""
+    trained = record["calls_with_gradients"]
+    rows = [[name, f"{us:.0f}", _number(trained, name, ".0f")] for name, us in record["calls"].items()]
+    return markdown(["call", "forward", "with gradients"], rows)
+
+
+def context_parallel(*records: dict[str, Any]) -> str:
+    """Times over the ideal, and memory of a rank beside one GPU's."""
+    rows = [
+        [
+            *(f"{record['ranks']}", f"{x['tokens']:,}", f"{x['heads']}", f"`{x['way']}`"),
+            *(f"{x['forward_over_ideal']:.2f}", f"{x['both_over_ideal']:.2f}"),
+            *(f"{x['peak_gib']:.1f}", f"{x['one_gpu']['peak_gib']:.1f}"),
+        ]
+        for record in records
+        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
+    ]
+    titles = ["GPUs", "tokens", "heads", "way", "forward", "forward and backward", "GiB a rank", "GiB, one GPU"]
+    return markdown(titles, rows)
+
+
+def latents(record: dict[str, Any]) -> str:
+    """The same of latents; one GPU's row is without a group."""
+    rows = [
+        [
+            *("1" if x["way"] == "one GPU" else f"{record['ranks']}", f"{x['tokens']:,}", f"{x['heads']}"),
+            *("" if x["way"] == "one GPU" else f"`{x['way']}`",),
+            *(f"{x['forward_over_ideal']:.2f}", f"{x['both_over_ideal']:.2f}"),
+            *(f"{x['peak_gib']:.1f}", f"{x['on_k_and_v']['peak_gib']:.1f}"),
+        ]
+        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
+    ]
+    titles = [
+        "GPUs",
+        "tokens",
+        "heads",
+        "way",
+        "forward",
+        "forward and backward",
+        "GiB a rank",
+        "GiB, K and V, one GPU",
+    ]
+    return markdown(titles, rows)
+
+
 def render() -> str:
     """The whole page."""
     sections = {
@@ -222,6 +296,8 @@ def render() -> str:
         "transformers": load("transformers_decode"),
         "padding": load("flash_padding"),
         "first": load("first_call"),
+        "dispatch": load("dispatch"),
+        "cp": load("context_parallel_x2"),
     }
     tables = {
         name: table(sections[name])
@@ -232,11 +308,15 @@ def render() -> str:
             ("transformers", transformers),
             ("padding", padding),
             ("first", first_calls),
+            ("dispatch", dispatch),
         )
     }
     return TEXT.format(
         **{f"{name}_versions": versions(record) for name, record in sections.items()},
         **tables,
+        cp=context_parallel(sections["cp"], load("context_parallel_x4")),
+        latent=latents(load("latent_attention_x2")),
+        entry_us=f"{sections['dispatch']['layers']['all of it']:.0f}",
         shares=shares(sections["prefill"]),
         add_us=f"{sections['decode']['add_us']:.1f}",
         first_add_us=f"{sections['first']['add_us']:.1f}",
