@@ -218,5 +218,5 @@ def test_gradients_are_checked_once_a_wrapper_is_around_the_backward(add: Callab
     q, k, v = (Q.clone().requires_grad_() for _ in range(3))
     out = mla_plugin.attention(q, k, v, backend="sdpa")
     add(Rounding(), "rounding")
-    with pytest.raises(RuntimeError, match="'sdpa' returned dk as .* torch.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"'sdpa' returned dk as .* torch\.bfloat16"):
         out.sum().backward()

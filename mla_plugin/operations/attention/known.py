@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ from mla_plugin.resolver.attention import resolve
 _MAX_KNOWN = 4096
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What calls that are alike share.
 
     Attributes:
@@ -45,7 +43,7 @@ class Known:
     is_forward_ours: bool
     is_backward_ours: bool
     generation: int
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any]
 
 
 _known: dict[tuple[Any, ...], Known] = {}
@@ -125,6 +123,7 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
         is_forward_ours=plan is not None and manager.is_ours(plan.forward_backend),
         is_backward_ours=plan is not None and manager.is_ours(plan.backward_backend),
         generation=generation,
+        kept={},
     )
 
 
