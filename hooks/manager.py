@@ -64,8 +64,10 @@ class BackendManager:
         self.generation = 0
         self.broken: dict[str, str] = {}
         self.origins: dict[str, str] = {}
+        self._ours: dict[str, object] = {}
         for name, module in self._builtins.items():
-            self.register(importlib.import_module(module), name)
+            self._ours[name] = importlib.import_module(module)
+            self.register(self._ours[name], name)
         if load_entry_points:
             self._find_entry_points()
             self.load(environment.names("MLA_PLUGIN_BLOCK", dict(environment.gates())))
@@ -177,8 +179,12 @@ class BackendManager:
         return self._registry.wrappers
 
     def is_ours(self, backend: str) -> bool:
-        """A built-in backend whose hooks run without wrappers around them: nobody else's code makes its results."""
-        return backend in self._builtins and not self._registry.wrappers
+        """A built-in backend whose hooks run without wrappers around them: nobody else's code makes its results.
+
+        A backend that somebody registered under a built-in's name is not ours.
+        """
+        registry = self._registry
+        return backend in self._ours and registry.plugins.get(backend) is self._ours[backend] and not registry.wrappers
 
     def waiting(self) -> tuple[str, ...]:
         """Names of the entry points that are not imported, because MLA_PLUGIN_BLOCK named them."""

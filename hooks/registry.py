@@ -97,13 +97,19 @@ def _direct(caller: pluggy.HookCaller) -> Caller | None:
     if getattr(only, "kwargnames", ()):  # arguments with defaults: pluggy alone knows what to pass
         return None
     function, names = only.function, only.argnames
-    if set(names) == set(declared.argnames):
+    if set(names) == set(declared.argnames) == _names_by_keyword(function):
         return function
 
     def run(**arguments: object) -> Any:
         return function(*[arguments[name] for name in names])
 
     return run
+
+
+def _names_by_keyword(function: Callable[..., Any]) -> set[str]:
+    """What a call may name. pluggy passes by position, which a decorator, or a slash in the signature, may rely on."""
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
 
 
 def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:

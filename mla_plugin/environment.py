@@ -10,8 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Value: TypeAlias = int | bool | str | tuple[str, ...] | None
 ReadAt: TypeAlias = Literal["selection", "construction", "import", "call"]
@@ -53,8 +52,7 @@ def _text(text: str) -> str | None:
     return text.strip() or None
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """One environment variable.
 
     Attributes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mla_plugin import environment
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
@@ -20,8 +20,7 @@ from mla_plugin.resolver.explanation import ADVICE, describe_platform, lines, lo
 _CACHE_SIZE = 4096
 
 
-@dataclass(frozen=True)
-class DecodeDecision:
+class DecodeDecision(NamedTuple):
     """Everything that led to a decision.
 
     Attributes:

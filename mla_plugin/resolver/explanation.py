@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, Plan
@@ -20,8 +19,7 @@ logger = logging.getLogger("mla_plugin")
 ADVICE = "Change what a reason names, or install a backend that `mla-plugin doctor` lists as missing."
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """A survey's result.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -203,3 +204,19 @@ def test_a_backend_unregistered_between_decision_and_call_is_named(add: Callable
     assert mla_plugin.resolve(request).forward_backend == "short"
     get_manager().unregister("short")
     assert mla_plugin.resolve(request).forward_backend == "sdpa"
+
+
+def test_gradients_are_checked_once_a_wrapper_is_around_the_backward(add: Callable[..., None]) -> None:
+    """Also where it came after the forward, which had no wrapper and was not checked."""
+
+    class Rounding:
+        @hookimpl(wrapper=True)
+        def backward(self) -> Iterator[None]:
+            found = yield
+            return dataclasses.replace(found, dk=found.dk.bfloat16())  # type: ignore[misc]
+
+    q, k, v = (Q.clone().requires_grad_() for _ in range(3))
+    out = mla_plugin.attention(q, k, v, backend="sdpa")
+    add(Rounding(), "rounding")
+    with pytest.raises(RuntimeError, match=r"'sdpa' returned dk as .* torch\.bfloat16"):
+        out.sum().backward()

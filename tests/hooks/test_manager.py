@@ -218,3 +218,15 @@ def test_a_built_in_backend_is_ours_until_somebody_wraps_its_hooks():
     assert not manager.is_ours("sdpa")
     manager.unregister("timer")
     assert manager.is_ours("sdpa")
+
+
+def test_a_backend_under_the_name_of_a_built_in_one_is_not_ours():
+    manager = BackendManager(load_entry_points=False)
+    ours = importlib.import_module(BUILTIN_BACKENDS["sdpa"])
+    manager.unregister("sdpa")
+    assert not manager.is_ours("sdpa")
+    manager.register(Constant(1.0), "sdpa")
+    assert not manager.is_ours("sdpa")
+    manager.unregister("sdpa")
+    manager.register(ours, "sdpa")
+    assert manager.is_ours("sdpa")

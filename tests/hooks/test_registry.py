@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pluggy
 import pytest
@@ -425,3 +426,34 @@ def test_a_hook_that_is_called_directly_gets_what_pluggy_would_pass() -> None:
     manager.unregister("around")
     by_pluggy.unregister(wrapper)
     both()
+
+
+def test_a_hook_that_takes_its_arguments_by_position_alone_gets_them() -> None:
+    """A slash in the signature, or a decorator that passes ``*args`` on: pluggy calls both by position."""
+
+    def decorated(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*args: object) -> object:
+            return function(*args)
+
+        return call
+
+    class Backend:
+        @hookimpl
+        def select_backend(self, request: object, platform: object, /) -> Accepted:
+            return Accepted()
+
+        @hookimpl
+        def forward(self, plan: object, tensors: object, /) -> object:
+            return (plan, tensors)
+
+        @hookimpl
+        @decorated
+        def backward(self, dlse: object, dout: object, residuals: object, plan: object) -> object:
+            return (plan, residuals, dout, dlse)
+
+    manager = BackendManager(builtins={})
+    manager.register(Backend(), "positional")
+    assert manager.caller("select_backend", "positional")(request=1, platform=2) == [Accepted()]
+    assert manager.caller("forward", "positional")(plan=1, tensors=2) == (1, 2)
+    assert manager.caller("backward", "positional")(plan=1, residuals=2, dout=3, dlse=4) == (1, 2, 3, 4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ from mla_plugin.resolver.attention import resolve
 _MAX_KNOWN = 4096
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What calls that are alike share.
 
     Attributes:
@@ -31,6 +29,7 @@ class Known:
         has_contiguous_rows: the last dimension of q, k and v is contiguous.
         is_forward_ours, is_backward_ours: the results come from a built-in backend alone, which the conformance suite
             holds to the contract, so that no call has to.
+        generation: of the registered plugins, for which that was found; a wrapper may come before the backward.
         kept: what backends keep for these calls, see ``AttentionTensors.kept``.
     """
 
@@ -43,7 +42,8 @@ class Known:
     has_contiguous_rows: bool
     is_forward_ours: bool
     is_backward_ours: bool
-    kept: dict[str, Any] = field(default_factory=dict)
+    generation: int
+    kept: dict[str, Any]
 
 
 _known: dict[tuple[Any, ...], Known] = {}
@@ -103,6 +103,8 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
 
 
 def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:
+    manager = get_manager()
+    generation = manager.generation
     request = request_for(tensors, said)
     q = tensors.q
     if q.numel() == 0 or tensors.k.numel() == 0:
@@ -110,7 +112,6 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
         plan = None
     else:
         plan = resolve(request, backend=backend)
-    manager = get_manager()
     return Known(
         request,
         backend,
@@ -121,6 +122,8 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
         has_contiguous_rows=q.stride(-1) == tensors.k.stride(-1) == tensors.v.stride(-1) == 1,
         is_forward_ours=plan is not None and manager.is_ours(plan.forward_backend),
         is_backward_ours=plan is not None and manager.is_ours(plan.backward_backend),
+        generation=generation,
+        kept={},
     )
 
 

@@ -9,12 +9,13 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
 from mla_plugin.arguments.autocast import autocast
 from mla_plugin.arguments.checks import check_tensor, plain_number
-from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.options import CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from mla_plugin.arguments.latent import LatentTensors
 
 
 def latent_attention(
@@ -84,6 +85,8 @@ def latent_attention(
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
+    from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
+
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
@@ -116,7 +119,7 @@ def _run(
     cp_group: ProcessGroup | DeviceMesh | None,
     cp_comm_type: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What computes is imported where it is needed: declaring operators takes milliseconds of an import."""
+    """What computes is imported where it is needed, as its tensors are: both take milliseconds of an import."""
     from mla_plugin.operations.latent.call import Call
 
     if cp_group is not None:
