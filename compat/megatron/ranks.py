@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
-_COMM_TYPES = ("p2p", "all_gather", "a2a")
+from mla_plugin.context_parallel.checks import WAYS
 
 LENGTHS_OF_QUERIES: dict[str, Any] = {"cu_seqlens_kv": None, "cu_seqlens_kv_padded": None}
 """Self-attention: one tensor for queries and keys says that their lengths are the same, which no rank can look up."""
@@ -44,9 +44,9 @@ def check_layer(cp_comm_type: str, attention_dropout: float) -> None:
     Raises:
         ValueError: another exchange than those of ``mla_plugin.attention``, or dropout.
     """
-    if cp_comm_type not in _COMM_TYPES:
+    if cp_comm_type not in WAYS:
         raise ValueError(
-            f"MLACoreAttention: cp_comm_type={cp_comm_type!r}, accepted are {', '.join(map(repr, _COMM_TYPES))}; set "
+            f"MLACoreAttention: cp_comm_type={cp_comm_type!r}, accepted are {', '.join(map(repr, WAYS))}; set "
             "config.cp_comm_type (--cp-comm-type) to one of them"
         )
     if attention_dropout:
