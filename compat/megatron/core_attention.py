@@ -17,12 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 import mla_plugin
+from mla_plugin.compat.megatron import ranks
 
 _VARIANTS = (None, "gated_delta_net", *(["dsa"] if hasattr(DSAttention, "requires_dsa_inputs") else []))
 """Up to 0.18 a configuration with DSA hands the inputs of sparse attention to every layer; since, the spec decides."""
 
 _COMPUTES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "context_parallel_size": ((1,), "use tensor, pipeline or data parallelism, or TEDotProductAttention"),
     "softmax_type": (("vanilla",), "use TEDotProductAttention"),
     "experimental_attention_variant": (
         _VARIANTS,
@@ -56,8 +56,10 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         k_channels: not consulted; q and k say it.
         v_channels: head_dim_v. MLA layers give it; None takes v as it comes.
         num_splits: not consulted; it divides work within a kernel.
-        cp_comm_type: not consulted: no context parallelism.
-        pg_collection: its ``tp`` group; default the global one, if there is one.
+        cp_comm_type: with ``context_parallel_size`` above 1 how K and V travel: ``"p2p"`` (also for None),
+            ``"all_gather"`` or ``"a2a"``. Layers give theirs from ``config.cp_comm_type``.
+        pg_collection: its ``tp`` group, and with ``context_parallel_size`` above 1 its ``cp`` group; default the global
+            ones, if there are any.
 
     Attributes:
         current_max_attn_logits: float32 (float64 for float64 inputs) [H], with ``qk_clip`` or
@@ -101,6 +103,10 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             if pg_collection is None
             else pg_collection.tp
         )
+        self.cp_group = ranks.group_of_layer(config, pg_collection)
+        self.cp_comm_type = cp_comm_type or "p2p"
+        if self.cp_group is not None:
+            ranks.check_layer(self.cp_comm_type, self.attention_dropout)
         self.current_max_attn_logits: torch.Tensor | None = None
         self.register_load_state_dict_pre_hook(_drop_te_extra_state)
 
@@ -115,7 +121,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
     ) -> torch.Tensor:
-        """Attention of this rank's heads.
+        """Attention of this rank's heads, and with context parallelism of this rank's tokens.
 
         Args:
             query: [S_q, B, H, head_dim_qk], or [T_q, H, head_dim_qk] with ``packed_seq_params``.
@@ -127,7 +133,8 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             attn_mask_type: default the constructor's. Packed, ``causal`` means causal in each sequence.
             attention_bias: added to the scaled scores, broadcastable to [B, H, S_q, S_kv]; not for packed sequences.
             packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding and
-                ``pad_between_seqs`` are followed.
+                ``pad_between_seqs`` are followed. With context parallelism they are those of whole sequences, each
+                padded to a multiple of twice the ranks. Its ``cp_group`` takes the place of the layer's for this call.
             num_splits: not consulted.
 
         Returns:
@@ -137,11 +144,13 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         Raises:
             ValueError: an argument is off or not computed here; the message says what is accepted.
             NoBackendError: no backend takes the request; the message lists every backend's reasons.
+            ContextParallelError: the ranks call with different arguments, or one of them failed.
         """
         arguments = _packed(packed_seq_params) if packed_seq_params is not None else {"qkv_format": "sbhd"}
         mask_type = (attn_mask_type or self.attn_mask_type).name
         arguments |= _masked(mask_type, attention_mask, is_packed=packed_seq_params is not None)
         arguments |= {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "host": "megatron"}
+        arguments |= self._shared_by_ranks(arguments, mask_type, packed_seq_params)
         native = self._native_width(value, is_packed=packed_seq_params is not None)
         if self.config.qk_clip or getattr(self.config, "log_max_attention_logit", False):
             if attention_bias is not None:
@@ -171,6 +180,19 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
                 "NVTE_UNFUSED_ATTN accordingly; AttnBackend.auto (--attention-backend auto) lets every backend run"
             )
             raise mla_plugin.NoBackendError(f"{error}\n{advice}", error.trace) from None
+
+    def _shared_by_ranks(
+        self, arguments: dict[str, Any], mask_type: str, packed_seq_params: PackedSeqParams | None
+    ) -> dict[str, Any]:
+        """What context parallelism adds to the arguments of the call, or changes in them."""
+        group = ranks.group_of_call(packed_seq_params, self.cp_group)
+        if group is None:
+            return {}
+        ranks.check_mask(mask_type, is_packed=packed_seq_params is not None)
+        shared = {"cp_group": group, "cp_comm_type": self.cp_comm_type}
+        if packed_seq_params is not None and self.attention_type == "self":
+            shared |= ranks.LENGTHS_OF_QUERIES
+        return shared
 
     def _native_width(self, value: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
         """v without the zeros that Megatron appended to a packed v, a view; v itself where there are none."""
@@ -234,15 +256,8 @@ def _drop_te_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], pr
 
 def _packed(params: PackedSeqParams) -> dict[str, Any]:
     """Arguments for packed sequences; lengths of k and v default to q's."""
-    cp_group = getattr(params, "cp_group", None)
-    cp_size = getattr(params, "local_cp_size", None) or 1
     if params.qkv_format != "thd":
         raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r}, accepted is 'thd'")
-    if cp_size > 1 or (cp_group is not None and cp_group.size() > 1):
-        raise ValueError(
-            "packed_seq_params splits sequences over context-parallel ranks, which MLACoreAttention does not compute; "
-            "use local_cp_size=1, or TEDotProductAttention"
-        )
     arguments: dict[str, Any] = {"qkv_format": "thd"}
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         arguments[name] = getattr(params, name)

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from mla_plugin.compat.megatron import ranks
 from mla_plugin.compat.megatron.core_attention import MLACoreAttention, _masked
 from mla_plugin.layers import Asked, AttentionCall, Batch, LayerKind, ModelLayers, grouped
 
@@ -79,7 +80,10 @@ def _call(module: Any, core: MLACoreAttention, batch: Batch, is_training: bool) 
     else:
         dim_qk = dim_v = module.hidden_size_per_attention_head
         kv_heads = module.num_query_groups_per_partition
-    dtype, length = batch.dtype or config.params_dtype, batch.seqlen
+    dtype, length, shared = batch.dtype or config.params_dtype, batch.seqlen, {}
+    if core.cp_group is not None:
+        shared = {"cp_group": core.cp_group, "cp_comm_type": core.cp_comm_type}
+        length = ranks.tokens_on_a_rank(length, core.cp_group.size())
     q, k, v = (
         torch.empty(length, batch.batch_size, *shape, dtype=dtype, device="meta", requires_grad=is_training)
         for shape in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
@@ -88,4 +92,4 @@ def _call(module: Any, core: MLACoreAttention, batch: Batch, is_training: bool) 
     arguments = {"qkv_format": "sbhd", **_masked(core.attn_mask_type.name, mask, is_packed=False)}
     arguments |= {"window_size": core.window_size, "host": "megatron", "deterministic": config.deterministic_mode}
     arguments |= {"softmax_scale": core.softmax_scale, "dropout_p": core.attention_dropout if is_training else 0.0}
-    return AttentionCall((q, k, v), arguments)
+    return AttentionCall((q, k, v), arguments | shared)

@@ -53,10 +53,19 @@ except ImportError as error:
 from mla_plugin.compat.transformers.attention import attention_forward
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import attention_mask_for
+from mla_plugin.compat.transformers.ranks import context_parallel, shard_batch
 
 MINIMUM_VERSION = "4.57"
 
-__all__ = ["MINIMUM_VERSION", "NAME", "attention_forward", "attention_mask_for", "register"]
+__all__ = [
+    "MINIMUM_VERSION",
+    "NAME",
+    "attention_forward",
+    "attention_mask_for",
+    "context_parallel",
+    "register",
+    "shard_batch",
+]
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 import mla_plugin
-from mla_plugin.compat.transformers import latent
+from mla_plugin.compat.transformers import latent, ranks
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments
 from mla_plugin.compat.transformers.sinks import with_sinks
@@ -66,11 +66,18 @@ def attention_forward(
         ([B, S_q, H, head_dim_v], None), contiguous.
 
     Raises:
-        ValueError: an argument that no backend computes, arguments that contradict each other, a mask of another form.
+        ValueError: an argument that no backend computes, arguments that contradict each other, a mask of another form;
+            inside of ``context_parallel`` also what it refuses.
     """
     _refuse(kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if (shared := ranks.current_for(module)) is not None:
+        masks = {"attention_mask": attention_mask, "indices": indices}
+        masks |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        shared.check_call(module, query, key, {**masks, "position_ids": kwargs.get("position_ids")})
+        attend = partial(shared.attend, module, query, key, value)
+        return attend(is_causal=is_causal, scaling=scaling, dropout=dropout, s_aux=s_aux), None
     packing = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packing = packing_arguments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)

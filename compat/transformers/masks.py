@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from mla_plugin.compat.transformers import ranks
 from mla_plugin.compat.transformers.latent import caches_latents, is_decode
 
 MaskFunction: TypeAlias = Callable[..., torch.Tensor]
@@ -42,6 +43,13 @@ def attention_mask_for(
         **kwargs,
     }
     config = kwargs.get("config")
+    if (shared := ranks.current()) is not None:
+        local_size = kwargs.get("local_size")
+        is_wide = local_size is not None and local_size >= kwargs["kv_length"] * shared.group.size
+        # A rank's positions jump in the middle, which transformers takes for packed sequences.
+        is_causal = mask_function is causal_mask_function or is_wide or _recognize_packing(mask_function) is not None
+        shared.check_mask(attention_mask, is_causal=is_causal, config=config)
+        return None
     if getattr(config, "index_topk", None) is not None:
         mask = cast(torch.Tensor, eager_mask(**pattern))
         mask.is_pattern = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,13 +14,13 @@ from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.operations.attention.api import described_call, request_of_call
+from mla_plugin.operations.attention.api import DescribedCall, described_call
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
 from mla_plugin.resolver.explanation import describe
 
 if TYPE_CHECKING:
-    from mla_plugin.layers import LayerKind, ModelLayers
+    from mla_plugin.layers import AttentionCall, LayerKind, ModelLayers
 
 _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 """Package whose classes a model is made of, and the adapter that knows its layers."""
@@ -140,17 +141,21 @@ def _explain_call(
     call = described_call(*tensors, **arguments)
     if not (call.tensors.q.numel() and call.tensors.k.numel()):
         return "=> no backend: a call without queries or keys has nothing to compute"
-    heading: str | None = None
-    requests: tuple[AttentionRequest, ...] = (request_of(call.tensors, call.options),)
-    if call.cp_group is not None:
-        from mla_plugin.context_parallel.api import sections_of_call
-
-        heading, requests = sections_of_call(call.tensors, call.options, call.cp_group, call.cp_comm_type)
+    heading, requests = _asked_by(call)
     options: dict[str, Any] = {"platform": platform, "environ": environ, "te_release": te_release}
     text = [
         explain_request(_on_device(request, platform), backend=call.backend, why=why, **options) for request in requests
     ]
     return "\n\n".join(text if heading is None else [heading, *text])
+
+
+def _asked_by(call: DescribedCall) -> tuple[str | None, tuple[AttentionRequest, ...]]:
+    """What backends are asked for in a call; several requests with a heading where a group of ranks shares it."""
+    if call.cp_group is None:
+        return None, (request_of(call.tensors, call.options),)
+    from mla_plugin.context_parallel.api import sections_of_call
+
+    return sections_of_call(call.tensors, call.options, call.cp_group, call.cp_comm_type)
 
 
 def _on_device(
@@ -206,8 +211,7 @@ def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dic
         yield f"  note: {kind.note}"
     platform, environ = options["platform"], options["environ"]
     gates = dict(environment.gates()) if environ is None else environ
-    for what, call in kind.asked:
-        asked = request_of_call(*call.tensors, **call.arguments)[0] if not isinstance(call, DecodeRequest) else call
+    for what, asked in itertools.chain.from_iterable(itertools.starmap(_each_asked, kind.asked)):
         request = _on_device(asked, platform, layers.device_type, layers.device_index)
         if why is not None:
             yield f"  {what}:"
@@ -223,6 +227,17 @@ def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dic
         yield from (f"     {line}" for line in lines)
         if not lines and decision.plan is not None and decision.platform.device_type == "cuda":
             yield "     no backend is faster, as far as that is known"
+
+
+def _each_asked(
+    what: str, call: AttentionCall | DecodeRequest
+) -> Iterator[tuple[str, AttentionRequest | DecodeRequest]]:
+    """Every request that a layer's call makes, with what it is for."""
+    if isinstance(call, DecodeRequest):
+        yield what, call
+        return
+    heading, requests = _asked_by(described_call(*call.tensors, **call.arguments))
+    yield from ((what if heading is None else f"{what}, {heading}", request) for request in requests)
 
 
 def _survey(request: AttentionRequest | DecodeRequest, options: dict[str, Any]) -> Decision | DecodeDecision:

@@ -54,6 +54,10 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
+    **{
+        f"mla_plugin.compat.{host}": {API, "layers", "context_parallel", *VALUES}
+        for host in ("megatron", "transformers")
+    },
     "mla_plugin.compat.transformer_engine": {
         *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
         *VALUES,

@@ -229,7 +229,7 @@ def test_deterministic_mode_is_passed_on(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2, accepted is 1; use tensor"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2 and the context-parallel group is of 1 ranks"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable', accepted is 'vanilla'"),
         ({"experimental_attention_variant": "csa"}, "experimental_attention_variant='csa', accepted is None or 'gated"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
@@ -254,16 +254,25 @@ def config_like(config, **changes):
         ({"attn_mask_type": AttnMaskType.padding_causal}, "attn_mask_type=padding_causal without packed_seq_params"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "arbitrary needs attention_mask"),
         ({"packed_seq_params": SimpleNamespace(qkv_format="bshd")}, "qkv_format='bshd', accepted is 'thd'"),
-        ({"packed_seq_params": SimpleNamespace(qkv_format="thd", local_cp_size=2)}, "context-parallel"),
-        (
-            {"packed_seq_params": SimpleNamespace(qkv_format="thd", cp_group=SimpleNamespace(size=lambda: 2))},
-            "context-parallel",
-        ),
     ],
 )
 def test_a_call_that_is_not_computed_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         core()(*tensors(4), None, **call)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "message"),
+    [
+        (2, None, "local_cp_size=2 with no cp_group"),
+        (4, SimpleNamespace(size=lambda: 2), "local_cp_size=4 with a cp_group of 2 ranks"),
+    ],
+)
+def test_a_packed_batch_names_as_many_ranks_as_its_group_has(size, group, message):
+    params, _ = packing((4,))
+    params.local_cp_size, params.cp_group = size, group
+    with pytest.raises(ValueError, match=message):
+        core()(*tensors(4, batch=()), None, packed_seq_params=params)
 
 
 def test_a_local_group_of_one_rank_is_no_context_parallelism():
