@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import mla_plugin
+from mla_plugin.arguments.attention import LENGTHS
 from mla_plugin.context_parallel import ContextParallelError, order, transport
 from mla_plugin.context_parallel.latent import latents
 from mla_plugin.hooks.manager import get_manager
@@ -52,6 +53,7 @@ def test_a_group_of_one_is_the_plain_call(pool, layout):
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ring": ({"cp_comm_type": "p2p"}, ValueError, "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),
     "way": ({"cp_comm_type": "ulysses"}, ValueError, "cp_comm_type='ulysses'; latent_attention accepts"),
+    "no_way": ({"cp_comm_type": ["a2a"]}, ValueError, "cp_comm_type=['a2a']; latent_attention accepts"),
     "heads": ({"cp_comm_type": "a2a", "heads": 6}, ValueError, "6 heads over 4 ranks, accepted is a multiple of 4"),
     "odd": ({"lengths": (5, 5)}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "window": ({"window_size": (3, 3), "attn_mask_type": "no_mask"}, ValueError, "cp_comm_type='a2a' takes it"),
@@ -67,7 +69,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def wrong(name: str) -> None:
     """In a process of the pool: a wrong call of all ranks, with a transport that sends nothing."""
     given, kind, text = ERRORS[name]
-    given = {k: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for k, x in given.items()}
+    given = {k: torch.tensor(x, dtype=torch.int32) if k in LENGTHS else x for k, x in given.items()}
     drawn = {k: given.pop(k) for k in ("layout", "heads", "lengths") if k in given}
     call = draw(**{"heads": 8, "lengths": (8, 8), "batch": 1} | drawn)
     arguments = call.inputs() | call.arguments | {"cp_group": workers.groups[4]} | given
