@@ -83,7 +83,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
 
 
 def _tensors(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
-    return replace(call.tensors, q=q, k=k, v=v)
+    return replace(call.tensors, q=q, k=k, v=v, cu_seqlens_kv=call.cu_seqlens_kv)
 
 
 def orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:

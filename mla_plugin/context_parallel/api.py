@@ -14,7 +14,7 @@ from mla_plugin.context_parallel.group import Group, process_group_of
 from mla_plugin.context_parallel.operator import context_parallel_forward
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, request_of
 from mla_plugin.operations.attention import operator as plain
-from mla_plugin.operations.attention.run import run_said
+from mla_plugin.operations.attention.run import is_traced, run_said
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +48,8 @@ def attention(
     if process_group.size() == 1:
         return run_said(tensors, options, backend)
     options = options.completed(tensors)
+    if not is_traced():  # the operator's own errors, and what it converts in silence, depend on its schema
+        checked_request(tensors, options, process_group.size(), cp_comm_type)
     arguments = plain.Call(tensors, options, backend).arguments
     out, lse, _ = context_parallel_forward(*arguments, process_group.group_name, cp_comm_type)
     return AttentionOutput(out, lse)

@@ -59,6 +59,11 @@ class Call:
         of_q = self._lengths(*sides[0])
         return of_q, of_q if not self.request.lengths_may_differ else self._lengths(*sides[1])
 
+    @property
+    def cu_seqlens_kv(self) -> torch.Tensor | None:
+        """Of whole sequences; that of the queries where one serves both: saved-tensor hooks may have made two of it."""
+        return self.tensors.cu_seqlens_kv if self.request.lengths_may_differ else self.tensors.cu_seqlens_q
+
     def _lengths(self, x: torch.Tensor, cu: torch.Tensor | None, padded: torch.Tensor | None) -> Lengths:
         assert cu is not None  # masks with lengths have them
         tokens = x.shape[self.layout.tokens]

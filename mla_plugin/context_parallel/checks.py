@@ -81,6 +81,8 @@ def _refuse(reasons: list[str]) -> None:
 
 def _slots(side: str, whole: int | None, tokens: int, size: int, request: AttentionRequest) -> int:
     """The longest sequence's slots on a rank, an even number."""
+    if whole is not None and (isinstance(whole, bool) or not isinstance(whole, (int, torch.SymInt))):
+        raise TypeError(f"max_seqlen_{side}={whole!r}; an int is needed, or nothing")
     if not request.layout.is_packed:
         if whole is not None and whole != tokens * size and not (request.has_padding and 0 <= whole <= tokens * size):
             raise ValueError(
@@ -90,8 +92,6 @@ def _slots(side: str, whole: int | None, tokens: int, size: int, request: Attent
         return tokens
     if whole is None:
         return tokens + tokens % 2
-    if isinstance(whole, bool) or not isinstance(whole, (int, torch.SymInt)):
-        raise TypeError(f"max_seqlen_{side}={whole!r}; an int is needed, or nothing")
     if whole < 0:
         raise ValueError(f"max_seqlen_{side}={whole}; the longest sequence with its padding is needed")
     return -(-whole // (2 * size)) * 2
@@ -125,6 +125,11 @@ def check_values(tensors: AttentionTensors, request: AttentionRequest, size: int
             )
         if any(length > slot for length, slot in zip(lengths, slots, strict=True)):
             raise ValueError(f"lengths {lengths} do not fit {name}, which leaves them {slots} tokens")
+        if not request.pad_between_seqs and slots[:-1] != lengths[:-1]:
+            raise ValueError(
+                f"pad_between_seqs=False with lengths {lengths} and {name} of {slots} tokens: sequences start "
+                "elsewhere in memory; pass pad_between_seqs=True, or leave it out"
+            )
         if sum(slots) > room:
             raise ValueError(f"{name} ends at {sum(slots)}; {room} tokens are on all ranks")
         if max(slots, default=0) > most * size:

@@ -155,7 +155,8 @@ class _LocalLengths:
 
     def __init__(self, whole: DecodeLengths, local: Any) -> None:
         self._local = local
-        self.lengths = DecodeLengths(local(whole.host), seqlens_kv=local(whole.seqlens_kv))
+        with torch.inference_mode(False):  # lengths made in a step under inference_mode are updated outside of it too
+            self.lengths = DecodeLengths(local(whole.host), seqlens_kv=local(whole.seqlens_kv))
 
     def renew(self, whole: DecodeLengths) -> bool:
         """As ``Schedule.renew``."""

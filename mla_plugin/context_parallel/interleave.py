@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from mla_plugin.arguments.decode import MAX_LENGTH
+
 Tokens = TypeVar("Tokens", int, torch.Tensor)
 
 
@@ -27,7 +29,7 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
         an int or a tensor like ``tokens``; the sum over the ranks is ``tokens``.
 
     Raises:
-        ValueError, TypeError: there is no such rank, or ``interleave`` is no positive int.
+        ValueError, TypeError: there is no such rank, ``interleave`` is no positive int, or too large.
     """
     _check(size, rank, interleave)
     rounds, rest = tokens // (size * interleave), tokens % (size * interleave)
@@ -44,8 +46,8 @@ def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) ->
     return positions[positions // interleave % size == rank]
 
 
-def check_interleave(interleave: object) -> int:
-    """A positive int.
+def check_interleave(interleave: object, size: int = 1) -> int:
+    """A positive int; a round over all ranks fits into the int32 that lengths are kept in.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -54,10 +56,12 @@ def check_interleave(interleave: object) -> int:
         raise TypeError(f"cp_interleave={interleave!r}; a positive int is needed: 1, or the page size")
     if (value := operator.index(interleave)) < 1:
         raise ValueError(f"cp_interleave={interleave}; at least 1 is needed: 1, or the page size")
+    if value > (most := MAX_LENGTH // size):
+        raise ValueError(f"cp_interleave={interleave}; at most {most} is needed: 1, or the page size")
     return value
 
 
 def _check(size: int, rank: int, interleave: int) -> None:
-    check_interleave(interleave)
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} of size={size}; 0 <= rank < size is needed")
+    check_interleave(interleave, size)

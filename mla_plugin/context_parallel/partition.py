@@ -53,7 +53,14 @@ def unshard(
     Args:
         parts: one tensor of each rank, all of one shape.
         dim, cu_seqlens_padded: as in ``shard``.
+
+    Raises:
+        ValueError: there are no parts, or of several shapes; otherwise as ``shard``.
     """
+    if len({part.shape for part in parts}) != 1:
+        raise ValueError(
+            f"parts have shapes {[tuple(part.shape) for part in parts]}; one of each rank is needed, all alike"
+        )
     if cu_seqlens_padded is not None:
         indices = [packed_indices(cu_seqlens_padded, len(parts), rank) for rank in range(len(parts))]
         whole = torch.cat(list(parts), dim)

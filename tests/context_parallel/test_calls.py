@@ -120,6 +120,26 @@ def test_recomputed_and_compiled(pool, way, kind, layout):
     pool.run(same, way=way, kind=kind, layout=layout)
 
 
+def copied(way: str, layout: str) -> None:
+    """What is saved comes back as copies, as ``save_on_cpu`` makes them: one tensor of lengths becomes two."""
+    group = workers.groups[2]
+    if (rank := dist.get_rank(group)) < 0:
+        return
+    case = Case(way, 2, layout, "padding")
+    whole, local = Whole(case, 6), Local(case, rank)
+    given = [local(x).requires_grad_() for x in (whole.q, whole.k, whole.v)]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = mla_plugin.attention(*given, **whole.options, **whole.lengths, cp_group=group, cp_comm_type=way)
+    found = torch.autograd.grad(out, given, local(whole.dout))
+    for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        torch.testing.assert_close(x, local(whole.expected()[name]))
+
+
+@pytest.mark.parametrize(("way", "layout"), list(itertools.product(WAYS, ("bshd", "thd"))))
+def test_saved_tensors_may_be_copied(pool, way, layout):
+    pool.run(copied, way=way, layout=layout)
+
+
 def only_lse(way: str) -> None:
     """A loss of lse alone, and one of out alone."""
     group = workers.groups[2]

@@ -130,6 +130,11 @@ def test_held_tokens_and_positions(size, interleave):
     [
         ({"size": 2, "rank": 2}, ValueError, "rank=2 of size=2"),
         ({"size": 2, "rank": 0, "interleave": 0}, ValueError, "cp_interleave=0; at least 1"),
+        (
+            {"size": 2, "rank": 0, "interleave": 2**30},
+            ValueError,
+            f"cp_interleave={2**30}; at most {2**30 - 1} is needed",
+        ),
         ({"size": 2, "rank": 0, "interleave": 1.5}, TypeError, "cp_interleave=1.5; a positive int"),
         ({"size": 2, "rank": 0, "interleave": True}, TypeError, "cp_interleave=True; a positive int"),
     ],
@@ -257,8 +262,9 @@ def layers() -> None:
         return
     arguments = small(q_nope_abs=torch.randn(2, 1, H, R), q_rope=torch.randn(2, 1, H, DR))
     lengths = DecodeLengths([12, 3], device="cpu")
-    for _ in range(2):
-        mla_plugin.decode(**arguments | {"seqlens_kv": lengths})
+    for is_inference in (True, False):  # what is made under inference_mode can be updated outside of it
+        with torch.inference_mode(is_inference):
+            mla_plugin.decode(**arguments | {"seqlens_kv": lengths})
     (schedule,) = lengths._schedules.values()
     lengths.update([5, 8])
     assert list(lengths._schedules.values()) == [schedule]

@@ -17,6 +17,9 @@ BIAS = {"core_attention_bias": "bias", "core_attention_bias_type": "post_scale_b
 THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "way": ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; accepted: p2p, all_gather, a2a"),
+    "no_way": ({"cp_comm_type": None}, ValueError, "cp_comm_type=None; accepted: p2p, all_gather, a2a"),
+    "flag": ({"deterministic": 1}, TypeError, "deterministic=1; True or False is needed"),
+    "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int is needed"),
     "odd": ({"tokens": 5}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1; context parallelism takes 0"),
     "bias": (BIAS, ValueError, "post_scale_bias"),
@@ -45,6 +48,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {**THD, "cu_seqlens_q": [0, 9, 12], "cu_seqlens_q_padded": [0, 8, 16]},
         ValueError,
         "lengths [9, 3] do not fit cu_seqlens_q_padded",
+    ),
+    "packed_gaps": (
+        {**THD, "cu_seqlens_q": [0, 9, 12], "cu_seqlens_q_padded": [0, 16, 24], "pad_between_seqs": False},
+        ValueError,
+        "pad_between_seqs=False with lengths [9, 3] and cu_seqlens_q_padded of [16, 8] tokens",
     ),
     "two_lengths": ({**THD, "cu_seqlens_q": [0, 16, 24], "cu_seqlens_kv": [0, 16, 24]}, ValueError, "pass one as"),
     "row": (

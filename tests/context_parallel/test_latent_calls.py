@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import mla_plugin
+from mla_plugin.arguments.attention import LENGTHS
 from mla_plugin.context_parallel import ContextParallelError, order, transport
-from mla_plugin.context_parallel.latent import latents
+from mla_plugin.context_parallel.latent import latents, operator
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.operations.latent import operator as plain
 from tests.context_parallel import pool as workers
@@ -52,6 +55,7 @@ def test_a_group_of_one_is_the_plain_call(pool, layout):
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ring": ({"cp_comm_type": "p2p"}, ValueError, "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),
     "way": ({"cp_comm_type": "ulysses"}, ValueError, "cp_comm_type='ulysses'; latent_attention accepts"),
+    "no_way": ({"cp_comm_type": ["a2a"]}, ValueError, "cp_comm_type=['a2a']; latent_attention accepts"),
     "heads": ({"cp_comm_type": "a2a", "heads": 6}, ValueError, "6 heads over 4 ranks, accepted is a multiple of 4"),
     "odd": ({"lengths": (5, 5)}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "window": ({"window_size": (3, 3), "attn_mask_type": "no_mask"}, ValueError, "cp_comm_type='a2a' takes it"),
@@ -67,7 +71,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def wrong(name: str) -> None:
     """In a process of the pool: a wrong call of all ranks, with a transport that sends nothing."""
     given, kind, text = ERRORS[name]
-    given = {k: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for k, x in given.items()}
+    given = {k: torch.tensor(x, dtype=torch.int32) if k in LENGTHS else x for k, x in given.items()}
     drawn = {k: given.pop(k) for k in ("layout", "heads", "lengths") if k in given}
     call = draw(**{"heads": 8, "lengths": (8, 8), "batch": 1} | drawn)
     arguments = call.inputs() | call.arguments | {"cp_group": workers.groups[4]} | given
@@ -248,6 +252,28 @@ def in_flight(way: str, reentrant: bool | None) -> None:
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_two_calls_in_flight_and_checkpointing(pool, way, reentrant):
     pool.run(in_flight, way=way, reentrant=reentrant)
+
+
+def decided_again(way: str) -> None:
+    """In a process of the pool: behind the operator, offsets come back as copies and the decision is lost."""
+    if rank_of(2) < 0:
+        return
+    cu = torch.tensor([0, 5, 11], dtype=torch.int32)
+    call = draw(heads=2, lengths=(6, 6), attn_mask_type="padding", cu_seqlens_q=cu)
+    given = {**call.arguments, "cp_group": workers.groups[2], "cp_comm_type": way}
+    results = []
+    for mode in (contextlib.nullcontext(), BaseTorchFunctionMode()):
+        with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            patch.setattr(operator.latent_attention.decisions, "find", lambda *_: None)
+            with mode:
+                out = mla_plugin.latent_attention(**call.inputs(), **given)
+            results.append(torch.autograd.grad(out.square().sum(), list(call.tensors.values())))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_decision_that_is_lost(pool, way):
+    pool.run(decided_again, way=way)
 
 
 def empty(way: str, lengths: tuple[int, int]) -> None:

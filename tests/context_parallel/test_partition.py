@@ -112,6 +112,8 @@ def test_pad_lengths():
         (lambda: partition.packed_indices(offsets([0, 8, 4]), 2, 0), "offsets never fall"),
         (lambda: partition.packed_indices(offsets([4, 8]), 2, 0), "start at 0"),
         (lambda: unshard([torch.zeros(1, 3)] * 2), "all parts has 6 tokens"),
+        (lambda: unshard([torch.zeros(1, 4), torch.zeros(1, 8)]), r"shapes \[\(1, 4\), \(1, 8\)\]"),
+        (lambda: unshard([]), r"shapes \[\]"),
     ],
 )
 def test_errors(call, text):

@@ -118,7 +118,7 @@ def _expanded(call: Call, kv: KVCall, q: torch.Tensor) -> compute.Call:
     sizes = call.sizes._replace(num_heads=call.sizes.num_heads // kv.group.size)
     leading = Latents(kv.group, tensors, sizes).leading
     (request,) = of_kv.requests(kv)
-    parts = (Part(request, tensors.lengths),)
+    parts = (Part(request, {**tensors.lengths, "cu_seqlens_kv": kv.cu_seqlens_kv}),)
     more = (tensors.softmax_scale, sizes, leading, parts)
     return compute.Call.of(q, _own(kv, tensors.w_uk), _own(kv, tensors.w_uv), *more)
 

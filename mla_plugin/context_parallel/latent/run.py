@@ -101,7 +101,7 @@ def _kv_call(call: Call) -> KVCall:
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
     """
     name, way = call.more
-    if way not in WAYS:
+    if not isinstance(way, str) or way not in WAYS:
         ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
         raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
     group, tensors = Group.named(name), call.check()
