@@ -212,9 +212,11 @@ def test_onnx_export_stays_with_transformer_engine(te_calls, triton_on) -> None:
 
 @pytest.mark.parametrize(("sizes", "is_kept"), [([2], True), ([1], False), ([1, 2], True)])
 def test_context_parallel_groups_stay_unless_of_one_process(te_calls, triton_on, monkeypatch, sizes, is_kept) -> None:
+    """As Megatron-Core sets them; a list of groups is ``a2a+p2p``."""
     module = attention()
     groups = [Mock(size=size) for size in sizes]
-    module.cp_group = groups[0] if len(groups) == 1 else groups
+    cp_group = groups[0] if len(groups) == 1 else groups
+    module.set_context_parallel_group(cp_group, list(range(max(sizes))), Mock(), "p2p")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
     module(*tensors())
     assert len(te_calls) == is_kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -48,6 +50,16 @@ def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch, mask) -
     assert not te_calls
     monkeypatch.delenv("MLA_PLUGIN_TE")
     assert attention()(q, k, v, **arguments) == 7.0
+
+
+@pytest.mark.parametrize(("size", "is_filled"), [(2, False), (1, True)])
+def test_no_gap_is_filled_over_several_ranks(te_calls, fill, monkeypatch, size, is_filled) -> None:
+    module = attention()
+    group = Mock(size=size)
+    module.set_context_parallel_group(group, list(range(size)), Mock(), "p2p")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
+    module(*tensors(12, qkv_format="thd"), **packed((4, 5), (5, 7)), pad_between_seqs=True)
+    assert bool(te_calls) is not is_filled
 
 
 def test_the_filled_gap_equals_transformer_engines_unfused_attention(fill, monkeypatch) -> None:
