@@ -260,6 +260,8 @@ def test_a_descriptor_keeps_no_cache_alive() -> None:
 class Recorder:
     """A kernel that notes how it is launched, as Triton's two launchers would be called."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: object) -> None:
         self.arg_names = kernel.arg_names
         self.launches: list[tuple[str, tuple[object, ...]]] = []
@@ -271,6 +273,11 @@ class Recorder:
 
         return launch
 
+    def run(self, *arguments: object) -> None:
+        """After the grid, the stream, the function, its metadata, and nothing for profilers."""
+        assert arguments[4:9] == ("function", "metadata", None, None, None)
+        self.launches.append(("again", arguments[9:]))
+
 
 def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
@@ -278,6 +285,8 @@ def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch
     names = recorder.arg_names
     monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
     monkeypatch.setattr(decode_layout, "_known", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     inputs = contiguous(SHAPE, torch.float16)
     for scale in (1, 0.5, 2):
         mla_decode_attention(*inputs.tensors(), softmax_scale=scale)
