@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
+from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.kernels import mla_attention
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -32,6 +33,7 @@ def rows_of_one_head(
 
 def test_more_than_2_31_elements() -> None:
     """A long sequence of 128 heads: q, k, v, out and their gradients all reach beyond 32-bit offsets."""
+    check_memory("cuda", 52 << 30)
     seqlen, heads, last = 2**31 // (128 * 128) + 77, 128, 40
     q, k = (torch.randn(1, seqlen, heads, 192, **BFLOAT16).requires_grad_() for _ in range(2))
     v = torch.randn(1, seqlen, heads, 128, **BFLOAT16).requires_grad_()
