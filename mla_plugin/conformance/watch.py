@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -68,13 +69,29 @@ def _memory(x: torch.Tensor | None) -> torch.Tensor:
 
 @contextmanager
 def random_state_kept(device_type: str) -> Iterator[None]:
-    """Fail when the global random state of PyTorch or Python changes inside the block."""
-    before = _random_state(device_type)
-    yield
-    for name, state in _random_state(device_type).items():
-        same = torch.equal(state, before[name]) if isinstance(state, torch.Tensor) else state == before[name]
-        if not same:
-            fail(f"the random state of {name} was changed; use a generator of your own")
+    """Fail when the global random state of PyTorch or Python changes inside the block.
+
+    The block starts from a random seed: from the seed that a backend sets itself, nothing would change.
+    """
+    of_torch, of_python = torch.get_rng_state(), random.getstate()
+    of_cuda = torch.cuda.get_rng_state() if device_type == "cuda" else None
+    seed = secrets.randbits(62)
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if of_cuda is not None:
+        torch.cuda.manual_seed(seed)
+    try:
+        before = _random_state(device_type)
+        yield
+        for name, state in _random_state(device_type).items():
+            same = torch.equal(state, before[name]) if isinstance(state, torch.Tensor) else state == before[name]
+            if not same:
+                fail(f"the random state of {name} was changed; use a generator of your own")
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        if of_cuda is not None:
+            torch.cuda.set_rng_state(of_cuda)
 
 
 def _random_state(device_type: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from mla_plugin import Accepted, DecodeRequest, Refused, hookimpl
 from mla_plugin.conformance import BackendConformance, ConformanceError, DecodeConformance, cases, checks, decode_cases
 from mla_plugin.conformance.budget import Roundings, Yardstick, check_error
-from mla_plugin.conformance.watch import PoisonedMemory, synchronisation_is_an_error
+from mla_plugin.conformance.watch import PoisonedMemory, random_state_kept, synchronisation_is_an_error
 from tests.conformance.mutants import Broken, manager_of, module_of
 from tests.conformance.whole_table import CAUGHT, FAULTS, runs_of, suite_of
 
@@ -237,6 +237,14 @@ def test_every_pair_is_covered():
     assert any({"window", "pad_between_seqs", "gqa"} <= tags for tags in pairs)
     assert any({"return_lse", "pad_between_seqs"} <= tags for tags in pairs)
     assert any({"bias", "window", "fp16"} <= tags for tags in pairs)
+
+
+def test_a_seed_that_is_set_anew_is_seen_where_it_was_set_before():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with pytest.raises(ConformanceError, match="random state of torch"), random_state_kept("cpu"):
+        torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_seed_decides_the_data(capsys):
