@@ -190,7 +190,8 @@ VARIABLES: tuple[Variable, ...] = (
         _ONE,
         False,
         "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU, and in each "
-        "context-parallel call whether it failed on another rank; every such call then waits for the device.",
+        "context-parallel call whether the ranks make the same one and whether it failed on another rank; every such "
+        "call then waits for the device. Set it on all ranks.",
         "call",
         "mla-plugin",
     ),

@@ -78,7 +78,7 @@ def wrong(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for sender in ("exchange", "gather"):
             patch.setattr(latents, sender, None)
-        patch.setattr(dist, "all_gather_object", None)
+        patch.setattr(dist, "all_reduce", None)
         with pytest.raises(kind) as found:
             mla_plugin.latent_attention(**arguments)
     assert text in str(found.value), found.value
