@@ -28,7 +28,7 @@ from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, term
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
-from mla_plugin.hooks.decode import DecodeOutput
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.operations.decode.operator import run as run_alone
 
 __all__ = ["check_interleave", "context_parallel_decode", "local_call", "run", "run_traced"]
@@ -110,7 +110,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
         ValueError: lengths that the host may read do not fit this rank's cache.
     """
     batch, seqlen_q = tensors.q_nope_abs.shape[:2]
-    is_split = tensors.causal and seqlen_q > 1 and tensors.capacity > 0
+    is_split = _is_split(tensors.causal, seqlen_q, tensors.capacity)
 
     def local(lengths: torch.Tensor, *, are_ends: bool = False) -> torch.Tensor:
         """Rows of this rank in so many first tokens, for each sequence of the call."""
@@ -147,6 +147,23 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
         leftpad_kv=None if tensors.leftpad_kv is None else local(tensors.leftpad_kv),
         lengths=lengths,
     )
+
+
+def _is_split(causal: bool, seqlen_q: int, capacity: int) -> bool:
+    return causal and seqlen_q > 1 and capacity > 0
+
+
+def local_request(request: DecodeRequest, capacity: int) -> DecodeRequest:
+    """What ``local_call`` asks backends for.
+
+    Args:
+        request: of this rank's tensors.
+        capacity: tokens that its cache has room for in a sequence.
+    """
+    if _is_split(request.causal, request.seqlen_q, capacity):
+        pages = capacity if request.page_size is None else request.page_size
+        request = request.replace(batch_size=request.batch_size * request.seqlen_q, seqlen_q=1, page_size=pages)
+    return request.replace(causal=False, return_lse=True)
 
 
 class _LocalLengths:

@@ -63,7 +63,16 @@ ALLOWED: dict[str, set[str]] = {
         *VALUES,
     },
     "mla_plugin.run": {API},
-    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", *VALUES},
+    "mla_plugin.cli": {
+        API,
+        "operations",
+        "context_parallel",
+        "resolver",
+        "hooks.manager",
+        "environment",
+        "device",
+        *VALUES,
+    },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
 """Layers whose other imports are limited too, beside the standard library."""

@@ -16,7 +16,7 @@ from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.latent import a2a, all_gather
 from mla_plugin.context_parallel.latent.latents import Latents
 from mla_plugin.context_parallel.run import lengths_read, terms_of_call, values_of_backward
-from mla_plugin.hooks.attention import AttentionOutput
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 from mla_plugin.operations.latent.call import Call, Forward, Gradients
 from mla_plugin.operations.latent.compute import Decision, Wants
 
@@ -28,6 +28,12 @@ _NOTHING = Decision((), {})
 def check(call: Call) -> None:
     """As ``Passes.check``."""
     _kv_call(call)
+
+
+def requests(call: Call, group: Group | None = None) -> tuple[AttentionRequest, ...]:
+    """What this rank asks backends for, for the group that the call names or another; errors as ``check``."""
+    kv = _kv_call(call, group)
+    return _way(call).requests(call, kv)  # type: ignore[no-any-return]
 
 
 def forward(call: Call) -> Forward:
@@ -97,7 +103,7 @@ def _is_empty(call: Call) -> bool:
     return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
 
 
-def _kv_call(call: Call) -> KVCall:
+def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     """The call with K and V that this one stands for, checked; their values take no memory.
 
     Raises:
@@ -107,7 +113,7 @@ def _kv_call(call: Call) -> KVCall:
     if not isinstance(way, str) or way not in WAYS:
         ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
         raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
-    group, tensors = Group.named(name), call.check()
+    group, tensors = group or Group.named(name), call.check()
     heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
     if way == "a2a" and heads % group.size:
         raise ValueError(
