@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.compat": {API, "layers", *VALUES},
     **{
         f"mla_plugin.compat.{host}": {API, "layers", "context_parallel", *VALUES}
-        for host in ("megatron", "transformers")
+        for host in ("megatron", "transformer_engine", "transformers")
     },
     "mla_plugin.compat.transformer_engine": {
         *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
