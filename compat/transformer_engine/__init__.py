@@ -14,7 +14,7 @@ are read at every call.
 
 =========================  ============================================================================================
 ``NVTE_MLA_TRITON=1``      the Triton kernels, where the conditions of NVIDIA/TransformerEngine pull request 2950 hold
-``MLA_PLUGIN_TE=fill``     the table in ``gaps``: only where TransformerEngine has no backend, or its quadratic one
+``MLA_PLUGIN_TE=fill``     the tables in ``gaps``: only where TransformerEngine fails, or runs its quadratic attention
 =========================  ============================================================================================
 
 Every other call is TransformerEngine's, with the arguments untouched. ``call`` lists what that is.

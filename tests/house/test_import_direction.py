@@ -56,10 +56,10 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.compat": {API, "layers", *VALUES},
     **{
         f"mla_plugin.compat.{host}": {API, "layers", "context_parallel", *VALUES}
-        for host in ("megatron", "transformer_engine", "transformers")
+        for host in ("megatron", "transformers")
     },
     "mla_plugin.compat.transformer_engine": {
-        *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
+        *(API, *OPERATIONS, "context_parallel", "hooks.manager", "registration", "environment"),
         *VALUES,
     },
     "mla_plugin.run": {API},
