@@ -15,6 +15,7 @@ from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.checks import WAYS, check_values, checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
+from mla_plugin.context_parallel.transport import is_batched
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.operations.attention.compute import reads_lengths
 
@@ -138,7 +139,9 @@ def terms_of_call(
         values: of this call.
         more: what must be equal besides, by its name; hashable values.
     """
-    tensors, more = call.tensors, more or {}
+    tensors, more = call.tensors, dict(more or {})
+    if cp_comm_type == "p2p":
+        more["NVTE_BATCH_MHA_P2P_COMM"] = int(is_batched(call.group, tensors.q.device))
     shapes = (tuple(tensors.q.shape), tuple(tensors.k.shape), tuple(tensors.v.shape))
     key = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
     return terms_of(call.group, what, key, lambda: {**_settings(shapes, call, cp_comm_type), **more}, values)

@@ -14,7 +14,7 @@ from tests.house.project import ROOT
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}
 """What a call and its answer are made of."""
-SHARED = {"operations.decisions"}
+SHARED = {"operations.decisions", "operations.edges"}
 PASSES = {"operations.attention", "operations.latent", "operations.decode"}
 ENTRIES = {f"{passes}.api" for passes in PASSES}
 OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
