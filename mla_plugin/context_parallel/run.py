@@ -151,6 +151,8 @@ def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[st
     """What must be equal on all ranks, by the name that a caller knows."""
     names = CallOptions._fields + _OF_TENSORS
     settings = {name: getattr(call.request, name) for name in names}
+    for name in ("max_seqlen_q", "max_seqlen_kv"):  # of whole sequences, as the caller says them
+        settings[name] *= call.group.size
     settings |= dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))
     return settings | {
         "cp_comm_type": cp_comm_type,

@@ -276,11 +276,11 @@ def other_than_before(how: str, *, is_late: bool) -> str | None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("tokens", "max_seqlen_q: rank 0 has 6, rank 1 has 6, rank 2 has 4"),
+        ("tokens", "max_seqlen_q: rank 0 has 18, rank 1 has 18, rank 2 has 12"),
         ("dtype", "dtype: rank 0 has torch.float64, rank 1 has torch.float64, rank 2 has torch.float32"),
         ("way", "cp_comm_type: rank 0 has 'p2p', rank 1 has 'p2p', rank 2 has 'a2a'"),
         ("lengths", "cu_seqlens_q: rank 0 has [0, 6, 18], rank 1 has [0, 6, 18], rank 2 has [0, 12, 18]"),
-        ("nothing", "max_seqlen_q: rank 0 has 6, rank 1 has 6, rank 2 has 0"),
+        ("nothing", "max_seqlen_q: rank 0 has 18, rank 1 has 18, rank 2 has 0"),
         ("backward", "softmax_scale: rank 0 has 0.3535533905932738, rank 1 has 0.3535533905932738, rank 2 has 0.5"),
     ],
 )
