@@ -14,7 +14,6 @@ Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``fl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -136,7 +135,7 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
     options = Options.of(request, softmax_scale, rows)
     # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
-    return options if rows.q is None else replace(options, max_seqlen_q=max(2, options.max_seqlen_q))
+    return options if rows.q is None else options._replace(max_seqlen_q=max(2, options.max_seqlen_q))
 
 
 @hookimpl
