@@ -163,10 +163,10 @@ def _tensors_of(
         k,
         v,
         1.0 if softmax_scale is None else plain_number(softmax_scale),
-        **lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        attention_mask=attention_mask,
-        bias=bias,
-        dropout_seed=torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
+        *lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attention_mask,
+        bias,
+        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
     )
 
 

@@ -94,7 +94,7 @@ def latent_attention(
         has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
         softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
     lengths = lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), **lengths)
+    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), *lengths)
     options = CallOptions(
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,

@@ -9,6 +9,7 @@ but not so small that the host's time for a part counts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,17 +46,26 @@ ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
 
 
-def _sizes(request: AttentionRequest, tensors: AttentionTensors) -> tuple[int, Sizes]:
-    """Elements of the call's largest tensor, and how it is cut."""
-    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
-    is_copied = tensors.q.element_size() < 4 or request.head_dim_qk != request.head_dim_v
-    return largest, COPIED if is_copied else AS_GIVEN
+def _sizes_of(request: AttentionRequest) -> Sizes:
+    """How a call is cut."""
+    is_copied = request.dtype.itemsize < 4 or request.head_dim_qk != request.head_dim_v
+    return COPIED if is_copied else AS_GIVEN
 
 
-def _is_tiny(request: AttentionRequest, tensors: AttentionTensors) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _is_tiny(request: AttentionRequest) -> bool:
     """The tensors as they are make one part; nothing has to be looked for, which takes as long as the kernel."""
-    largest, sizes = _sizes(request, tensors)
-    return largest <= sizes.least and not is_ragged(request)
+    if is_ragged(request):
+        return False
+    tokens_q, tokens_kv = request.max_seqlen_q * request.num_heads, request.max_seqlen_kv * request.num_kv_heads
+    of_keys = tokens_kv * max(request.head_dim_qk, request.head_dim_v)
+    return request.batch_size * max(tokens_q * request.head_dim_qk, of_keys) <= _sizes_of(request).least
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_terms(request: AttentionRequest, softmax_scale: float) -> Terms:
+    """For the flash kernel: no tensor enters the scores."""
+    return Terms(softmax_scale, request.band)
 
 
 def _parts(
@@ -63,7 +73,7 @@ def _parts(
 ) -> Iterator[Group]:
     """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
-    largest, sizes = _sizes(request, tensors)
+    largest, sizes = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel()), _sizes_of(request)
     limit = min(max(largest // sizes.count, sizes.least), sizes.most)
     head_dim = max(request.head_dim_qk, request.head_dim_v)
     for group in whole:
@@ -83,6 +93,11 @@ def _parts(
                     yield from sequences.by_heads(heads, num_heads, num_kv_heads)
 
 
+def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A result in the dtype of the inputs, contiguous."""
+    return (x if x.dtype == q.dtype else x.to(q.dtype)).contiguous()
+
+
 def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
     """One part is all of the call, and its results are the call's."""
     return len(parts) == 1 and parts[0].q.is_all_of(q) and parts[0].kv.is_all_of(k)
@@ -100,16 +115,18 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     """Attention of every sequence, by the flash kernel or by blocked mathematics."""
     layout = request.layout
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
-    terms = Terms.of(request, tensors, wants_dbias=False)
-    route = flash.forward if use_kernel else blocked.forward
-    if _is_tiny(request, tensors):
+    if use_kernel:
+        route, terms = flash.forward, _plain_terms(request, tensors.softmax_scale)
+    else:
+        route, terms = blocked.forward, Terms.of(request, tensors, wants_dbias=False)
+    if _is_tiny(request):
         rows, lse = route(q, k, v, terms)
-        return AttentionOutput(layout.from_bhsd(rows).to(q.dtype).contiguous(), lse.contiguous())
+        return AttentionOutput(_as_given(layout.from_bhsd(rows), q), lse.contiguous())
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
     if _is_one(parts, q, k):
         part_out, part_lse = route(parts[0].queries(q), parts[0].keys(k), parts[0].keys(v), terms)
-        out = layout.from_bhsd(parts[0].q.joined(part_out)).to(q.dtype).contiguous()
+        out = _as_given(layout.from_bhsd(parts[0].q.joined(part_out)), q)
         lse = parts[0].q.joined(part_lse).contiguous()
     else:
         out, lse = empty_output(tensors.q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
@@ -131,7 +148,10 @@ def backward(
     """Gradients of every sequence, by the flash kernel or by blocked mathematics."""
     tensors, layout = residuals.tensors, request.layout
     inputs = (tensors.q, tensors.k, tensors.v)
-    q, k, v, out, dout = (layout.to_bhsd(x) for x in (*inputs, residuals.out, dout))
+    q, k, v, out, dout = [layout.to_bhsd(x) for x in (*inputs, residuals.out, dout)]
+    if use_kernel and _is_tiny(request):
+        results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, _plain_terms(request, tensors.softmax_scale))
+        return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
     dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
@@ -153,7 +173,7 @@ def backward(
     if _is_one(parts, q, k):
         results = gradients_of(parts[0])
         places = (parts[0].q, parts[0].kv, parts[0].kv)
-        found = [layout.from_bhsd(p.joined(x)).to(q.dtype).contiguous() for p, x in zip(places, results, strict=True)]
+        found = [_as_given(layout.from_bhsd(p.joined(x)), q) for p, x in zip(places, results, strict=True)]
     else:
         make = torch.empty_like if _have_all(whole, q, k) else torch.zeros_like
         found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
