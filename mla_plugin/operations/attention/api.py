@@ -156,8 +156,8 @@ def _tensors_of(
     cu_seqlens_kv_padded: torch.Tensor | None,
 ) -> AttentionTensors:
     """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
-    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and q.shape[-1]:
-        softmax_scale = q.shape[-1] ** -0.5
+    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
+        softmax_scale = width**-0.5
     return AttentionTensors(
         q,
         k,

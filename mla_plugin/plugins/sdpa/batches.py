@@ -40,7 +40,7 @@ class Sizes:
 
 COPIED = Sizes(16, 1 << 16, 1 << 18)
 """16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
-AS_GIVEN = Sizes(8, 1 << 18, 1 << 19)
+AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
 """Others, of which only the queries are copied."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
@@ -53,19 +53,17 @@ def _sizes_of(request: AttentionRequest) -> Sizes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_tiny(request: AttentionRequest) -> bool:
-    """The tensors as they are make one part; nothing has to be looked for, which takes as long as the kernel."""
+def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> Terms | None:
+    """For the flash kernel where the tensors as they are make one part; None where they do not.
+
+    Nothing has to be looked for then, which takes as long as the kernel.
+    """
     if is_ragged(request):
-        return False
+        return None
     tokens_q, tokens_kv = request.max_seqlen_q * request.num_heads, request.max_seqlen_kv * request.num_kv_heads
     of_keys = tokens_kv * max(request.head_dim_qk, request.head_dim_v)
-    return request.batch_size * max(tokens_q * request.head_dim_qk, of_keys) <= _sizes_of(request).least
-
-
-@functools.lru_cache(maxsize=4096)
-def _plain_terms(request: AttentionRequest, softmax_scale: float) -> Terms:
-    """For the flash kernel: no tensor enters the scores."""
-    return Terms(softmax_scale, request.band)
+    largest = request.batch_size * max(tokens_q * request.head_dim_qk, of_keys)
+    return Terms(softmax_scale, request.band) if largest <= _sizes_of(request).least else None
 
 
 def _parts(
@@ -115,13 +113,12 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     """Attention of every sequence, by the flash kernel or by blocked mathematics."""
     layout = request.layout
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
-    if use_kernel:
-        route, terms = flash.forward, _plain_terms(request, tensors.softmax_scale)
-    else:
-        route, terms = blocked.forward, Terms.of(request, tensors, wants_dbias=False)
-    if _is_tiny(request):
-        rows, lse = route(q, k, v, terms)
+    terms = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
+    if terms is not None:
+        rows, lse = flash.forward(q, k, v, terms)
         return AttentionOutput(_as_given(layout.from_bhsd(rows), q), lse.contiguous())
+    terms = Terms.of(request, tensors, wants_dbias=False)
+    route = flash.forward if use_kernel else blocked.forward
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
     if _is_one(parts, q, k):
@@ -149,8 +146,9 @@ def backward(
     tensors, layout = residuals.tensors, request.layout
     inputs = (tensors.q, tensors.k, tensors.v)
     q, k, v, out, dout = [layout.to_bhsd(x) for x in (*inputs, residuals.out, dout)]
-    if use_kernel and _is_tiny(request):
-        results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, _plain_terms(request, tensors.softmax_scale))
+    tiny = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
+    if tiny is not None:
+        results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, tiny)
         return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
     dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse

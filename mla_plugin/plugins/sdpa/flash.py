@@ -133,7 +133,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             lost += _lost_nan(part_out, part_lse)
             rows = (slice(None), slice(None), piece.queries)
             _merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
-    for i in set(lost):
+    for i in dict.fromkeys(lost):
         one = slice(i, i + 1)
         out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
     lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
