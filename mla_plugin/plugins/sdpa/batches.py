@@ -10,18 +10,24 @@ but not so small that the host's time for a part counts.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import empty_output, lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
-from mla_plugin.plugins.sdpa import blocked, flash
+from mla_plugin.plugins.sdpa import blocked, flash, tiles
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import Terms
+
+_T = torch.Tensor
+Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T, _T | None]
+"""q, k, v, out, lse, dout and dlse of a part."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ COPIED = Sizes(16, 1 << 16, 1 << 18)
 """16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
 AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
 """Others, of which only the queries are copied."""
+SHARE_OF_CALL = 16
+"""A part that is a smaller share of the call holds less than half of what PyTorch's own attention does."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
 
@@ -71,12 +79,10 @@ def _parts(
 ) -> Iterator[Group]:
     """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
-    largest, sizes = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel()), _sizes_of(request)
-    limit = min(max(largest // sizes.count, sizes.least), sizes.most)
-    head_dim = max(request.head_dim_qk, request.head_dim_v)
+    limit = _limit(request, tensors)
     for group in whole:
-        len_q, len_kv = group.q.length, group.kv.length
-        elements = max(len_q * num_heads, len_kv * num_kv_heads) * head_dim
+        len_q = group.q.length
+        elements = _elements(request, group)
         if elements * len(group.q.firsts) <= limit:
             yield group
         elif not use_kernel or elements <= limit:
@@ -89,6 +95,29 @@ def _parts(
                     yield sequences
                 else:
                     yield from sequences.by_heads(heads, num_heads, num_kv_heads)
+
+
+def _limit(request: AttentionRequest, tensors: AttentionTensors) -> int:
+    """Elements of a part's largest tensor, where a sequence or a head does not have more."""
+    sizes = _sizes_of(request)
+    return min(max(_largest(tensors) // sizes.count, sizes.least), sizes.most)
+
+
+def _most_at_once(request: AttentionRequest, tensors: AttentionTensors) -> int:
+    """A part with more elements is computed in tiles: it exceeds the limit, and its copies count beside the call."""
+    return max(_limit(request, tensors), _largest(tensors) // SHARE_OF_CALL)
+
+
+def _largest(tensors: AttentionTensors) -> int:
+    return max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+
+
+def _elements(request: AttentionRequest, group: Group) -> int:
+    """Of one sequence of a group, in its largest tensor."""
+    heads_q = range(request.num_heads)[group.heads_q or slice(None)]
+    heads_kv = range(request.num_kv_heads)[group.heads_kv or slice(None)]
+    tokens = max(group.q.length * len(heads_q), group.kv.length * len(heads_kv))
+    return tokens * max(request.head_dim_qk, request.head_dim_v)
 
 
 def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -121,7 +150,8 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     route = flash.forward if use_kernel else blocked.forward
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
-    if _is_one(parts, q, k):
+    most = _most_at_once(request, tensors) if use_kernel else sys.maxsize
+    if _is_one(parts, q, k) and _elements(request, parts[0]) <= most:
         part_out, part_lse = route(parts[0].queries(q), parts[0].keys(k), parts[0].keys(v), terms)
         out = _as_given(layout.from_bhsd(parts[0].q.joined(part_out)), q)
         lse = parts[0].q.joined(part_lse).contiguous()
@@ -132,6 +162,10 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
             lse.fill_(-torch.inf)
         out_rows = layout.to_bhsd(out)
         for part in parts:
+            if _elements(request, part) > most:
+                inputs = (part.queries(q), part.keys(k), part.keys(v))
+                tiles.forward(*inputs, terms, part.queries(out_rows), part.queries(lse))
+                continue
             results = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
             part.write_queries(out_rows, results[0])
             part.write_queries(lse, results[1])
@@ -156,20 +190,15 @@ def backward(
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=True))
 
-    def gradients_of(part: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (flash.backward if use_kernel else blocked.backward)(
-            part.queries(q),
-            part.keys(k),
-            part.keys(v),
-            part.queries(out),
-            part.queries(lse),
-            part.queries(dout),
-            None if dlse is None else part.queries(dlse),
-            terms.of_part(part),
-        )
+    route = flash.backward if use_kernel else blocked.backward
 
-    if _is_one(parts, q, k):
-        results = gradients_of(parts[0])
+    def inputs_of(part: Group) -> Inputs:
+        of_keys, of_q = (part.keys(k), part.keys(v)), (part.queries(out), part.queries(lse), part.queries(dout))
+        return (part.queries(q), *of_keys, *of_q, None if dlse is None else part.queries(dlse))
+
+    most = _most_at_once(request, tensors) if use_kernel else sys.maxsize
+    if _is_one(parts, q, k) and _elements(request, parts[0]) <= most:
+        results = route(*inputs_of(parts[0]), terms.of_part(parts[0]))
         places = (parts[0].q, parts[0].kv, parts[0].kv)
         found = [_as_given(layout.from_bhsd(p.joined(x)), q) for p, x in zip(places, results, strict=True)]
     else:
@@ -177,7 +206,10 @@ def backward(
         found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
         dq, dk, dv = (layout.to_bhsd(x) for x in found)
         for part in parts:
-            results = gradients_of(part)
+            if _elements(request, part) > most:
+                tiles.backward(*inputs_of(part), terms, (part.queries(dq), part.keys(dk), part.keys(dv)))
+                continue
+            results = route(*inputs_of(part), terms.of_part(part))
             part.write_queries(dq, results[0])
             part.write_keys(dk, results[1])
             part.write_keys(dv, results[2])

@@ -132,7 +132,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             part_out, part_lse = _attend(q, k, v, piece)
             lost += _lost_nan(part_out, part_lse)
             rows = (slice(None), slice(None), piece.queries)
-            _merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
+            merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
     for i in dict.fromkeys(lost):
         one = slice(i, i + 1)
         out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
@@ -170,7 +170,7 @@ def _lost_nan(out: torch.Tensor, lse: torch.Tensor) -> list[int]:
     return found
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Add the attention over further keys to out [n, H, S, D] and lse [n, H, S], in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part_out, (part_lse - total).exp_().unsqueeze(-1))
