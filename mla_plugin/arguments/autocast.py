@@ -28,6 +28,8 @@ def autocast(*tensors: Any, cast: Callable[[torch.Tensor, torch.dtype], torch.Te
         tensors: of a call; the first says the device. None stays None.
         cast: how; the default is ``.to`` for those that are castable.
     """
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return tensors
     first = tensors[0]
     if not isinstance(first, torch.Tensor) or (dtype := autocast_dtype(first.device.type)) is None:
         return tensors

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import Layout, aligned
+from mla_plugin.arguments.layout import addressable, aligned
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.shared.packed import addressable
 from mla_plugin.plugins.shared.refusals import (
     NO_DECODE,
     accepted_without_dlse,
@@ -126,18 +125,14 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     return accepted_without_dlse(request)
 
 
-def _kernel_input(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """x as [B, H, S, D], copied where it is not aligned or a dimension is broadcast: cuDNN wants real strides."""
-    return addressable(layout.to_bhsd(x))
-
-
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention; cuDNN's softmax statistics are the natural-log log-sum-exp, [B, H, S_q] in float32."""
-    request = plan.request
-    q, k, v = (_kernel_input(x, request.layout) for x in (tensors.q, tensors.k, tensors.v))
+    request, layout = plan.request, plan.request.layout
+    q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+    q, k, v = addressable(q), addressable(k), addressable(v)  # cuDNN wants real strides
     out, lse, *_ = _forward(q, k, v, None, True, 0.0, request.is_causal, False, scale=tensors.softmax_scale)
-    return AttentionOutput(request.layout.from_bhsd(out).contiguous(), lse.view(q.shape[:-1]))
+    return AttentionOutput(layout.from_bhsd(out).contiguous(), lse.squeeze(-1))
 
 
 @hookimpl
@@ -152,10 +147,10 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
     refuse_dlse("cudnn", dlse)
-    request, tensors = plan.request, residuals.tensors
+    request, layout, tensors = plan.request, plan.request.layout, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (request.layout.to_bhsd(aligned(x.contiguous())) for x in inputs)
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    dout, q, k, v, out = [layout.to_bhsd(aligned(x.contiguous())) for x in inputs]
+    no_seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
     dq, dk, dv = _backward(
         dout,
         q,
@@ -174,4 +169,5 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         request.is_causal,
         scale=tensors.softmax_scale,
     )
-    return Gradients(*(request.layout.from_bhsd(x).contiguous() for x in (dq, dk, dv)))
+    from_bhsd = layout.from_bhsd
+    return Gradients(from_bhsd(dq).contiguous(), from_bhsd(dk).contiguous(), from_bhsd(dv).contiguous())

@@ -156,17 +156,17 @@ def _tensors_of(
     cu_seqlens_kv_padded: torch.Tensor | None,
 ) -> AttentionTensors:
     """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
-    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and q.shape[-1]:
-        softmax_scale = q.shape[-1] ** -0.5
+    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
+        softmax_scale = width**-0.5
     return AttentionTensors(
         q,
         k,
         v,
         1.0 if softmax_scale is None else plain_number(softmax_scale),
-        **lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        attention_mask=attention_mask,
-        bias=bias,
-        dropout_seed=torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
+        *lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attention_mask,
+        bias,
+        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
     )
 
 

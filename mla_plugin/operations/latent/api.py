@@ -125,7 +125,7 @@ def _said(
         has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
         softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
     lengths = lengths_of_both(*offsets)
-    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), **lengths)
+    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), *lengths)
     for name in DIFFERENTIABLE:
         check_tensor(name, getattr(tensors, name))
     return tensors, _completed(tensors, CallOptions(**options))
