@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 import mla_plugin
-from mla_plugin.compat.transformer_engine.arrival import when_imported
 from mla_plugin.compat.transformer_engine.gaps import GAPS
+from mla_plugin.import_hook import when_imported
 from tests.compat import te_host
 from tests.house.project import ROOT
 

@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
+    "mla_plugin.import_hook": set(),
     "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
@@ -59,10 +60,10 @@ ALLOWED: dict[str, set[str]] = {
         for host in ("megatron", "transformers")
     },
     "mla_plugin.compat.transformer_engine": {
-        *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
+        *(API, *OPERATIONS, "hooks.manager", "registration", "import_hook", "environment"),
         *VALUES,
     },
-    "mla_plugin.run": {API},
+    "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", *VALUES},
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
