@@ -83,6 +83,22 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
         yield f"{found} > {MAX_HEAD_DIM_EVERYWHERE} in training on compute_capability={capability} [PyTorch]"
 
 
+def _size_refusals(request: AttentionRequest) -> Iterator[str]:
+    """The dense backward sums dq in a float32 tensor, rows rounded up to 128, whose offsets come round at 32 bits.
+
+    Seen on an H200 with PyTorch 2.11: an illegal memory access. The forward and packed sequences are right there.
+    """
+    if not request.is_training or request.layout.is_packed:
+        return
+    rows = -(-request.max_seqlen_q // 128) * 128
+    elements = request.batch_size * rows * request.num_heads * _width(request, request.return_lse)
+    if elements >= 2**31:
+        yield (
+            f"batch_size={request.batch_size}, max_seqlen_q={request.max_seqlen_q}, num_heads={request.num_heads} in "
+            f"training: its dense backward addresses {elements} elements with 32 bits, expected fewer than 2**31"
+        )
+
+
 def _window_refusals(request: AttentionRequest) -> Iterator[str]:
     """Where queries outnumber keys, the kernel's right side may be another than the caller's.
 
@@ -106,6 +122,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     yield from _head_dim_refusals(request, platform)
     yield from beyond_flash_attention(request)
     yield from beyond_packed_sequences(request)
+    yield from _size_refusals(request)
     yield from _window_refusals(request)
 
 
