@@ -4,7 +4,7 @@ It takes TransformerEngine's place of "unfused attention" without its memory: no
 
 Decode has a module of its own. Attention has three routes, by request:
 
-- ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch;
+- ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch, long ones of few heads in ``tiles``;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
 - ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
 
