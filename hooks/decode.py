@@ -9,6 +9,7 @@ import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import starts_aligned
+from mla_plugin.arguments.layout import are_joined
 from mla_plugin.hooks.types import Platform, TraceEntry
 
 _LEAST = {"batch_size": 0, "seqlen_q": 0, "max_seqlen_kv": 0, "num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 0}
@@ -34,6 +35,7 @@ class DecodeRequest:
         has_host_lengths: the lengths are known on the host too: they fill the cache, or came as ``DecodeLengths``.
         has_leftpad_kv: sequences begin behind the cache's first token.
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
+        has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: who asks.
@@ -53,6 +55,7 @@ class DecodeRequest:
     has_host_lengths: bool = False
     has_leftpad_kv: bool = False
     has_aligned_rows: bool = True
+    has_joined_rows: bool = True
     return_lse: bool = False
     device_index: int | None = None
     host: str = "direct"
@@ -86,6 +89,7 @@ class DecodeRequest:
             has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
             has_leftpad_kv=tensors.leftpad_kv is not None,
             has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),
+            has_joined_rows=are_joined(c_kv, k_rope),
             return_lse=tensors.return_lse,
             host=host,
         )

@@ -15,6 +15,7 @@ import torch
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.checks import DTYPES
 from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.layout import are_joined
 
 TENSOR_ATTRIBUTES = ("type", "shape", "stride", "dtype", "device")
 TensorLayout = tuple[type, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -28,6 +29,7 @@ class DecodeLayout(NamedTuple):
     Attributes:
         q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: of the tensors of these names.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
+        is_joined: they are columns of one tensor.
         causal, return_lse: as in ``DecodeTensors``.
         has_host_lengths: the lengths came as ``DecodeLengths``.
     """
@@ -40,6 +42,7 @@ class DecodeLayout(NamedTuple):
     seqlens_kv: TensorLayout | None
     leftpad_kv: TensorLayout | None
     starts_aligned: bool
+    is_joined: bool
     causal: bool
     return_lse: bool
     has_host_lengths: bool
@@ -66,6 +69,7 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
         seqlens_kv if seqlens_kv is None else _of(seqlens_kv),
         leftpad_kv if leftpad_kv is None else _of(leftpad_kv),
         starts_aligned(c_kv, k_rope),
+        are_joined(c_kv, k_rope),
         causal,
         return_lse,
         lengths is not None,

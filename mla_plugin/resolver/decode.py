@@ -54,6 +54,8 @@ def describe_request(request: DecodeRequest) -> str:
     flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse")
     if not request.has_aligned_rows:
         parts.append("rows not on 16 bytes")
+    if not request.has_joined_rows:
+        parts.append("c_kv and k_rope apart")
     parts.extend(flag for flag in flags if getattr(request, flag))
     return ", ".join(parts)
 

@@ -139,6 +139,7 @@ class DecodeCase:
             has_host_lengths=self.has_host_lengths or not self.has_seqlens_kv,
             has_leftpad_kv=self.leftpads is not None,
             has_aligned_rows=self.has_aligned_rows,
+            has_joined_rows=self.is_packed or not self.rope,
             return_lse=self.return_lse,
         )
 

@@ -19,7 +19,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashinfer import plan as planning
-from mla_plugin.plugins.shared.refusals import off_cuda
+from mla_plugin.plugins.shared.refusals import NO_ATTENTION, off_cuda
 
 DISTRIBUTION = "flashinfer-python"
 MIN_VERSION = Version("0.6.12")
@@ -28,8 +28,6 @@ FA3_RANKS = (512,)
 """Its Hopper kernel is wrong for ranks 128 and 256 and reads beyond its memory, seen on an H200 with 0.6.13."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
-
-NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
 
 
 def kernel(rank: int, capability: tuple[int, int] | None) -> str:

@@ -13,6 +13,9 @@ from mla_plugin.hooks.types import Accepted, Refused
 NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
 
+NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
+"""The answer to an attention request of a backend of decode."""
+
 
 def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:
     """The acceptance of a backend whose kernel takes no gradient of lse: ``sdpa`` runs the backward that has one."""
