@@ -147,7 +147,8 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
     [
         (
             "--backend fa9",
-            "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, flashmla, cudnn, sdpa",
+            "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, flashmla, cudnn, "
+            "sdpa",
         ),
         ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
         ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),

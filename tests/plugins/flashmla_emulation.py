@@ -1,8 +1,9 @@
 """FlashMLA's dense decode on the CPU: both forms of its schedule, its demands, and the oracle inside.
 
 Written after ``flash_mla/flash_mla_interface.py`` and ``csrc/api/dense_decode.h`` of deepseek-ai/FlashMLA, SGLang's
-``sgl-flash-mla`` and ``sgl_kernel.flash_mla``. What the library would refuse or get wrong fails an assertion: a schedule
-of other lengths too. A query that sees no key has lse +inf, and beneath a scale of 7e-4 the mean of all values.
+``sgl-flash-mla`` and ``sgl_kernel.flash_mla``. What the library would refuse or get wrong fails an assertion: a
+schedule of other lengths too. A query that sees no key has lse +inf, and beneath a scale of 7e-4 neither out nor lse is
+right.
 """
 
 from __future__ import annotations
