@@ -37,6 +37,7 @@ class DecodeRequest:
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
         has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
+        batch_invariant: as in ``mla_plugin.decode``; a backend that does not promise it refuses.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: who asks.
     """
@@ -57,6 +58,7 @@ class DecodeRequest:
     has_aligned_rows: bool = True
     has_joined_rows: bool = True
     return_lse: bool = False
+    batch_invariant: bool = False
     device_index: int | None = None
     host: str = "direct"
 
@@ -68,7 +70,7 @@ class DecodeRequest:
             raise ValueError(f"page_size={self.page_size}; at least 1 is needed, or None for a contiguous cache")
 
     @classmethod
-    def of(cls, tensors: DecodeTensors, *, host: str = "direct") -> DecodeRequest:
+    def of(cls, tensors: DecodeTensors, *, host: str = "direct", batch_invariant: bool = False) -> DecodeRequest:
         """The request that checked tensors make."""
         q, c_kv, k_rope, page_table = tensors.q_nope_abs, tensors.c_kv, tensors.k_rope, tensors.page_table
         batch, seqlen_q, heads, rank = q.shape
@@ -91,6 +93,7 @@ class DecodeRequest:
             has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),
             has_joined_rows=are_joined(c_kv, k_rope),
             return_lse=tensors.return_lse,
+            batch_invariant=batch_invariant,
             host=host,
         )
 

@@ -51,7 +51,7 @@ def describe_request(request: DecodeRequest) -> str:
         f"kv_lora_rank {request.kv_lora_rank}, rope {request.qk_rope_head_dim}",
         cache,
     ]
-    flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse")
+    flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse", "batch_invariant")
     if not request.has_aligned_rows:
         parts.append("rows not on 16 bytes")
     if not request.has_joined_rows:
@@ -104,6 +104,9 @@ def survey_decode(
     environ: Mapping[str, str] | None = None,
 ) -> DecodeDecision:
     """Decide, uncached, and keep everything that led to the decision; arguments and errors as ``survey``."""
+    environ = dict(environment.gates()) if environ is None else environ
+    if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
+        request = request.replace(batch_invariant=True)
     asked = ask_all(request, backend, platform, environ)
     platform, backend = asked.platform, asked.backend
     off: dict[str, str] = {}

@@ -105,6 +105,21 @@ def test_a_variable_keeps_a_backend_off(environ: dict[str, str], backend: str, r
     assert decision.plan.forward_backend != backend
 
 
+def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
+    plain = survey_decode(request(), platform=gpu(), environ={})
+    for call, environ in ((request(batch_invariant=True), {}), (request(), {"MLA_PLUGIN_BATCH_INVARIANT": "1"})):
+        decision = survey_decode(call, platform=gpu(), environ=environ)
+        assert decision.request.batch_invariant
+        assert "batch_invariant" in describe_request(decision.request)
+        for entry in decision.trace:
+            reason = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it"
+            was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
+            assert not entry.accepted
+            assert (reason in entry.reasons) == was_taken or not was_taken
+    assert not plain.request.batch_invariant
+    assert survey_decode(request(), platform=gpu(), environ={"MLA_PLUGIN_BATCH_INVARIANT": "yes"}).plan == plain.plan
+
+
 def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
     assert resolve(request(), backend="sdpa", platform=gpu(), environ={}).forward_backend == "sdpa"
     environ = {"MLA_PLUGIN_BACKEND": "fa3"}

@@ -21,7 +21,7 @@ from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashmla import providers
 from mla_plugin.plugins.flashmla.providers import Provider, Schedule
 from mla_plugin.plugins.shared.capture import capture_number
-from mla_plugin.plugins.shared.refusals import NO_ATTENTION
+from mla_plugin.plugins.shared.refusals import NO_ATTENTION, batch_dependence
 
 PAGE_SIZE, RANK, ROPE = 64, 512, 64
 TILE = 64
@@ -49,6 +49,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield f"page_size={request.page_size}, accepted are pages of {PAGE_SIZE}"
     elif not request.max_seqlen_kv:
         yield "max_seqlen_kv=0: it reads the first entry of a sequence's pages, accepted is at least 1"
+    yield from batch_dependence(request)
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_joined_rows:
