@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode import DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.arguments.layout import are_joined
 from mla_plugin.hooks.types import Platform, TraceEntry
@@ -33,6 +33,7 @@ class DecodeRequest:
         causal: query i of seqlen_q sees keys up to seqlens_kv - seqlen_q + i; False for a single query, which sees all.
         has_seqlens_kv: the sequences have lengths of their own; otherwise they fill a contiguous cache.
         has_host_lengths: the lengths are known on the host too: they fill the cache, or came as ``DecodeLengths``.
+        profile: mean and spread of the lengths, rounded; None where the host does not know them.
         has_leftpad_kv: sequences begin behind the cache's first token.
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
         has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
@@ -54,6 +55,7 @@ class DecodeRequest:
     causal: bool = False
     has_seqlens_kv: bool = False
     has_host_lengths: bool = False
+    profile: Profile | None = None
     has_leftpad_kv: bool = False
     has_aligned_rows: bool = True
     has_joined_rows: bool = True
@@ -89,6 +91,7 @@ class DecodeRequest:
             causal=tensors.causal,
             has_seqlens_kv=tensors.seqlens_kv is not None,
             has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
+            profile=_profile_of(tensors),
             has_leftpad_kv=tensors.leftpad_kv is not None,
             has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),
             has_joined_rows=are_joined(c_kv, k_rope),
@@ -100,6 +103,12 @@ class DecodeRequest:
     def replace(self, **changes: object) -> DecodeRequest:
         """A copy with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _profile_of(tensors: DecodeTensors) -> Profile | None:
+    if tensors.lengths is not None:
+        return tensors.lengths.profile
+    return Profile.of([tensors.capacity]) if tensors.seqlens_kv is None else None
 
 
 @dataclass(frozen=True)

@@ -402,6 +402,19 @@ def test_batch_invariance_reaches_the_plan(other: Other, is_compiled: bool, monk
     assert [plan.request.batch_invariant for plan, _ in other.ran] == [False, True, True]
 
 
+def test_lengths_of_another_kind_are_decided_on_anew(other: Other) -> None:
+    """And those that round to the same are not."""
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    for lengths in ([8, 8, 8], [9, 9, 9], [1, 1, 11], [1, 1, 10]):
+        mla_plugin.decode(**call(seqlens_kv=DecodeLengths(lengths, device="cpu")))
+    assert [tuple(plan.request.profile) for plan, _ in other.ran] == [(8, 1), (8, 1), (4, 2), (4, 2)]
+    assert other.asked == 2
+    mla_plugin.decode(**call())
+    assert other.ran[-1][0].request.profile == (8, 1)
+    mla_plugin.decode(**call(seqlens_kv=torch.tensor([8, 8, 8], dtype=torch.int32)))
+    assert other.ran[-1][0].request.profile is None
+
+
 def test_batch_invariance_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_api, "_group_name", lambda group: "0")
     with pytest.raises(ValueError, match="batch_invariant=True with cp_group"):

@@ -164,10 +164,6 @@ FLAGS: dict[str, tuple[Call, Call]] = {
     ),
     "causal": (call(), call(causal=False)),
     "return_lse": (call(backend="honest", return_lse=False), call(backend="honest")),
-    "has_host_lengths": (
-        call(backend="honest"),
-        call(backend="honest", seqlens_kv=DecodeLengths([12, 7], device=DEVICE)),
-    ),
 }
 HINTS = typing.get_type_hints(DecodeLayout)
 FIELDS = [

@@ -59,7 +59,8 @@ def run(
         contiguous = {name: getattr(tensors, name).contiguous() for name in ("q_nope_abs", "q_rope")}
         tensors = tensors._replace(**contiguous)
         known = known_of(tensors)
-    key = (host, backend, batch_invariant, environment.gates(), get_manager().generation)
+    profile = None if tensors.lengths is None else tensors.lengths.profile
+    key = (host, backend, batch_invariant, profile, environment.gates(), get_manager().generation)
     decision = known.decisions.get(key)
     if decision is None:
         decision = known.decisions[key] = _decide(tensors, host, backend, batch_invariant)
