@@ -1,144 +1,87 @@
-"""Decode over a paged compressed cache (kv_lora_rank 512, rope 64, page 64, one query token, bfloat16) on this GPU.
+"""Decode over a paged compressed cache: our kernels beside the libraries, as engines call them, on this GPU.
 
-    python benchmarks/decode.py                  our kernels alone
-    python benchmarks/decode.py --peers DIR      also the libraries for which DIR/peers.py has a loader
+    python -m benchmarks.decode                 ours, FlashMLA, FlashAttention 3 and FlashInfer where they are installed
+    python -m benchmarks.decode --peers DIR     also vLLM's Triton kernel, by DIR/peers.py
+    python -m benchmarks.decode_plot            draws the kept result again
 
-A loader takes no tensor and returns prepare(q [B, H, 576], kv [pages, 64, 576], page_table, seqlens, scale), which
-returns a callable without arguments that gives [B, H, 512]. What a loader raises is noted and that library left out.
-A result whose error against float64 is more than twice that of plain PyTorch in bfloat16 is not timed. Milliseconds are
-of calls in a CUDA graph, as serving engines make them, over several sets of inputs in turn, so that the L2 cache does
-not serve; a library that cannot be captured is timed by events. Writes benchmarks/results/decode_<gpu>.json, prints a
+bfloat16, kv_lora_rank 512, rope 64; uniform and ragged lengths, pages of 1, 16 and 64, 1, 2 and 4 query tokens, and the
+call that ThunderMLA's authors report. FlashMLA, FlashAttention 3 and FlashInfer run by their own schedulers, vLLM's
+kernel with the splits that vLLM takes, next_power_of_2(capacity / 512) but at most twice the multiprocessors. How
+calls are made and timed: ``decode_cells.py``. Writes benchmarks/results/decode_<gpu>.json and a picture of it, prints a
 table last.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import itertools
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import OURS, by_events, by_graph, error, host_microseconds, in_turn, load_peers, parser, write
 
-from mla_plugin.kernels import mla_decode_attention
+sys.path.insert(0, str(Path(__file__).parent))
 
-CASES = (
-    *((batch, heads, seqlen) for heads in (16, 128) for batch in (1, 32, 128) for seqlen in (4096, 8192)),
-    *((1, 16, 65536), (1, 128, 65536)),
-)
-PEERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "FlashMLA": ("flashmla_decode", ()),
-    "FA3": ("fa3_decode", ()),
-    "FlashInfer fa3": ("flashinfer_decode", ("fa3",)),
-    "vLLM Triton": ("vllm_triton_decode", ()),
-}
-RANK, ROPE, PAGE = 512, 64, 64
-SCALE = 192**-0.5
-ROTATED_BYTES = 256 << 20  # inputs that are smaller together come in several sets
-MOST_SETS = 16
-CALLS = 32  # in a graph, at least, as the layers of a step: the start of the graph is no call's
+from common import OURS, host_microseconds, load_peers, parser, write
+from decode_cells import RANK, ROPE, SCALE, Call, Cell, Inputs, backend_call, measure_backends, row_of, step_of
+from decode_plot import plot
 
-Call = Callable[[], torch.Tensor]
+LIBRARIES = {"triton": OURS, "flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
+"""Our backends, and the libraries behind them."""
+PEERS: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM Triton": ("vllm_triton_decode", ())}
 
 
-class Inputs(NamedTuple):
-    """Arguments of one call, as ``prepare`` takes them."""
-
-    q: torch.Tensor
-    kv: torch.Tensor
-    page_table: torch.Tensor
-    seqlens: torch.Tensor
-    scale: float
-
-
-Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], Call]
-
-
-def draw(case: tuple[int, int, int], device: str, seed: int) -> Inputs:
-    """Random queries and pages in random order."""
-    batch, heads, seqlen = case
-    generator = torch.Generator(device).manual_seed(seed)
-    options: dict[str, Any] = {"device": device, "generator": generator}
-    pages = batch * seqlen // PAGE
-    return Inputs(
-        torch.randn(batch, heads, RANK + ROPE, dtype=torch.bfloat16, **options),
-        torch.randn(pages, PAGE, RANK + ROPE, dtype=torch.bfloat16, **options),
-        torch.randperm(pages, dtype=torch.int32, **options).view(batch, -1),
-        torch.full((batch,), seqlen, dtype=torch.int32, device=device),
-        SCALE,
-    )
+def cells() -> Iterator[tuple[Cell, ...]]:
+    """Cells in groups of the same lengths and pages, which share a step."""
+    for lengths, batch in itertools.product(("uniform", "ragged"), (1, 8, 32, 64, 128, 256)):
+        if lengths == "uniform" or batch > 1:
+            several = [(s, h) for s in (2, 4) for h in (16, 128)] if batch == 32 else []
+            yield tuple(Cell(lengths, batch, h, 6144, 64, s) for s, h in ((1, 16), (1, 128), *several))
+    for batch, mean in itertools.product((32, 128), (4096, 8192)):
+        yield tuple(Cell("uniform", batch, h, mean) for h in (16, 128))
+    yield tuple(Cell("one_long", 32, h, 1024) for h in (16, 128))
+    for page_size in (1, 16):
+        yield tuple(Cell("ragged", 64, h, 6144, page_size) for h in (16, 128))
+    yield (Cell("thundermla", 4, 16, 0, 64, 4),)
 
 
-def plain(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Plain PyTorch in ``dtype``, one sequence after the other: [B, H, RANK]."""
-    rows = []
-    for q, pages in zip(inputs.q.to(dtype), inputs.page_table.long(), strict=True):
-        keys = inputs.kv[pages].reshape(-1, RANK + ROPE).to(dtype)
-        rows.append(((q @ keys.T) * inputs.scale).softmax(-1) @ keys[:, :RANK])
-    return torch.stack(rows)
+def as_peer(prepare: Callable[..., Callable[[], torch.Tensor]]) -> Callable[[Inputs], Call]:
+    """A library of peers.py, prepare(q [B, H, 576], kv, page_table, seqlens, scale), over the cache of any layer."""
+
+    def of_cell(inputs: Inputs) -> Call:
+        if inputs.cell.seqlen_q > 1:
+            raise ValueError(f"seqlen_q={inputs.cell.seqlen_q}, accepted is 1")
+        q = torch.cat([inputs.q_nope_abs, inputs.q_rope], -1)[:, 0]
+        seqlens = torch.tensor(inputs.step.host, dtype=torch.int32, device=q.device)
+        prepared: dict[int, Callable[[], torch.Tensor]] = {}
+
+        def call(cache: torch.Tensor) -> torch.Tensor:
+            place = cache.data_ptr()
+            if place not in prepared:
+                prepared[place] = prepare(q, cache, inputs.step.page_table, seqlens, SCALE)
+            return prepared[place]()[:, None]
+
+        return call
+
+    return of_cell
 
 
-def ours(q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, seqlens: torch.Tensor, scale: float) -> Call:
-    """Our kernels, on views of the same tensors."""
-    q_nope_abs, q_rope = q.unsqueeze(1).split([RANK, ROPE], -1)
-    c_kv, k_rope = kv.split([RANK, ROPE], -1)
-
-    def call() -> torch.Tensor:
-        out = mla_decode_attention(
-            q_nope_abs, q_rope, c_kv, k_rope, softmax_scale=scale, page_table=page_table, seqlens_kv=seqlens
-        )
-        assert isinstance(out, torch.Tensor)
-        return out[:, 0]
-
-    return call
-
-
-def correct_calls(libraries: dict[str, Prepare], sets: list[Inputs], row: dict[str, Any]) -> dict[str, list[Call]]:
-    """Prepared calls of the libraries whose results are right; the others are noted in ``row``."""
-    exact = plain(sets[0], torch.float64)
-    limit = 2 * error(plain(sets[0], torch.bfloat16), exact)
-    calls = {}
-    for name, prepare in libraries.items():
-        try:
-            prepared = [prepare(*inputs) for inputs in sets]
-            found = error(prepared[0](), exact)
-        except Exception as reason:  # of a library that does not take the shape
-            row["refused"][name] = repr(reason)[:200]
-            continue
-        row["error"][name] = found
-        if found <= limit:
-            calls[name] = prepared
-        else:
-            row["refused"][name] = f"error {found:.1e} > {limit:.1e}, twice plain PyTorch's in bfloat16"
-    return calls
-
-
-def timer(name: str, calls: list[Call], row: dict[str, Any]) -> Callable[[], float]:
-    """By a graph, or by events for a library that cannot be captured, which is noted in ``row``."""
-    try:
-        by_graph(calls, replays=1)
-    except RuntimeError as reason:
-        row["not_captured"][name] = repr(reason)[:200]
-        return functools.partial(by_events, calls[0])
-    return functools.partial(by_graph, calls * -(-CALLS // len(calls)))
-
-
-def measure(case: tuple[int, int, int], libraries: dict[str, Prepare], rounds: int) -> dict[str, Any]:
+def measure(cell: Cell, inputs: Inputs, peers: dict[str, Callable[[Inputs], Call]], rounds: int) -> dict[str, Any]:
     """One row of the table."""
-    batch, heads, seqlen = case
-    cache_bytes = batch * seqlen * (RANK + ROPE) * 2
-    count = max(2, min(MOST_SETS, -(-ROTATED_BYTES // cache_bytes)))
-    sets = [draw(case, "cuda", seed) for seed in range(count)]
-    row: dict[str, Any] = {"B": batch, "H": heads, "S_kv": seqlen, "input_sets": count, "error": {}}
-    row |= {"refused": {}, "not_captured": {}}
-    calls = correct_calls(libraries, sets, row)
-    row["ms"] = in_turn({name: timer(name, prepared, row) for name, prepared in calls.items()}, rounds)
-    row["gb_per_s"] = {name: cache_bytes / ms * 1e-6 for name, ms in row["ms"].items()}
-    operations = 2 * batch * heads * seqlen * (2 * RANK + ROPE)
+    row = row_of(cell, inputs.step)
+    measure_backends(inputs, row, list(LIBRARIES), peers, rounds)
+    for key in ("ms", "error", "refused", "not_captured", "plan_us"):
+        row[key] = {LIBRARIES.get(name, name): value for name, value in row[key].items()}
+    keys = sum(inputs.step.host)
+    operations = 2 * keys * cell.seqlen_q * cell.heads * (2 * RANK + ROPE)
+    row["gb_per_s"] = {name: keys * (RANK + ROPE) * 2 / ms * 1e-6 for name, ms in row["ms"].items()}
     row["tflop_per_s"] = {name: operations / ms * 1e-9 for name, ms in row["ms"].items()}
-    if OURS in calls:
-        row["host_us"] = host_microseconds(calls[OURS][0])
+    if OURS in row["ms"]:
+        call, _ = backend_call(inputs, "triton")
+        row["host_us"] = host_microseconds(lambda: call(inputs.step.caches[0]))
         others = [ms for name, ms in row["ms"].items() if name != OURS]
         row["of_the_best"] = min(others) / row["ms"][OURS] if others else None
     return row
@@ -146,12 +89,15 @@ def measure(case: tuple[int, int, int], libraries: dict[str, Prepare], rounds: i
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: milliseconds of every library, our rates, our speed as a share of the best library's."""
-    names = [OURS, *PEERS]
-    names = [name for name in names if any(name in row["ms"] for row in rows)]
-    lines = ["| B,H,S_kv | " + " | ".join(names) + " | GB/s | TFLOP/s | of the best | host us |"]
-    lines.append("|---" * (len(names) + 5) + "|")
+    names = [name for name in (*LIBRARIES.values(), *PEERS) if any(name in row["ms"] for row in rows)]
+    titles = ["lengths", "B,H", "mean", "longest", "page", "S_q", *names, "GB/s", "TFLOP/s", "of the best", "host us"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for row in rows:
-        cells = [f"{row['B']},{row['H']},{row['S_kv']}"]
+        cells = [
+            row["lengths"],
+            f"{row['B']},{row['H']}",
+            *(str(row[key]) for key in ("mean", "longest", "page", "S_q")),
+        ]
         cells += [f"{row['ms'][name]:.4f}" if name in row["ms"] else "" for name in names]
         if OURS in row["ms"]:
             share = row["of_the_best"]
@@ -162,16 +108,25 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every case, write, print."""
+    """Measure every cell, write, draw, print."""
     options = parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
+    torch.set_grad_enabled(False)
     peers, missing = load_peers(options.peers, PEERS)
+    libraries = {name: as_peer(prepare) for name, prepare in peers.items()}
     rows = []
-    for case in CASES:
-        rows.append(measure(case, {OURS: ours, **peers}, options.rounds))
-        print(json.dumps(rows[-1]), flush=True)
-    print(write("decode", {"rows": rows, "not_loaded": missing}, options.commit))
+    for group in cells():
+        step = step_of(group[0])
+        for cell in group:
+            rows.append(measure(cell, Inputs.of(cell, step), libraries, options.rounds))
+            print(json.dumps(rows[-1]), flush=True)
+        del step
+        torch.cuda.empty_cache()
+    path = write("decode", {"rows": rows, "not_loaded": missing}, options.commit)
+    print(path)
+    if importlib.util.find_spec("matplotlib") is not None:
+        print(plot(path))
     for name, reason in missing.items():
         print(f"{name}: {reason}")
     print(table(rows))

@@ -44,14 +44,15 @@ backward of the faster of FlashAttention 4 and cuDNN; forward and backward of th
 
 {decode_versions}
 
-`python benchmarks/decode.py`: the compressed cache in pages of 64 (kv_lora_rank 512, rope 64), one
-query token, bfloat16, milliseconds of a call in a CUDA graph; host us is the time that our call takes on the host
-outside of one.
+`python -m benchmarks.decode`: the compressed cache in pages (kv_lora_rank 512, rope 64), bfloat16, milliseconds of a
+call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with sigma 0.6, `one_long` is one sequence of
+32k among shorter ones, `thundermla` the call that its authors report. Every library shares out the work by its own
+scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
+a graph.
 
-{decode}
+{decode_picture}{decode}
 
-vLLM's Triton kernel could not be captured and was timed by events. The host of this run took {add_us} us for PyTorch's
-own `x.add_(1)`.
+{decode_not_captured}The host of this run took {add_us} us for PyTorch's own `x.add_(1)`.
 
 ## Time on the host
 
@@ -95,9 +96,9 @@ ideal is one GPU's attention on K and V that are there already. `all_gather` mak
 
 {backends_versions}
 
-`python benchmarks/decode_backends.py --fallback`: the same calls through `mla_plugin.decode`, milliseconds, the
-choice in bold. The resolver's table was made of an earlier run (`decode_preference_NVIDIA_H200.json`), so this one
-checks it: the choice is at most {behind} % slower than the fastest.
+`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the choice in bold. The
+resolver's table was made of an earlier run (`decode_preference_NVIDIA_H200.json`), so this one checks it: the choice is
+at most {behind} % slower than the fastest.
 
 {backends}
 
@@ -178,12 +179,20 @@ def shares(record: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def _cell(row: dict[str, Any]) -> list[str]:
+    """The sizes of a decode call."""
+    return [row["lengths"], f"{row['B']},{row['H']}", *(f"{row[key]}" for key in ("mean", "longest", "page", "S_q"))]
+
+
+_CELL = ["lengths", "B,H", "mean", "longest", "page", "S_q"]
+
+
 def decode(record: dict[str, Any]) -> str:
     """Milliseconds of every library."""
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
     rows = [
         [
-            f"{row['B']},{row['H']},{row['S_kv']}",
+            *_cell(row),
             *(_number(row["ms"], name, ".4f") for name in names),
             f"{row['gb_per_s'][OURS]:.0f}",
             f"{row['tflop_per_s'][OURS]:.0f}",
@@ -192,18 +201,30 @@ def decode(record: dict[str, Any]) -> str:
         ]
         for row in record["rows"]
     ]
-    return markdown(["B,H,S_kv", *names, "GB/s", "TFLOP/s", "of the best", "host us"], rows)
+    return markdown([*_CELL, *names, "GB/s", "TFLOP/s", "of the best", "host us"], rows)
+
+
+def not_captured(record: dict[str, Any]) -> str:
+    """A sentence about the libraries that were timed by events."""
+    names = sorted({name for row in record["rows"] for name in row["not_captured"]})
+    return f"{' and '.join(names)} could not be captured and was timed by events. " if names else ""
+
+
+def picture(name: str, words: str) -> str:
+    """The picture of a result, where one was drawn."""
+    path = RESULTS / f"{name}_{GPU}.png"
+    return f"![{words}](../benchmarks/results/{path.name})\n\n" if path.exists() else ""
 
 
 def backends(record: dict[str, Any]) -> str:
     """Milliseconds of every backend, the choice in bold."""
-    names = list(record["rows"][0]["ms"])
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
     rows = []
     for row in record["rows"]:
         cells = {name: _number(row["ms"], name, ".4f") for name in names}
         cells[row["choice"]] = f"**{cells[row['choice']]}**"
-        rows.append([f"{row['B']},{row['H']},{row['S_kv']}", *cells.values()])
-    return markdown(["B,H,S_kv", *names], rows)
+        rows.append([*_cell(row), *cells.values()])
+    return markdown([*_CELL, *names], rows)
 
 
 def transformers(record: dict[str, Any]) -> str:
@@ -314,6 +335,8 @@ def render() -> str:
     return TEXT.format(
         **{f"{name}_versions": versions(record) for name, record in sections.items()},
         **tables,
+        decode_picture=picture("decode", "How fast the cache is read, and products computed, against the batch"),
+        decode_not_captured=not_captured(sections["decode"]),
         cp=context_parallel(sections["cp"], load("context_parallel_x4")),
         latent=latents(load("latent_attention_x2")),
         entry_us=f"{sections['dispatch']['layers']['all of it']:.0f}",

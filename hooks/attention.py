@@ -68,6 +68,7 @@ class AttentionRequest:
         is_training: a backward will follow.
         deterministic: two runs of the backward must agree bit for bit.
         return_lse: the caller wants the log-sum-exp.
+        batch_invariant: as in ``mla_plugin.attention``; a backend that does not promise it refuses.
         host: who asks; some rules differ between hosts.
         partial: the keys are some of those that the queries see, as in context parallelism: outputs are merged by
             their lse, and the backward gets the out and lse of all keys and must use both. A backend whose backward
@@ -118,6 +119,7 @@ class AttentionRequest:
     cp_size: int = 1
     lengths_may_differ: bool = False
     partial: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -319,6 +321,7 @@ def _checked_request(tensors: AttentionTensors, options: CallOptions) -> Attenti
         host=given.host,
         lengths_may_differ=bool(given.lengths_may_differ),
         partial=given.partial,
+        batch_invariant=given.batch_invariant,
     )
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode import DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import starts_aligned
+from mla_plugin.arguments.layout import are_joined
 from mla_plugin.hooks.types import Platform, TraceEntry
 
 _LEAST = {"batch_size": 0, "seqlen_q": 0, "max_seqlen_kv": 0, "num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 0}
@@ -32,9 +33,12 @@ class DecodeRequest:
         causal: query i of seqlen_q sees keys up to seqlens_kv - seqlen_q + i; False for a single query, which sees all.
         has_seqlens_kv: the sequences have lengths of their own; otherwise they fill a contiguous cache.
         has_host_lengths: the lengths are known on the host too: they fill the cache, or came as ``DecodeLengths``.
+        profile: mean and spread of the lengths, rounded; None where the host does not know them.
         has_leftpad_kv: sequences begin behind the cache's first token.
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
+        has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
+        batch_invariant: as in ``mla_plugin.decode``; a backend that does not promise it refuses.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: who asks.
     """
@@ -51,9 +55,12 @@ class DecodeRequest:
     causal: bool = False
     has_seqlens_kv: bool = False
     has_host_lengths: bool = False
+    profile: Profile | None = None
     has_leftpad_kv: bool = False
     has_aligned_rows: bool = True
+    has_joined_rows: bool = True
     return_lse: bool = False
+    batch_invariant: bool = False
     device_index: int | None = None
     host: str = "direct"
 
@@ -65,7 +72,7 @@ class DecodeRequest:
             raise ValueError(f"page_size={self.page_size}; at least 1 is needed, or None for a contiguous cache")
 
     @classmethod
-    def of(cls, tensors: DecodeTensors, *, host: str = "direct") -> DecodeRequest:
+    def of(cls, tensors: DecodeTensors, *, host: str = "direct", batch_invariant: bool = False) -> DecodeRequest:
         """The request that checked tensors make."""
         q, c_kv, k_rope, page_table = tensors.q_nope_abs, tensors.c_kv, tensors.k_rope, tensors.page_table
         batch, seqlen_q, heads, rank = q.shape
@@ -84,15 +91,24 @@ class DecodeRequest:
             causal=tensors.causal,
             has_seqlens_kv=tensors.seqlens_kv is not None,
             has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
+            profile=_profile_of(tensors),
             has_leftpad_kv=tensors.leftpad_kv is not None,
             has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),
+            has_joined_rows=are_joined(c_kv, k_rope),
             return_lse=tensors.return_lse,
+            batch_invariant=batch_invariant,
             host=host,
         )
 
     def replace(self, **changes: object) -> DecodeRequest:
         """A copy with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _profile_of(tensors: DecodeTensors) -> Profile | None:
+    if tensors.lengths is not None:
+        return tensors.lengths.profile
+    return Profile.of([tensors.capacity]) if tensors.seqlens_kv is None else None
 
 
 @dataclass(frozen=True)

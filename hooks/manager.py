@@ -18,6 +18,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "fa4": "mla_plugin.plugins.fa4",
     "fa2": "mla_plugin.plugins.fa2",
     "flashinfer": "mla_plugin.plugins.flashinfer",
+    "flashmla": "mla_plugin.plugins.flashmla",
     "cudnn": "mla_plugin.plugins.cudnn",
     "sdpa": "mla_plugin.plugins.sdpa",
 }

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from mla_plugin.hooks.attention import AttentionRequest
 
+BATCH_DEPENDENT = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it"
+"""The reason of a backend that does not promise ``batch_invariant``."""
+
 
 def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
     """Yield the reasons of a backend that computes softmax(scores) @ V over expanded K and V, and nothing else.
@@ -14,8 +17,8 @@ def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
     backend that computes one of these yields the others itself.
 
     Args:
-        request: what is asked for: dropout, a bias, fp8, another softmax, a score function, a key-value cache, the
-            largest logit, split sums and context parallelism are refused.
+        request: what is asked for: dropout, a bias, batch invariance, fp8, another softmax, a score function, a
+            key-value cache, the largest logit, split sums and context parallelism are refused.
 
     Yields:
         one reason for each, with the value found and the one accepted.
@@ -29,6 +32,13 @@ def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
 
 def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
     """The same for a backend that computes a bias and dropout too."""
+    if request.batch_invariant:
+        yield BATCH_DEPENDENT
+    yield from beyond_the_tensors(request)
+
+
+def beyond_the_tensors(request: AttentionRequest) -> Iterator[str]:
+    """Reasons for what a request says and no hook is given tensors for."""
     if request.softmax_type != "vanilla":
         yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
     if request.has_score_mod or request.has_score_mod_bprop:

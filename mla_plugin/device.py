@@ -20,14 +20,17 @@ DISTRIBUTIONS: tuple[str, ...] = (
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",
+    "flash-mla",
     "flashinfer-cubin",
     "flashinfer-jit-cache",
     "flashinfer-python",
     "megatron-core",
     "nvidia-cutlass-dsl",
     "pluggy",
+    "sgl-flash-mla",
     "sgl-kernel",
     "sglang",
+    "sglang-kernel",
     "torch",
     "transformer-engine",
     "transformers",
@@ -48,6 +51,18 @@ FLASH_ATTENTION_PROVIDERS: dict[str, tuple[tuple[str, str], ...]] = {
 """(distribution, module) of the packages that carry each version of FlashAttention, in the order of preference.
 
 By distribution, because ``flash-attn`` ships an old ``flash_attn/cute`` that is not FlashAttention 4.
+"""
+
+FLASH_MLA_PROVIDERS: tuple[tuple[str, str, str | None], ...] = (
+    ("flash-mla", "flash_mla.flash_mla_interface", None),
+    ("sgl-flash-mla", "flash_mla.flash_mla_interface", None),
+    ("vllm", "vllm.third_party.flashmla.flash_mla_interface", "0.15"),
+    ("sglang-kernel", "sgl_kernel.flash_mla", None),
+    ("sgl-kernel", "sgl_kernel.flash_mla", None),
+)
+"""(distribution, module, first release with it) of the packages that carry FlashMLA, in the order of preference.
+
+vLLM's earlier releases have other modules (vllm-project/vllm pull request 32491).
 """
 
 TOOLS = ("nvcc", "ninja")

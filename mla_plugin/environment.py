@@ -204,6 +204,13 @@ VARIABLES: tuple[Variable, ...] = (
         "mla-plugin",
     ),
     _ours(
+        "MLA_PLUGIN_BATCH_INVARIANT",
+        _is_one,
+        _ONE,
+        False,
+        "Every call asks for `batch_invariant=True`, for hosts that have no argument for it.",
+    ),
+    _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,
         _ONE,
@@ -314,6 +321,11 @@ def cuda_homes() -> tuple[str, ...]:
 def is_autotuning_requested() -> bool:
     """True when NVTE_DISABLE_TRITON_AUTOTUNING is "0"."""
     return _may_be_set("NVTE_DISABLE_TRITON_AUTOTUNING") and not read("NVTE_DISABLE_TRITON_AUTOTUNING")
+
+
+def is_batch_invariance_requested() -> bool:
+    """True when MLA_PLUGIN_BATCH_INVARIANT is "1"."""
+    return _may_be_set("MLA_PLUGIN_BATCH_INVARIANT") and bool(read("MLA_PLUGIN_BATCH_INVARIANT"))
 
 
 def is_value_check_requested() -> bool:

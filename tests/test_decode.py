@@ -14,6 +14,7 @@ from mla_plugin.arguments import decode_layout
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted
+from mla_plugin.operations.decode import api as decode_api
 from mla_plugin.operations.decode import operator as decode_ops
 
 SCALE = 0.3
@@ -199,6 +200,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"kv_cache": torch.randn(R + DR, B, S_KV).permute(1, 2, 0)}, ValueError, "last dimension of c_kv has stride"),
         ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; a positive, finite number"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant=1 is int; True or False is needed"),
         ({"host": "nowhere"}, ValueError, "host='nowhere'; accepted: direct"),
         ({"backend": "fa9"}, ValueError, "no backend named 'fa9'"),
         ({"seqlens_kv": torch.tensor([1, 2, 3])}, TypeError, r"seqlens_kv has dtype torch\.int64; it must be int32"),
@@ -277,7 +279,7 @@ def test_the_operator_keeps_its_word(return_lse: bool) -> None:
         decode_ops.decode_operator,
         (
             *(arguments["q_nope_abs"], arguments["q_rope"], cache[..., :R], cache[..., R:], SCALE, True, return_lse),
-            *(arguments["page_table"], arguments["seqlens_kv"], None, "direct", None),
+            *(arguments["page_table"], arguments["seqlens_kv"], None, "direct", None, False),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -312,7 +314,7 @@ def test_the_operators_arguments() -> None:
     assert str(decode_ops.decode_operator._schema) == (
         "mla_plugin::decode(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
         "bool causal, bool return_lse, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv, str host, "
-        "str? backend) -> (Tensor out, Tensor lse)"
+        "str? backend, bool batch_invariant) -> (Tensor out, Tensor lse)"
     )
 
 
@@ -385,6 +387,38 @@ def test_a_layout_is_decided_on_once_and_a_variable_takes_effect(other: Other, m
     check(call())
     monkeypatch.delenv("MLA_PLUGIN_BLOCK")
     assert mla_plugin.decode(**call()).eq(1).all()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_batch_invariance_reaches_the_plan(other: Other, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    decode = mla_plugin.decode
+    if is_compiled:
+        decode = torch.compile(mla_plugin.decode, backend="eager", fullgraph=True)
+    decode(**call())
+    decode(**call(), batch_invariant=True)
+    monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT", "1")
+    decode(**call())
+    assert [plan.request.batch_invariant for plan, _ in other.ran] == [False, True, True]
+
+
+def test_lengths_of_another_kind_are_decided_on_anew(other: Other) -> None:
+    """And those that round to the same are not."""
+    other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
+    for lengths in ([8, 8, 8], [9, 9, 9], [1, 1, 11], [1, 1, 10]):
+        mla_plugin.decode(**call(seqlens_kv=DecodeLengths(lengths, device="cpu")))
+    assert [tuple(plan.request.profile) for plan, _ in other.ran] == [(8, 1), (8, 1), (4, 2), (4, 2)]
+    assert other.asked == 2
+    mla_plugin.decode(**call())
+    assert other.ran[-1][0].request.profile == (8, 1)
+    mla_plugin.decode(**call(seqlens_kv=torch.tensor([8, 8, 8], dtype=torch.int32)))
+    assert other.ran[-1][0].request.profile is None
+
+
+def test_batch_invariance_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_api, "_group_name", lambda group: "0")
+    with pytest.raises(ValueError, match="batch_invariant=True with cp_group"):
+        mla_plugin.decode(**paged_call(), cp_group="group", batch_invariant=True)
 
 
 @pytest.mark.parametrize(("seqlen_q", "causal", "wanted"), [(1, True, False), (2, True, True), (2, False, False)])

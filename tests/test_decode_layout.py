@@ -150,14 +150,20 @@ def off_16_bytes(x: torch.Tensor) -> torch.Tensor:
     return memory.copy_(x)
 
 
+def columns() -> Call:
+    """A cache of one tensor."""
+    cache = torch.zeros(PAGES, PAGE, R + DR, device=DEVICE)
+    return {"c_kv": cache[..., :R], "k_rope": cache[..., R:]}
+
+
 FLAGS: dict[str, tuple[Call, Call]] = {
     "starts_aligned": (call(backend="honest"), call(backend="honest", c_kv=off_16_bytes(call()["c_kv"]))),
+    "is_joined": (
+        call(backend="honest", **columns()),
+        call(backend="honest", **(columns() | {"k_rope": columns()["k_rope"]})),
+    ),
     "causal": (call(), call(causal=False)),
     "return_lse": (call(backend="honest", return_lse=False), call(backend="honest")),
-    "has_host_lengths": (
-        call(backend="honest"),
-        call(backend="honest", seqlens_kv=DecodeLengths([12, 7], device=DEVICE)),
-    ),
 }
 HINTS = typing.get_type_hints(DecodeLayout)
 FIELDS = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_plugin import DecodeLengths
+from mla_plugin.arguments.decode import Profile
 
 
 class Scheduled:
@@ -112,3 +113,28 @@ def test_lengths_that_a_backend_cannot_follow_are_not_taken() -> None:
 def test_as_many_lengths_as_before() -> None:
     with pytest.raises(ValueError, match="3 lengths given, 2 are held"):
         DecodeLengths([1, 2], device="cpu").update([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "profile"),
+    [
+        ([], (0, 1)),
+        ([0, 0], (0, 1)),
+        ([1], (1, 1)),
+        ([4096] * 3, (4096, 1)),
+        ([5000] * 3, (4096, 1)),
+        ([6144] * 3, (8192, 1)),
+        ([1024] * 31 + [32768], (2048, 16)),
+        ([0, 0, 0, 4096], (1024, 4)),
+        ([1] * 99 + [2**31 - 1], (1 << 24, 16)),
+    ],
+)
+def test_what_a_choice_may_know(lengths: list[int], profile: tuple[int, int]) -> None:
+    assert DecodeLengths(lengths, device="cpu").profile == Profile(*profile)
+
+
+def test_the_profile_follows_the_lengths() -> None:
+    lengths = DecodeLengths([100, 100], device="cpu")
+    assert lengths.profile is lengths.profile == Profile(128, 1)
+    lengths.update([5, 1000])
+    assert lengths.profile == Profile(512, 2)

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
 MAX_LENGTH = 2**31 - 1
+MAX_SPREAD = 16
+
+
+class Profile(NamedTuple):
+    """What a choice of backend may know of lengths, rounded so that few steps of a generation differ in it.
+
+    Attributes:
+        mean: the mean length, rounded to a power of 2; 0 for no key at all.
+        spread: the longest length over the mean, rounded to a power of 2, at most 16; 1 where all are alike.
+    """
+
+    mean: int
+    spread: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Profile:
+        """Of the keys of each sequence."""
+        total = sum(lengths)
+        if not total:
+            return cls(0, 1)
+        mean = total / len(lengths)
+        return cls.rounded(mean, max(lengths) / mean)
+
+    @classmethod
+    def rounded(cls, mean: float, spread: float) -> Profile:
+        """Of a mean, at least 1, and the longest length over it."""
+        return cls(_power_of_2(mean), min(_power_of_2(spread), MAX_SPREAD))
+
+
+def _power_of_2(x: float) -> int:
+    """The nearest one by its logarithm, at least 1."""
+    return 1 << max(round(math.log2(x)), 0)
 
 
 class Schedule(Protocol):
@@ -63,9 +96,17 @@ class DecodeLengths:
             )
         self.seqlens_kv = seqlens_kv
         self._schedules: dict[Hashable, Schedule] = {}
+        self._profile: Profile | None = None
 
     def __len__(self) -> int:
         return len(self.host)
+
+    @property
+    def profile(self) -> Profile:
+        """What a choice of backend depends on."""
+        if self._profile is None:
+            self._profile = Profile.of(self.host.tolist())
+        return self._profile
 
     def update(self, host: Sequence[int] | torch.Tensor) -> None:
         """Take new lengths into the same memory and schedule again what was scheduled; as many as before.
@@ -84,6 +125,7 @@ class DecodeLengths:
 
     def _take(self, lengths: torch.Tensor) -> None:
         self.host.copy_(lengths)
+        self._profile = None
         self.seqlens_kv.copy_(lengths, non_blocking=True)
         self._schedules = {key: schedule for key, schedule in self._schedules.items() if schedule.renew(self)}
 

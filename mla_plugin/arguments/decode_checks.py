@@ -28,13 +28,15 @@ _LAYOUTS = {
 _OPTIONAL = ("page_table", "seqlens_kv", "leftpad_kv")
 
 
-def check_options(softmax_scale: float, causal: bool, return_lse: bool, causal_name: str = "causal") -> None:
+def check_options(
+    softmax_scale: float, causal: bool, return_lse: bool, causal_name: str = "causal", batch_invariant: bool = False
+) -> None:
     """A positive, finite number, and flags that are True or False and not what Python takes for one of them."""
-    are_flags = type(causal) is bool and type(return_lse) is bool
+    are_flags = type(causal) is bool and type(return_lse) is bool and type(batch_invariant) is bool
     if are_flags and type(softmax_scale) is float and 0.0 < softmax_scale < float("inf"):
         return
     check_softmax_scale(softmax_scale)
-    for name, value in ((causal_name, causal), ("return_lse", return_lse)):
+    for name, value in ((causal_name, causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
         if type(value) is not bool:
             raise TypeError(f"{name}={value!r} is {type(value).__name__}; True or False is needed: pass bool({name})")
 

@@ -15,6 +15,7 @@ import torch
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.checks import DTYPES
 from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.layout import are_joined
 
 TENSOR_ATTRIBUTES = ("type", "shape", "stride", "dtype", "device")
 TensorLayout = tuple[type, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -23,13 +24,13 @@ _MAX_LAYOUTS = 4096
 
 
 class DecodeLayout(NamedTuple):
-    """All of a call that its checks, its request and its launches depend on: not its scale, nor what the tensors hold.
+    """All of a call that its checks and its launches depend on: not its scale, nor what tensors and lengths hold.
 
     Attributes:
         q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: of the tensors of these names.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
+        is_joined: they are columns of one tensor.
         causal, return_lse: as in ``DecodeTensors``.
-        has_host_lengths: the lengths came as ``DecodeLengths``.
     """
 
     q_nope_abs: TensorLayout
@@ -40,9 +41,9 @@ class DecodeLayout(NamedTuple):
     seqlens_kv: TensorLayout | None
     leftpad_kv: TensorLayout | None
     starts_aligned: bool
+    is_joined: bool
     causal: bool
     return_lse: bool
-    has_host_lengths: bool
 
 
 def starts_aligned(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
@@ -56,7 +57,7 @@ def _of(x: torch.Tensor) -> TensorLayout:
 
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
     """The layout of a call, whose tensors may be unfit for each other but are strided."""
-    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv, lengths = tensors
+    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
     values = (
         _of(q_nope_abs),
         _of(q_rope),
@@ -66,9 +67,9 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
         seqlens_kv if seqlens_kv is None else _of(seqlens_kv),
         leftpad_kv if leftpad_kv is None else _of(leftpad_kv),
         starts_aligned(c_kv, k_rope),
+        are_joined(c_kv, k_rope),
         causal,
         return_lse,
-        lengths is not None,
     )
     return tuple.__new__(DecodeLayout, values)
 
@@ -80,8 +81,8 @@ class Known:
         has_no_query: the output has no element.
         is_empty: no query, or a cache without room.
         has_strided_queries: the queries' last dimension is not contiguous.
-        decisions: plan and hook caller, by what else decides: the host, the backend asked for, the environment and the
-            set of plugins.
+        decisions: plan and hook caller, by what else decides: the host, the backend asked for, what the host knows of
+            the lengths, the environment and the set of plugins.
         kept: what a backend worked out for the layout, by the backend's name. It holds no tensor of a call.
     """
 

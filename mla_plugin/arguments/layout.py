@@ -153,3 +153,18 @@ def _are_aligned(strides: tuple[int, ...]) -> bool:
 def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
     return _are_aligned(strides) and not is_broadcast
+
+
+def are_joined(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Each row of ``right`` follows that of ``left`` in memory: they are columns of one tensor."""
+    if not right.shape[-1]:
+        return True
+    offset = right.data_ptr() - left.data_ptr()
+    return offset == left.shape[-1] * left.element_size() and left.stride() == right.stride()
+
+
+def joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Both as one tensor along the last dimension: a view where they are columns of one, otherwise a copy."""
+    if are_joined(left, right):
+        return left.as_strided((*left.shape[:-1], left.shape[-1] + right.shape[-1]), left.stride())
+    return torch.cat([left, right], -1)

@@ -16,7 +16,7 @@ class CallOptions(NamedTuple):
 
     Attributes:
         qkv_format, attn_mask_type, window_size, bottom_right_diagonal, bias_type, dropout_p, deterministic, return_lse,
-            host: as in ``mla_plugin.attention``, in any spelling that it takes.
+            host, batch_invariant: as in ``mla_plugin.attention``, in any spelling that it takes.
         max_seqlen_q, max_seqlen_kv: None for the tensors' extent.
         partial: as in ``AttentionRequest``.
         pad_between_seqs, lengths_may_differ, bias_requires_grad, is_training: as in ``AttentionRequest``; None for what
@@ -39,6 +39,7 @@ class CallOptions(NamedTuple):
     return_lse: bool = False
     host: str = "direct"
     partial: bool = False
+    batch_invariant: bool = False
 
     def completed(self, tensors: AttentionTensors) -> CallOptions:
         """With a value for everything that the tensors say where None was given."""

@@ -16,7 +16,7 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
-from mla_plugin.resolver.installing import FLASH_ATTENTION_3
+from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 
 EPILOG = "Exit status: 1 when something is broken; a missing optional package is not."
 
@@ -75,6 +75,7 @@ def packages() -> Iterator[Finding]:
         state: Literal["missing", "broken"] = "missing" if need.optional else "broken"
         yield Finding(state, f"{need.name} {found}; needed for {need.purpose}", need.command)
     yield _flash_attention_3()
+    yield _flash_mla()
     yield from _flashinfer_compiler()
 
 
@@ -88,6 +89,16 @@ def _flash_attention_3() -> Finding:
     if name != distributions[0]:
         return Finding("note", f"{name} {version}, for backend fa3 without training", FLASH_ATTENTION_3)
     return Finding("ok", f"{name} {version}, for backend fa3")
+
+
+def _flash_mla() -> Finding:
+    """Which of its providers backend flashmla takes."""
+    for name, _, first in device.FLASH_MLA_PROVIDERS:
+        version = device.version(name)
+        if version is not None and (first is None or Version(version) >= Version(first)):
+            return Finding("ok", f"{name} {version}, for backend flashmla")
+    distributions = ", ".join(f"{name} {first or ''}".strip() for name, _, first in device.FLASH_MLA_PROVIDERS)
+    return Finding("missing", f"none of {distributions}; needed for backend flashmla", FLASH_MLA)
 
 
 def _flashinfer_compiler() -> Iterator[Finding]:

@@ -152,6 +152,9 @@ def _add_request(group: Any) -> None:
     group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
     group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
     group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="the bits of a row must not depend on what is beside it"
+    )
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
     group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias")
     group.add_argument("--host", choices=HOSTS, default="direct", help="who asks; direct by default")
@@ -227,6 +230,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> AttentionRequ
         dropout_p=arguments.dropout,
         is_training=not arguments.inference,
         deterministic=arguments.deterministic,
+        batch_invariant=arguments.batch_invariant,
         host=arguments.host,
     )
 
@@ -252,6 +256,7 @@ def decode_request_of(arguments: argparse.Namespace, device_type: str) -> Decode
         has_seqlens_kv=True,
         has_host_lengths=not arguments.no_host_lengths,
         has_leftpad_kv=arguments.leftpad,
+        batch_invariant=arguments.batch_invariant,
         host=arguments.host,
     )
 

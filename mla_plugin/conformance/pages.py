@@ -81,6 +81,7 @@ def _of(backend: str) -> tuple[str, ...]:
         "fa3": ("flash-attn-3", "vllm", "sgl-kernel"),
         "fa4": ("flash-attn-4", "nvidia-cutlass-dsl"),
         "flashinfer": ("flashinfer",),
+        "flashmla": ("flash-mla", "sgl-flash-mla", "vllm", "sglang-kernel", "sgl-kernel"),
     }
     return names.get(backend, ("no package",))
 

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 
+from mla_plugin import environment
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.checks import check_choice
 from mla_plugin.arguments.options import CallOptions
@@ -31,6 +32,11 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
         ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
+    if options.batch_invariant or environment.is_batch_invariance_requested():
+        raise ValueError(
+            "batch_invariant=True with cp_group: sections and their sums follow the lengths and the ranks; leave one "
+            "of them out"
+        )
     longest = (options.max_seqlen_q, options.max_seqlen_kv)
     request = request_of(tensors, options._replace(max_seqlen_q=None, max_seqlen_kv=None))
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
@@ -31,7 +32,14 @@ from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.operations.decode.operator import run as run_alone
 
-__all__ = ["check_interleave", "context_parallel_decode", "local_call", "run", "run_traced"]
+__all__ = [
+    "check_interleave",
+    "check_not_batch_invariant",
+    "context_parallel_decode",
+    "local_call",
+    "run",
+    "run_traced",
+]
 
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
 _MORE = {"host": str, "backend": str | None, "cp_group": str, "cp_interleave": int}
@@ -53,6 +61,7 @@ def run(
         NoBackendError: no backend takes this rank's part.
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """
+    check_not_batch_invariant(environment.is_batch_invariance_requested())
     known, group = known_of(tensors), Group.named(cp_group)
     check_lengths(tensors)
     q = tensors.q_nope_abs
@@ -77,6 +86,19 @@ def run_traced(
     more = {"host": host, "backend": backend, "cp_group": cp_group, "cp_interleave": interleave}
     out, lse = context_parallel_decode(**arguments, **more)
     return out, lse
+
+
+def check_not_batch_invariant(batch_invariant: bool) -> None:
+    """Nobody asks for bits that do not depend on the batch.
+
+    Raises:
+        ValueError: somebody does.
+    """
+    if batch_invariant:
+        raise ValueError(
+            "batch_invariant=True with cp_group: the sum over the ranks may be made in another order for another "
+            "batch; leave one of them out"
+        )
 
 
 def check_lengths(tensors: DecodeTensors) -> None:

@@ -169,6 +169,8 @@ def survey(
     environ = dict(environment.gates()) if environ is None else environ
     if not environment.parse("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ):
         request = request.replace(deterministic=True)
+    if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
+        request = request.replace(batch_invariant=True)
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
     cascade = _cascade(request, asked, te_release)

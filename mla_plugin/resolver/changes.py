@@ -108,6 +108,7 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("dropout_p", 0.0, "no dropout (dropout_p=0)"),
     ("is_training", False, "no backward (torch.no_grad(), --inference)"),
     ("deterministic", False, "a backward that need not be deterministic"),
+    ("batch_invariant", False, "bits that may depend on the batch (batch_invariant=False)"),
     ("return_lse", False, "no log-sum-exp (return_lse=False)"),
     ("window_size", (-1, -1), "no sliding window"),
     ("pad_between_seqs", False, "no padding between the sequences"),
@@ -124,7 +125,8 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("has_leftpad_kv", False, "no left padding"),
     ("has_host_lengths", True, "lengths that the host knows (seqlens_kv=DecodeLengths(...), no --no-host-lengths)"),
     ("has_aligned_rows", True, "rows of the cache that start on 16 bytes"),
-    ("page_size", 64, "a cache in pages (page_table=...)"),
+    ("has_joined_rows", True, "c_kv and k_rope as columns of one tensor"),
+    ("page_size", 64, "a cache in pages of 64 (page_table=...)"),
     ("seqlen_q", 1, "one query token"),
 )
 """An attribute of a request, the value with which most backends take it, and what that is in words."""

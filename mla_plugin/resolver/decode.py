@@ -51,9 +51,13 @@ def describe_request(request: DecodeRequest) -> str:
         f"kv_lora_rank {request.kv_lora_rank}, rope {request.qk_rope_head_dim}",
         cache,
     ]
-    flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse")
+    if request.profile is not None and request.has_seqlens_kv:
+        parts.append(f"mean length about {request.profile.mean}, the longest {request.profile.spread} times as long")
+    flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse", "batch_invariant")
     if not request.has_aligned_rows:
         parts.append("rows not on 16 bytes")
+    if not request.has_joined_rows:
+        parts.append("c_kv and k_rope apart")
     parts.extend(flag for flag in flags if getattr(request, flag))
     return ", ".join(parts)
 
@@ -102,6 +106,9 @@ def survey_decode(
     environ: Mapping[str, str] | None = None,
 ) -> DecodeDecision:
     """Decide, uncached, and keep everything that led to the decision; arguments and errors as ``survey``."""
+    environ = dict(environment.gates()) if environ is None else environ
+    if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
+        request = request.replace(batch_invariant=True)
     asked = ask_all(request, backend, platform, environ)
     platform, backend = asked.platform, asked.backend
     off: dict[str, str] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from mla_plugin import environment
+from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
@@ -13,8 +16,15 @@ from mla_plugin.resolver.preference import by_priority
 
 FALLBACK = "sdpa"
 
-UNMEASURED = ("triton", "flashinfer", "fa3")
+UNMEASURED = ("triton", "flashinfer", "fa3", "flashmla")
 """Elsewhere: off Hopper FlashInfer runs its ``fa2`` kernel, which on the H200 was slower than ours in every case."""
+
+_WHOLE, _SMALL = 64, 16
+"""Pages of 64 and more are read by descriptors, smaller ones token by token or in parts."""
+_OTHER_PAGES = 4.0
+"""Such pages are as far apart as four doublings of the length."""
+_NEAR = 1e-3
+"""A squared distance below which a measured call decides alone."""
 
 
 def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
@@ -31,22 +41,82 @@ def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...]:
-    """Fused built-in backends, fastest first, in the measured call that is nearest in sequences, rows and keys."""
-    milliseconds = measured_times(request, platform)
-    return tuple(sorted(BACKENDS, key=milliseconds.__getitem__)) if milliseconds else UNMEASURED
+    """Fused built-in backends, fastest first, as far as it was measured on a card of this compute capability."""
+    times = measured_times(request, platform)
+    if not times:
+        return UNMEASURED
+    return tuple(sorted(UNMEASURED, key=lambda name: times.get(name, math.inf)))
 
 
 def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, float]:
-    """Milliseconds of the measured call that is nearest, by backend; empty where nothing was measured."""
-    calls = MEASURED.get(platform.compute_capability or (0, 0))
-    if not calls:
-        return {}
-    wanted = (request.batch_size, request.seqlen_q * request.num_heads, request.max_seqlen_kv)
+    """How many times as long as the fastest each backend takes, by the measured calls around, the near ones above all.
 
-    def distance(call: tuple[float, ...]) -> float:
-        return sum(abs(math.log2(max(a, 1) / b)) for a, b in zip(wanted, call, strict=False))
+    Empty where nothing was measured.
+    """
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    place = _Call.of(request).place
+    for row in _table(platform.compute_capability or (0, 0)):
+        distance = sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
+        weight = 1 / (distance + _NEAR) ** 2
+        for name, value in row.behind.items():
+            sums[name] = sums.get(name, 0.0) + weight * value
+            weights[name] = weights.get(name, 0.0) + weight
+    behind = {name: sums[name] / weights[name] for name in sums}
+    return {name: math.exp(value - min(behind.values())) for name, value in behind.items()}
 
-    return dict(zip(BACKENDS, min(calls, key=distance)[3:], strict=True))
+
+class _Call(NamedTuple):
+    """What a measured call and a request are compared by."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    profile: Profile
+    page_size: int
+
+    @classmethod
+    def of(cls, request: DecodeRequest) -> _Call:
+        """Of a request; lengths that nobody knows are taken to be ragged, and half of what the cache has room for."""
+        profile, room = request.profile, request.max_seqlen_kv
+        if profile is None:
+            profile = Profile.of([room]) if request.has_host_lengths else Profile(Profile.of([room // 2]).mean, 2)
+        return cls(request.batch_size, request.num_heads, request.seqlen_q, profile, request.page_size or _WHOLE)
+
+    @property
+    def place(self) -> tuple[float, ...]:
+        """Coordinates in which near calls are about as fast: doublings, and kinds that are far apart."""
+        return (
+            math.log2(max(self.batch, 1)),
+            math.log2(self.heads),
+            1.5 * math.log2(max(self.seqlen_q, 1)),
+            math.log2(max(self.profile.mean, 1)),
+            2.0 * math.log2(self.profile.spread),
+            _OTHER_PAGES * (self.page_size < _WHOLE),
+            _OTHER_PAGES * (self.page_size < _SMALL),
+        )
+
+
+class _Measured(NamedTuple):
+    """One line of the table: where it is, and how far each backend is behind the fastest, as a logarithm."""
+
+    place: tuple[float, ...]
+    behind: dict[str, float]
+
+
+def _parsed(line: str) -> _Measured:
+    sizes, milliseconds = line.split("|")
+    batch, heads, seqlen_q, mean, longest, page_size = map(int, sizes.split())
+    profile = Profile.rounded(mean, longest / mean)
+    found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
+    fastest = min(found.values())
+    behind = {name: math.log(value / fastest) for name, value in found.items()}
+    return _Measured(_Call(batch, heads, seqlen_q, profile, page_size).place, behind)
+
+
+@functools.cache
+def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
+    return tuple(_parsed(line) for line in MEASURED.get(capability, "").split("\n") if line)
 
 
 def order(

@@ -60,7 +60,10 @@ def _describe_request(request: AttentionRequest) -> str:
         parts.append(request.bias_type)
     if request.dropout_p:
         parts.append(f"dropout {request.dropout_p}")
-    flags = ("pad_between_seqs", "deterministic", "has_kv_cache", "context_parallel", "fp8", "return_lse", "partial")
+    flags = (
+        *("pad_between_seqs", "deterministic", "batch_invariant", "has_kv_cache", "context_parallel", "fp8"),
+        *("return_lse", "partial"),
+    )
     parts.extend(flag for flag in flags if getattr(request, flag))
     parts.append("training" if request.is_training else "inference")
     return ", ".join(parts)

@@ -8,6 +8,8 @@ FLASH_ATTENTION_3 = (
     'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
 )
 """It is not on PyPI."""
+FLASH_MLA = 'pip install --no-build-isolation "git+https://github.com/deepseek-ai/FlashMLA.git@9241ae3"'
+"""Nor is it; the commit is of 2026-04-29, before dense decode was removed."""
 
 
 class Package(NamedTuple):
@@ -59,5 +61,6 @@ PACKAGES: dict[str, tuple[Package, ...]] = {
             "pip install --upgrade flashinfer-jit-cache",
         ),
     ),
+    "flashmla": (Package("flash-mla", "1.0.0", FLASH_MLA, f"{FLASH_MLA} --upgrade"),),
 }
 """By backend; a later one is tried with the earlier ones in place."""

@@ -70,6 +70,30 @@ def test_flash_attention_3_has_three_providers(
 
 
 @pytest.mark.parametrize(
+    ("installed", "state", "text"),
+    [
+        (
+            {"vllm": "0.14.1"},
+            "missing",
+            "none of flash-mla, sgl-flash-mla, vllm 0.15, sglang-kernel, sgl-kernel; needed for backend flashmla",
+        ),
+        ({"vllm": "0.14.1", "sgl-kernel": "0.3.21"}, "ok", "sgl-kernel 0.3.21, for backend flashmla"),
+        ({"vllm": "0.25.1"}, "ok", "vllm 0.25.1, for backend flashmla"),
+        ({"vllm": "0.25.1", "flash-mla": "1.0.0+48c6dc4"}, "ok", "flash-mla 1.0.0+48c6dc4, for backend flashmla"),
+    ],
+)
+def test_flash_mla_has_five_providers(
+    installed: dict[str, str], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = device.version
+    names = {name for name, _, _ in device.FLASH_MLA_PROVIDERS}
+    monkeypatch.setattr(device, "version", lambda name: installed.get(name) if name in names else real(name))
+    (finding,) = [finding for finding in doctor.packages() if "backend flashmla" in finding.text]
+    assert (finding.state, finding.text) == (state, text)
+    assert (finding.remedy is None) == (state == "ok")
+
+
+@pytest.mark.parametrize(
     ("name", "version", "states"),
     [
         ("flash-attn-4", "4.0.0b36", {"ok"}),

@@ -147,7 +147,8 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
     [
         (
             "--backend fa9",
-            "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, cudnn, sdpa",
+            "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, flashmla, cudnn, "
+            "sdpa",
         ),
         ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
         ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
@@ -179,7 +180,7 @@ def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], argumen
         ("--package flash_attn=2.8.3", "'flash_attn' is no package that a decision depends on; flash-attn?"),
         ("--env =1", "'=1': write NAME=VALUE"),
         ("--env NVTE_FLASH_ATN=0", "'NVTE_FLASH_ATN' is no variable that a decision depends on; NVTE_FLASH_ATTN?"),
-        ("--env HOME=/", "MLA_PLUGIN_BACKEND, MLA_PLUGIN_BLOCK"),
+        ("--env HOME=/", "MLA_PLUGIN_BACKEND, MLA_PLUGIN_BATCH_INVARIANT"),
         ("--dropout 1.0", "'1.0': a number from 0 up to"),
         ("--dropout half", "'half': a number from 0 up to"),
         ("--heads 0", "'0': at least 1 is needed"),

@@ -28,7 +28,7 @@ def refusals(request):
         yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
     if request.bias_type == "alibi":
         yield f"bias_type={request.bias_type!r}, accepted are the biases that are given"
-    for name in ("has_score_mod", "fp8", "return_max_logit", "has_kv_cache", "context_parallel"):
+    for name in ("has_score_mod", "fp8", "return_max_logit", "has_kv_cache", "context_parallel", "batch_invariant"):
         if getattr(request, name):
             yield f"{name}=True, accepted is False"
 

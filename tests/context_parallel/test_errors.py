@@ -21,6 +21,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flag": ({"deterministic": 1}, TypeError, "deterministic=1; True or False is needed"),
     "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int is needed"),
     "odd": ({"tokens": 5}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
+    "batch_invariant": ({"batch_invariant": True}, ValueError, "batch_invariant=True with cp_group"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1; context parallelism takes 0"),
     "bias": (BIAS, ValueError, "post_scale_bias"),
     "arbitrary": ({"attn_mask_type": "arbitrary", "attention_mask": "mask"}, ValueError, "'arbitrary'"),

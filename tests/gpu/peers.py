@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_plugin import device
-from mla_plugin.plugins import fa2, fa3, fa4, flashinfer
+from mla_plugin.plugins import fa2, fa3, fa4, flashinfer, flashmla
 from tests.house.project import ROOT
 
 BINARIES = {
@@ -54,6 +54,7 @@ PEERS: dict[str, Callable[[], str | None]] = {
     "FlashAttention 4": lambda: _not_installed(fa4.DISTRIBUTION),
     **{name: lambda path=path: _not_there(path) for name, path in BINARIES.items()},
     "FlashInfer": lambda: _not_installed(flashinfer.DISTRIBUTION),
+    "FlashMLA": lambda: _not_installed(*(x.distribution for x in flashmla.providers.PROVIDERS)),
     "TransformerEngine": _no_transformer_engine,
     "a Hopper GPU": _no_hopper,
     "a second GPU": _one_gpu,

@@ -294,7 +294,7 @@ def test_a_misspelt_name_in_the_block_list_is_warned_about_once(
             assert found[0].startswith(
                 "MLA_PLUGIN_BLOCK='cudn, shy, fa22' names 'cudn', 'fa22', which is not registered"
             )
-            assert found[0].endswith("registered: triton, fa3, fa4, fa2, flashinfer, cudnn, sdpa, shy")
+            assert found[0].endswith("registered: triton, fa3, fa4, fa2, flashinfer, flashmla, cudnn, sdpa, shy")
 
 
 def test_a_wrapper_is_no_backend_to_ask_for(install: Callable[..., None]) -> None:

@@ -11,6 +11,7 @@ from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
 from mla_plugin.plugins.sdpa import decode as sdpa_decode
 from mla_plugin.plugins.triton import decode as triton_decode
 from tests.plugins.flashinfer_emulation import EmulatedFlashInfer
+from tests.plugins.flashmla_emulation import FLASH_MLA_REFUSES, EmulatedFlashMLA
 
 
 class TestSdpa(DecodeConformance):
@@ -49,6 +50,18 @@ class TestFlashInferEmulated(EmulatedFlashInfer, DecodeConformance):
             "host_lengths-paged-queries_4-heads_40-fp32": "may lose its last key",
         }
     )
+
+
+class TestFlashMLAEmulated(EmulatedFlashMLA, DecodeConformance):
+    """Our side of the call; the library itself runs on a GPU."""
+
+    backend = "flashmla"
+    refuses = FLASH_MLA_REFUSES
+
+    def cases(self) -> tuple[DecodeCase, ...]:
+        """Every second one, and all that say what is refused."""
+        given = super().cases()
+        return tuple(case for index, case in enumerate(given) if index % 2 or case.tags & FLASH_MLA_REFUSES.keys())
 
 
 def test_the_triton_plugin_counts_columns_as_the_kernels_do() -> None:

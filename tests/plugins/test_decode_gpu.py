@@ -1,6 +1,7 @@
 """Every decode backend against float64 on a GPU, each call also as a CUDA graph replayed with other lengths.
 
-FlashInfer and FlashAttention 3 are tested where they are installed; benchmarks/peers_site.py makes a folder with both.
+FlashInfer, FlashAttention 3 and FlashMLA are tested where they are installed; benchmarks/peers_site.py makes a folder
+with all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeTensors, reference
 from mla_plugin.conformance import DecodeConformance, decode_cases
+from tests.plugins.flashmla_emulation import FLASH_MLA_REFUSES
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +72,13 @@ class TestFlashAttention3(DecodeConformance):
             "leftpad": "has_leftpad_kv=True",
         }
     )
+
+
+@pytest.mark.peer("FlashMLA")
+class TestFlashMLA(DecodeConformance):
+    backend = "flashmla"
+    device = "cuda"
+    refuses = FLASH_MLA_REFUSES
 
 
 def large_call() -> tuple[DecodeTensors, torch.Tensor]:
@@ -166,3 +175,39 @@ def test_a_capture_without_a_plan_says_what_to_do() -> None:
             seqlens_kv=tensors.lengths,
             backend="flashinfer",
         )
+
+
+@pytest.mark.peer("FlashMLA")
+def test_a_graph_holds_one_schedule_whatever_was_called_before() -> None:
+    """Replayed with lengths that the host never heard of, in a graph of several layers and in a second graph."""
+    tensors, exact = large_call()
+    seqlens_kv = tensors.seqlens_kv
+    assert seqlens_kv is not None
+    given = seqlens_kv.clone()
+    lengths = DecodeLengths(seqlens_kv.tolist(), seqlens_kv=seqlens_kv)
+
+    def layer() -> torch.Tensor:
+        return mla_plugin.decode(  # type: ignore[return-value]
+            tensors.q_nope_abs,
+            tensors.q_rope,
+            (tensors.c_kv, tensors.k_rope),
+            softmax_scale=tensors.softmax_scale,
+            page_table=tensors.page_table,
+            seqlens_kv=lengths,
+            backend="flashmla",
+        )
+
+    layer()
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            outs.append([layer() for _ in range(3)])
+    assert len(lengths._schedules) == 3
+    for held in (torch.ones_like(given), torch.zeros_like(given), given):
+        seqlens_kv.copy_(held)
+        wanted = reference.decode(tensors._replace(lengths=None)).out
+        for graph, layers in zip(graphs, outs, strict=True):
+            graph.replay()
+            for out in layers:
+                assert (out.double() - wanted).norm() <= 4e-3 * wanted.norm()
+    assert (outs[1][2].double() - exact).norm() <= 4e-3 * exact.norm()

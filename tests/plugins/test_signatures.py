@@ -1,4 +1,6 @@
-"""Our calls bind to the functions of every recorded release of FlashAttention and FlashInfer: data/signatures.json.
+"""Our calls bind to the functions of every recorded release of FlashAttention, FlashInfer and FlashMLA.
+
+They are kept in data/signatures.json.
 
 A function of the recorded signature stands in for the library's, so Python itself says whether a call fits it, and the
 test whether each argument arrived under its name. data/record_signatures.py says how the file is made.
@@ -25,9 +27,10 @@ from mla_plugin.plugins import fa4, flashinfer
 from mla_plugin.plugins.fa2 import providers as fa2
 from mla_plugin.plugins.fa3 import providers as fa3
 from mla_plugin.plugins.flashinfer import plan as planning
+from mla_plugin.plugins.flashmla import providers as flashmla
 from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher
 from tests.plugins import flash_attention_2, flash_attention_3, flash_attention_4
-from tests.plugins.data.record_signatures import LIBRARIES
+from tests.plugins.data.record_signatures import FLASH_MLA_FUNCTIONS, LIBRARIES
 from tests.plugins.flash_libraries import install
 from tests.plugins.flashinfer_emulation import hopper
 
@@ -308,6 +311,41 @@ def test_flashinfer(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_new == (plan.get("query_layout") == plan.get("kv_cache_layout") == "split")
 
 
+@pytest.mark.parametrize("release", releases("flashmla"))
+def test_flash_mla(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release is a day of DeepSeek's repository, or a package that has a copy and its version."""
+    made: dict[str, dict[str, Any]] = {}
+    splits = torch.zeros(3, dtype=torch.int32)
+
+    def answer(name: str, given: dict[str, Any]) -> Any:
+        made[name] = given
+        if name == "flash_mla_with_kvcache":
+            return torch.zeros(2, 4, 16, 512), torch.zeros(2, 16, 4)
+        return ("tiles", splits) if given.get("cache_seqlens") is not None else ("filled later", None)
+
+    name, _, _ = release.replace("_", "-").partition(" ")
+    (provider,) = [x for x in flashmla.PROVIDERS if x.distribution == (name if " " in release else "flash-mla")]
+    install(monkeypatch, provider.module, **stand_ins("flashmla", release, answer))
+    q, cache = torch.randn(2, 4, 16, 576), torch.randn(3, 64, 1, 576)
+    page_table, seqlens_kv = (torch.tensor(x, dtype=torch.int32) for x in ([[2], [0]], [9, 5]))
+    schedule = provider.schedule(seqlens_kv, 64)
+    out, lse = provider.decode(q, cache, page_table, seqlens_kv, schedule, 0.37, True)
+    assert out.shape == (2, 4, 16, 512)
+    assert lse.shape == (2, 16, 4)
+    is_earlier = schedule.tiles == "tiles"
+    assert is_earlier == (release < "2026" or name in ("sgl-kernel", "sglang-kernel"))
+    if is_earlier:
+        assert list(made["get_mla_metadata"].values())[1:3] == [64, 1]
+    wanted = {"q": q, "k_cache": cache, "block_table": page_table, "cache_seqlens": seqlens_kv, "head_dim_v": 512}
+    wanted |= {"tile_scheduler_metadata": schedule.tiles, "softmax_scale": 0.37, "causal": True}
+    wanted |= {"num_splits": splits if is_earlier else None}
+    wanted |= {"use_legacy": True} if name == "sgl-flash-mla" else {}
+    for argument, found in made["flash_mla_with_kvcache"].items():
+        default = default_of("flashmla", release, "flash_mla_with_kvcache", argument)
+        assert same(found, wanted.pop(argument) if argument in wanted else default), argument
+    assert not wanted
+
+
 @pytest.mark.parametrize(
     ("library", "members"),
     [("fa2", flash_attention_2.MEMBERS), ("fa3", flash_attention_3.NEWER), ("fa4", flash_attention_4.MEMBERS)],
@@ -333,7 +371,9 @@ def test_every_function_is_recorded_for_every_release() -> None:
             having = {release for each in RECORDED[library][function].values() for release in each}
             wanted = {x for x in releases(library) if function != "MLAPlanMetadata.csr" or Version(x) >= Version("0.7")}
             assert having == wanted, function
-    assert all(len(releases(library)) > 10 for library in LIBRARIES)
+    assert all(len(releases(library)) > 10 for library in RECORDED)
+    for function in FLASH_MLA_FUNCTIONS:
+        assert {x for each in RECORDED["flashmla"][function].values() for x in each} == set(releases("flashmla"))
 
 
 def test_a_call_that_does_not_fit_is_seen() -> None:

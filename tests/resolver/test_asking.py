@@ -126,7 +126,7 @@ def test_an_unknown_backward_lists_the_known(add: object) -> None:
     add(Plugin(Accepted(backward_by="sdqa")))
     (entry,) = [entry for entry in survey(REQUEST).trace if entry.backend == "odd"]
     assert "backward_by='sdqa'" in entry.reasons[0]
-    assert "cudnn, fa2, fa3, fa4, flashinfer, odd, sdpa, triton" in entry.reasons[0]
+    assert "cudnn, fa2, fa3, fa4, flashinfer, flashmla, odd, sdpa, triton" in entry.reasons[0]
 
 
 def test_a_blocked_backward_is_named_as_blocked(add: object, monkeypatch: pytest.MonkeyPatch) -> None:

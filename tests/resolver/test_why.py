@@ -231,7 +231,7 @@ def test_decode_is_asked_about_too():
     answer = ask("flashinfer", DECODE)
     assert kinds(answer)[:1] == ["package"]
     assert 'pip install "mla-plugin[flashinfer]"' in answer.text
-    assert "a cache in pages (page_table=...)" in answer.text
+    assert "a cache in pages of 64 (page_table=...)" in answer.text
     answer = ask("triton", DECODE, with_packages(vllm="0.25.1"))
     assert "fa3 is chosen before it for the decode, because as measured, triton takes 1." in answer.text
 

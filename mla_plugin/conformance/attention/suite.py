@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks
-from mla_plugin.conformance.attention import beyond, library, special
+from mla_plugin.conformance.attention import beyond, chunks, library, special
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
@@ -141,6 +141,10 @@ class BackendConformance(Suite):
     def test_dropout(self) -> None:
         """Dropout is refused, or drops as many weights as asked for, by the seed, in both passes alike."""
         special.check_dropout(self)
+
+    def test_batch_invariance(self) -> None:
+        """Asked for ``batch_invariant``, refuse, or give chunks of a prefill the bits of one prefill."""
+        chunks.check_batch_invariance(self)
 
     def test_what_no_tensors_go_with_is_refused(self) -> None:
         """Requests that say more than a hook is given tensors for cannot be computed, so they are refused."""

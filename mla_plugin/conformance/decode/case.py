@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.draw import Draw, Storage
@@ -137,10 +137,18 @@ class DecodeCase:
             causal=self.causal and self.seqlen_q > 1,
             has_seqlens_kv=self.has_seqlens_kv,
             has_host_lengths=self.has_host_lengths or not self.has_seqlens_kv,
+            profile=self._profile,
             has_leftpad_kv=self.leftpads is not None,
             has_aligned_rows=self.has_aligned_rows,
+            has_joined_rows=self.is_packed or not self.rope,
             return_lse=self.return_lse,
         )
+
+    @property
+    def _profile(self) -> Profile | None:
+        if not self.has_seqlens_kv:
+            return Profile.of([self.capacity])
+        return Profile.of(self.lengths) if self.has_host_lengths else None
 
     def other(self) -> DecodeCase:
         """A call of the same request in a cache of the same size: other lengths, and another scale."""

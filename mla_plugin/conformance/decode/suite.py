@@ -12,6 +12,7 @@ from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
+from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for
 from mla_plugin.conformance.decode.oracle import expected
@@ -61,6 +62,10 @@ class DecodeConformance(Suite):
         request = AttentionRequest("bshd", torch.bfloat16, device_type, 2, 4, 4, 8, 8, 192, 128)
         if not isinstance(answer := self._answer(request), Accepted | Refused):
             checks.fail(f"select_backend of {self.backend} answers an AttentionRequest with {answer!r}; return Refused")
+
+    def test_batch_invariance(self) -> None:
+        """Asked for ``batch_invariant``, refuse, or give each query the bits that it has alone."""
+        check_batch_invariance(self)
 
     def test_decode(self, decode_case: DecodeCase) -> None:
         """Refuse with reasons, or compute out and lse: for two calls at once, again, and in the same memory.

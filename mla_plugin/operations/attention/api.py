@@ -41,6 +41,7 @@ def attention(
     core_attention_bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    batch_invariant: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
     host: str = "direct",
@@ -80,6 +81,9 @@ def attention(
         dropout_p: probability of dropping an attention weight in this call; pass 0 in evaluation.
         deterministic: the backward must be bitwise reproducible; also asked for by
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` and ``torch.use_deterministic_algorithms``.
+        batch_invariant: the bits of a row of out and lse must not depend on what is beside it: the other sequences, the
+            queries that came with it, keys that it does not see. So chunks of a prefill, with ``causal_bottom_right``
+            over all keys so far, give the bits of one prefill. The backward promises nothing of the kind.
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
         host: the framework that calls; selection rules differ between hosts.
@@ -129,6 +133,7 @@ def attention(
         bias_type=core_attention_bias_type,
         dropout_p=dropout_p,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
         host=host,
     )

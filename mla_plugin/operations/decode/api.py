@@ -30,6 +30,7 @@ def decode(
     causal: bool = True,
     backend: str | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     host: str = "direct",
     cp_group: ProcessGroup | DeviceMesh | None = None,
     cp_interleave: int = 1,
@@ -57,6 +58,8 @@ def decode(
         causal: queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
+        batch_invariant: the bits of a query's out and lse must not depend on what is beside it: the other sequences and
+            its place among them, the width of the page table, whether it came alone or as one of S_q.
         host: who asks; for adapters.
         cp_group: ranks that share the cache's tokens (context parallelism), a ProcessGroup or a one-dimensional
             DeviceMesh. Each passes the same queries of all heads and the same ``seqlens_kv``, which is then needed, and
@@ -75,7 +78,7 @@ def decode(
         NotImplementedError: an argument requires grad.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
-    decode_checks.check_options(softmax_scale, causal, return_lse)
+    decode_checks.check_options(softmax_scale, causal, return_lse, batch_invariant=batch_invariant)
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(q_nope_abs)
     c_kv, k_rope = decode_checks.split_cache(kv_cache, q_nope_abs.shape[-1])
@@ -98,18 +101,18 @@ def decode(
         lengths=lengths,
     )
     if cp_group is not None and (name := _group_name(cp_group)) is not None:
-        out, lse = _over_group(tensors, host, backend, name, cp_interleave)
+        out, lse = _over_group(tensors, host, backend, batch_invariant, name, cp_interleave)
         return (out, lse) if return_lse else out
     if is_operator:
         if not is_compiling:
             check_no_transformed_gradient()
             decode_checks.check_tensors(tensors)
         decode_checks.check_no_gradient(tensors)
-        out, lse = run_traced(tensors, host, backend)
+        out, lse = run_traced(tensors, host, backend, batch_invariant)
         return (out, lse) if return_lse else out
     known = known_of(tensors)
     decode_checks.check_no_gradient(tensors)
-    output = run(tensors, known, host, backend)
+    output = run(tensors, known, host, backend, batch_invariant)
     return output if return_lse else output.out  # type: ignore[return-value]
 
 
@@ -122,11 +125,12 @@ def _group_name(cp_group: ProcessGroup | DeviceMesh) -> str | None:
 
 
 def _over_group(
-    tensors: DecodeTensors, host: str, backend: str | None, name: str, interleave: int
+    tensors: DecodeTensors, host: str, backend: str | None, batch_invariant: bool, name: str, interleave: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from mla_plugin.context_parallel import decode as context_parallel
 
     interleave = context_parallel.check_interleave(interleave)
+    context_parallel.check_not_batch_invariant(batch_invariant)
     if isinstance(tensors, DecodeCall):
         known_of(tensors)
     elif not torch.compiler.is_compiling():

@@ -18,13 +18,15 @@ from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.decode import resolve_decode
 
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
-_library.define(
-    f"decode{schema_of(OPERATOR_FIELDS | {'host': str, 'backend': str | None})} -> (Tensor out, Tensor lse)"
-)
+_MORE = {"host": str, "backend": str | None, "batch_invariant": bool}
+_library.define(f"decode{schema_of(OPERATOR_FIELDS | _MORE)} -> (Tensor out, Tensor lse)")
 
 
-def _decide(tensors: DecodeTensors, host: str, backend: str | None) -> tuple[DecodePlan, Callable[..., Any]]:
-    plan = resolve_decode(DecodeRequest.of(tensors, host=host), backend=backend)
+def _decide(
+    tensors: DecodeTensors, host: str, backend: str | None, batch_invariant: bool
+) -> tuple[DecodePlan, Callable[..., Any]]:
+    request = DecodeRequest.of(tensors, host=host, batch_invariant=batch_invariant)
+    plan = resolve_decode(request, backend=backend)
     return plan, get_manager().caller("forward", plan.forward_backend)
 
 
@@ -49,16 +51,19 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     return output
 
 
-def run(tensors: DecodeTensors, known: Known, host: str, backend: str | None) -> DecodeOutput:
+def run(
+    tensors: DecodeTensors, known: Known, host: str, backend: str | None, batch_invariant: bool = False
+) -> DecodeOutput:
     """Resolve and compute; a call of a known layout goes straight to its backend."""
     if known.has_strided_queries:  # the queries are small, the cache is not
         contiguous = {name: getattr(tensors, name).contiguous() for name in ("q_nope_abs", "q_rope")}
         tensors = tensors._replace(**contiguous)
         known = known_of(tensors)
-    key = (host, backend, environment.gates(), get_manager().generation)
+    profile = None if tensors.lengths is None else tensors.lengths.profile
+    key = (host, backend, batch_invariant, profile, environment.gates(), get_manager().generation)
     decision = known.decisions.get(key)
     if decision is None:
-        decision = known.decisions[key] = _decide(tensors, host, backend)
+        decision = known.decisions[key] = _decide(tensors, host, backend, batch_invariant)
     plan, forward = decision
     decode_checks.check_values(tensors)
     if known.is_empty:
@@ -66,15 +71,17 @@ def run(tensors: DecodeTensors, known: Known, host: str, backend: str | None) ->
     return _check_output(forward(plan=plan, tensors=tensors), tensors, plan.forward_backend)
 
 
-def run_traced(tensors: DecodeTensors, host: str, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def run_traced(
+    tensors: DecodeTensors, host: str, backend: str | None, batch_invariant: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` by the operator, which costs as much time on the host as a launch: it is for tracing alone."""
     arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
-    out, lse = decode_operator(**arguments, host=host, backend=backend)
+    out, lse = decode_operator(**arguments, host=host, backend=backend, batch_invariant=batch_invariant)
     return out, lse
 
 
 def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
-    """The operator's arguments but the last two as a call."""
+    """The operator's arguments as a call, but those of ``_MORE``."""
     return DecodeCall(**dict(zip(OPERATOR_FIELDS, arguments, strict=True)))
 
 
@@ -84,14 +91,14 @@ def _no_lse(q: torch.Tensor) -> torch.Tensor:
 
 def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``run`` behind the operator; without return_lse lse is an empty tensor."""
-    call, (host, backend) = _call_of(arguments[:-2]), arguments[-2:]
-    out, lse = run(call, known_of(call), host, backend)
+    call = _call_of(arguments[: -len(_MORE)])
+    out, lse = run(call, known_of(call), *arguments[-len(_MORE) :])
     out = out.contiguous()
     return out, lse.contiguous() if call.return_lse and lse is not None else _no_lse(out)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call_of(arguments[:-2])
+    call = _call_of(arguments[: -len(_MORE)])
     decode_checks.check_tensors(call)
     q = call.q_nope_abs
     lse = q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype)) if call.return_lse else _no_lse(q)

@@ -19,6 +19,7 @@ from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import providers
+from mla_plugin.plugins.shared.refusals import batch_dependence
 
 RANKS = (256, 512)
 MAX_ROPE = 64
@@ -34,6 +35,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     rope = request.qk_rope_head_dim
     if rope % 8 or not 0 < rope <= MAX_ROPE:
         yield f"qk_rope_head_dim={rope}, accepted is a multiple of 8 from 8 to {MAX_ROPE}"
+    yield from batch_dependence(request)
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_aligned_rows:

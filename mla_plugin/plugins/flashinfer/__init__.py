@@ -19,7 +19,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashinfer import plan as planning
-from mla_plugin.plugins.shared.refusals import off_cuda
+from mla_plugin.plugins.shared.refusals import NO_ATTENTION, batch_dependence, off_cuda
 
 DISTRIBUTION = "flashinfer-python"
 MIN_VERSION = Version("0.6.12")
@@ -28,8 +28,6 @@ FA3_RANKS = (512,)
 """Its Hopper kernel is wrong for ranks 128 and 256 and reads beyond its memory, seen on an H200 with 0.6.13."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
-
-NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
 
 
 def kernel(rank: int, capability: tuple[int, int] | None) -> str:
@@ -90,6 +88,7 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
     if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
         yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
+    yield from batch_dependence(request)
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_aligned_rows:

@@ -9,6 +9,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+from mla_plugin.plugins.shared.refusals import batch_dependence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUP_ELEMENTS = 1 << 26
@@ -23,10 +24,11 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
         yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
+    yield from batch_dependence(request)
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
-    """Take every decode request of a CPU or a CUDA device."""
+    """Take every decode request of a CPU or a CUDA device but ``batch_invariant``."""
     reasons = tuple(refusals(request, platform))
     return Refused(reasons) if reasons else Accepted(notes=("products of plain PyTorch in float32",))
 

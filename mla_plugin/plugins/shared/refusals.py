@@ -7,11 +7,23 @@ from collections.abc import Iterator
 import torch
 
 from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.refusals import BATCH_DEPENDENT
 from mla_plugin.hooks.refusals import beyond_plain_attention as beyond_plain_attention
+from mla_plugin.hooks.refusals import beyond_the_tensors as beyond_the_tensors
 from mla_plugin.hooks.types import Accepted, Refused
 
 NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
+
+NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
+"""The answer to an attention request of a backend of decode."""
+
+
+def batch_dependence(request: DecodeRequest) -> Iterator[str]:
+    """The reason of a backend of decode that does not promise ``batch_invariant``."""
+    if request.batch_invariant:
+        yield BATCH_DEPENDENT
 
 
 def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:

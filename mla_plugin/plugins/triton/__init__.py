@@ -19,7 +19,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.shared.refusals import beyond_plain_attention
+from mla_plugin.plugins.shared.refusals import beyond_the_tensors
 from mla_plugin.plugins.triton import decode, needs
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         yield from _memory_refusals(request, platform)
     yield from _shape_refusals(request)
     yield from _feature_refusals(request)
-    yield from beyond_plain_attention(request)
+    yield from beyond_the_tensors(request)
 
 
 @hookimpl
@@ -118,13 +118,15 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
     launch_forward, _ = _launches()
+    # a row's bits follow the tile, which the table chooses by dtype and widths alone, measurements by the lengths too
+    tuned = environment.is_autotuning_requested() and not plan.request.batch_invariant
     out, lse = launch_forward.forward(
         tensors.q,
         tensors.k,
         tensors.v,
         tensors.softmax_scale,
         _packing(plan.request, tensors),
-        tuned=environment.is_autotuning_requested(),
+        tuned=tuned,
         kept=tensors.kept,
     )
     return AttentionOutput(out, lse)

@@ -8,6 +8,7 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+from mla_plugin.plugins.shared.refusals import batch_dependence
 from mla_plugin.plugins.triton import needs
 
 MAX_COLUMNS = 576
@@ -30,6 +31,7 @@ def columns(request: DecodeRequest) -> int:
 def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why the kernels cannot compute the request."""
     yield from needs.refusals(request.dtype, platform)
+    yield from batch_dependence(request)
     if columns(request) > MAX_COLUMNS:
         yield (
             f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
