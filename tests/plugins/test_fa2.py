@@ -37,13 +37,14 @@ PADDED = {
     "sbhd padding_masks": "qkv_format='sbhd'",
     "bhsd padding_masks": "qkv_format='bhsd'",
 }
+WIDE = {"head_dims=64/512": "head_dim_v=512"}
 LSE_COLUMNS = {f"head_dims={dims} return_lse training": "padded to 264" for dims in ("256/256", "192/256")}
 NOT_DETERMINISTIC = {"deterministic training": "deterministic=True"}
 
 
 class TestFlashAttn(FlashConformance):
     backend = "fa2"
-    may_refuse = REFUSES | PADDED | LSE_COLUMNS
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS
     manager = road("fa2", fa2, PACKAGE)
 
     @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ class TestFlashAttnWithNanPadding(NanPadding, TestFlashAttn):
 
 
 class TestPyTorchs(TestFlashAttn):
-    may_refuse = REFUSES | PADDED | LSE_COLUMNS | NOT_DETERMINISTIC
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS | NOT_DETERMINISTIC
     manager = road("fa2", fa2, A100)
     quick = True
 

@@ -15,7 +15,7 @@ from mla_plugin.plugins import fa4
 from tests.plugins import flash_attention_4 as library
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, road
-from tests.plugins.test_fa2 import PADDED
+from tests.plugins.test_fa2 import PADDED, WIDE
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import mla_request
 
@@ -37,7 +37,7 @@ DIMS = {
 
 class TestFlashAttn4(FlashConformance):
     backend = "fa4"
-    may_refuse = REFUSES | PADDED | GROUPED | DIMS
+    may_refuse = REFUSES | PADDED | WIDE | GROUPED | DIMS
     manager = road("fa4", fa4, H100)
 
     @pytest.fixture(autouse=True)

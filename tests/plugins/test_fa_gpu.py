@@ -24,7 +24,7 @@ from tests.gpu.peers import BINARIES
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_road import REFUSES, FittingRefusals, Road
-from tests.plugins.test_fa2 import LSE_COLUMNS, NOT_DETERMINISTIC, PADDED
+from tests.plugins.test_fa2 import LSE_COLUMNS, NOT_DETERMINISTIC, PADDED, WIDE
 from tests.plugins.test_fa3 import DIMS, NO_BACKWARD, NO_WINDOWS, VLLM
 from tests.plugins.test_fa4 import DIMS as FA4_DIMS
 from tests.plugins.test_fa4 import GROUPED
@@ -99,7 +99,7 @@ class TestFlashAttention3WithNanPadding(NanPadding, TestFlashAttention3):
 
 class TestPyTorchsFlashAttention2(_OnDevice):
     backend = "fa2"
-    may_refuse = REFUSES | PADDED | LSE_COLUMNS | NOT_DETERMINISTIC
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS | NOT_DETERMINISTIC
     manager = on_device("fa2", fa2, PYTORCH)
 
 
@@ -112,7 +112,7 @@ class TestFlashAttn2Package(_OnDevice):
     """Its forward; there is no binary with the backward."""
 
     backend = "fa2"
-    may_refuse = REFUSES | PADDED | LSE_COLUMNS
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS
     manager = on_device("fa2", fa2, PACKAGE)
     test_backward = None
 
@@ -138,7 +138,7 @@ class TestFlashAttention4(_OnDevice):
     """Few kinds of kernels: each compiles for about ten seconds. What is refused costs nothing."""
 
     backend = "fa4"
-    may_refuse = REFUSES | PADDED | GROUPED | FA4_DIMS
+    may_refuse = REFUSES | PADDED | WIDE | GROUPED | FA4_DIMS
     manager = on_device("fa4", fa4, FA4)
 
     def cases(self) -> tuple[Case, ...]:

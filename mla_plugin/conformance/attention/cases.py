@@ -177,7 +177,7 @@ def _together() -> Iterator[Case]:
     yield Case("softmax_scale_1", softmax_scale=1.0, attn_mask_type="causal", **widths)
     yield Case("softmax_scale_1-thd", softmax_scale=1.0, seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV, **packed)
     yield Case("window_of_65536", window_size=(65536, 3), seqlens_kv=(83, 83))
-    yield Case("keys_8200", num_heads=2, num_kv_heads=2, seqlens_q=(5,), seqlens_kv=(8200,), **widths)
+    yield Case("keys_8200", num_heads=2, num_kv_heads=2, seqlens_q=(40,), seqlens_kv=(8200,), **widths)
     yield Case("keys_700", seqlens_q=(140,), seqlens_kv=(700,), attn_mask_type="causal_bottom_right", **widths)
 
 
@@ -195,7 +195,7 @@ def _further() -> Iterator[Case]:
     yield Case("whole_tiles-thd", "thd", attn_mask_type="padding_causal", **tiles, **widths)
     square: dict[str, Any] = {"seqlens_q": (512,), "seqlens_kv": (512,), "num_heads": 1, "num_kv_heads": 1}
     yield Case("lengths_512_512", attn_mask_type="causal", **square, **widths)
-    yield Case("queries_1030", seqlens_q=(1030,), seqlens_kv=(19,), num_heads=2, num_kv_heads=2, **widths)
+    yield Case("queries_4100", seqlens_q=(4100,), seqlens_kv=(19,), num_heads=2, num_kv_heads=2, **widths)
     yield Case("batch_70", seqlens_q=(3,) * 70, seqlens_kv=(5,) * 70, **widths)
     short: dict[str, Any] = {"seqlens_q": (19, 19), "seqlens_kv": (35, 35)}
     yield Case("head_dims_64_512", head_dim_qk=64, head_dim_v=512, **short)
