@@ -139,7 +139,7 @@ ATTENTION = [
     broken(
         "bias_very_negative",
         "        scores = scores * t.softmax_scale\n",
-        "        scores = scores * t.softmax_scale\n        scores = scores.clamp(min=-1e4) if t.bias is None else scores\n        if t.bias is not None: bias = bias.clamp(min=-80.0)\n",
+        "        scores = scores * t.softmax_scale\n        scores = scores.clamp(min=-1e4) if t.bias is None else scores\n        if t.bias is not None: bias = bias.clamp(min=-5.0)\n",
     ),
     broken("queries_above_256", SUM, SUM + "\n        result[:, 256:] = 0"),
     broken("batch_above_32", PICK, PICK + "\n        v_b = v_b * (0.5 if b >= 32 else 1.0)"),
