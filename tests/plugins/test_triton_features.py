@@ -43,6 +43,11 @@ def _features() -> Iterator[Case]:
             diagonal: dict[str, Any] = {"window_size": (left, right), "bottom_right_diagonal": bottom_right}
             name = f"{left}_{right}-{'bottom_right' if bottom_right else 'top_left'}"
             yield Case(f"more_keys-window_{name}", **diagonal, **MORE_KEYS)
+    # the last query of the first tile of 16 sees one key of the second tile of 32, and under a window the first query
+    edge: dict[str, Any] = {"seqlens_q": (20,), "seqlens_kv": (37,)} | SMALL
+    yield Case("edge_of_a_tile-causal", attn_mask_type="causal_bottom_right", **edge)
+    for left, right in ((14, 2), (17, 0), (1, 15)):
+        yield Case(f"edge_of_a_tile-window_{left}_{right}", window_size=(left, right), **(edge | {"seqlens_kv": (70,)}))
     yield Case("window-thd", attn_mask_type="padding", window_size=(FURTHEST, 3), **PACKED)
 
 
