@@ -242,6 +242,26 @@ def test_gather(page_size: int, by: str) -> None:
     assert torch.equal(shorter, expected[:, :2, :RANK])
 
 
+def test_the_kernels_follow_each_tensors_strides() -> None:
+    """A pair of caches that are wider than their rows, a table of more columns, results that are columns too."""
+    c_kv, k_rope = torch.zeros(PAGES, 4, RANK + 5, device=DEVICE), torch.zeros(PAGES, 6, ROPE + 3, device=DEVICE)
+    pair = c_kv[..., :RANK], k_rope[:, :4, :ROPE]
+    new = tokens_of(8)
+    page_table = torch.tensor([[3, 1, 0], [7, 5, 2]], dtype=torch.int32, device=DEVICE)[:, :1]
+    slots = torch.cat([torch.arange(4) + 4 * page for page in (3, 7)]).to(DEVICE)
+    kernels.append(*pair, *new, slots)
+    lengths = torch.tensor([4, 3], dtype=torch.int32, device=DEVICE)
+    found = [torch.ones(2, 5, width + 7, device=DEVICE)[:, :4, :width] for width in (RANK, ROPE)]
+    kernels.gather(*pair, page_table, lengths, *found)
+    for x, expected in zip(found, new, strict=True):
+        assert torch.equal(x[0], expected[:4])
+        assert torch.equal(x[1, :3], expected[4:7])
+        assert not x[1, 3].any()
+    assert not c_kv[..., RANK:].any()
+    assert not k_rope[:, 4:].any()
+    assert not k_rope[..., ROPE:].any()
+
+
 def test_gather_more_rows_than_the_pages_hold() -> None:
     kv_cache = pages_of(3)
     page_table = torch.tensor([[4]], dtype=torch.int32, device=DEVICE)

@@ -13,7 +13,7 @@ import torch
 
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import PADDING_POISON
-from mla_plugin.conformance.watch import check_same_in_other_environments
+from mla_plugin.conformance.watch import check_same_in_other_environments, random_state_kept
 from mla_plugin.device import platform
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
@@ -101,7 +101,8 @@ class Suite:
         return None
 
     def _checked_answer(self, request: AttentionRequest | DecodeRequest) -> Accepted | Refused:
-        decision = self._answer(request)
+        with random_state_kept(torch.device(self.device).type):
+            decision = self._answer(request)
         if not isinstance(decision, Accepted | Refused):
             checks.fail(f"select_backend returns Accepted or Refused, not {decision!r}")
         check_same_in_other_environments(lambda: self._answer(request), decision)

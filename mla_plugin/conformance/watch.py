@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -54,51 +55,72 @@ def synchronisation_is_an_error(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def unmodified(tensors: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Fail when the memory behind a tensor, gaps between its elements included, changes inside the block."""
-    before = {name: _memory(x).clone() for name, x in tensors.items() if x is not None}
+    """Fail when a tensor becomes another one inside the block, or the memory behind it changes, gaps included."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    before = {name: (_memory(x).clone(), _facts(x)) for name, x in given.items()}
     yield
-    for name, memory in before.items():
-        if not torch.equal(memory, _memory(tensors[name])):
+    for name, (memory, facts) in before.items():
+        if not torch.equal(memory, _memory(given[name])):
             fail(f"{name} was modified; a backend must leave its inputs as they are")
+        for fact, value in _facts(given[name]).items():
+            if value != facts[fact]:
+                fail(f"{fact} of {name} was {facts[fact]} and is {value}; a backend must leave its inputs as they are")
 
 
-def _memory(x: torch.Tensor | None) -> torch.Tensor:
-    assert x is not None
+def _facts(x: torch.Tensor) -> dict[str, Any]:
+    return {
+        "shape": tuple(x.shape),
+        "strides": x.stride(),
+        "address": x.data_ptr(),
+        "requires_grad": x.requires_grad,
+        "grad": None if not x.is_leaf or x.grad is None else "a tensor",
+    }
+
+
+def _memory(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.detach().untyped_storage())
 
 
 @contextmanager
 def random_state_kept(device_type: str) -> Iterator[None]:
-    """Fail when the global random state of PyTorch or Python changes inside the block.
+    """Fail when the global random state of PyTorch, Python or NumPy changes inside the block.
 
     The block starts from a random seed: from the seed that a backend sets itself, nothing would change.
     """
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_cuda = torch.cuda.get_rng_state() if device_type == "cuda" else None
-    seed = secrets.randbits(62)
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if of_cuda is not None:
-        torch.cuda.manual_seed(seed)
+    generators = _generators(device_type)
+    outside = {name: read() for name, (read, _, _) in generators.items()}
+    seed = secrets.randbits(32)
+    for _, _, set_seed in generators.values():
+        set_seed(seed)
     try:
-        before = _random_state(device_type)
+        before = {name: _values(read()) for name, (read, _, _) in generators.items()}
         yield
-        for name, state in _random_state(device_type).items():
-            same = torch.equal(state, before[name]) if isinstance(state, torch.Tensor) else state == before[name]
-            if not same:
+        for name, (read, _, _) in generators.items():
+            if _values(read()) != before[name]:
                 fail(f"the random state of {name} was changed; use a generator of your own")
     finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if of_cuda is not None:
-            torch.cuda.set_rng_state(of_cuda)
+        for name, (_, restore, _) in generators.items():
+            restore(outside[name])
 
 
-def _random_state(device_type: str) -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()[1][:4]}
+def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
+    """Name to the ways to read the state, to restore it and to set a seed."""
+    found: dict[str, Any] = {
+        "torch": (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+        "random": (random.getstate, random.setstate, random.seed),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy"] = (numpy.random.get_state, numpy.random.set_state, numpy.random.seed)
     if device_type == "cuda":
-        states["torch.cuda"] = torch.cuda.get_rng_state()
-    return states
+        found["torch.cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed)
+    return found
+
+
+def _values(state: Any) -> Any:
+    """A state as what == compares whole."""
+    if isinstance(state, tuple) and any(hasattr(x, "tolist") for x in state):
+        return tuple(map(_values, state))
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 @contextmanager

@@ -94,7 +94,7 @@ COMBINATIONS = [
     only_if("causal_ignored_with_bias", OFFSET, "t.bias is not None and right == 0", "right = -1"),
     only_if(
         "fp16_bias_halved",
-        "            bias = bias.expand(-1, q.shape[2], -1)[:, :len_q, :len_kv]",
+        "            bias = bias.expand(-1, q.shape[2], k.shape[2])[:, :len_q, :len_kv]",
         "request.dtype == torch.float16",
         "bias = bias / 2",
     ),

@@ -83,7 +83,7 @@ def sequences(request, t):
         scores = q_b @ k_b.mT
         if t.bias is not None:
             bias = t.bias.expand(request.batch_size, request.num_heads, -1, -1)[b].to(exact)
-            bias = bias.expand(-1, q.shape[2], -1)[:, :len_q, :len_kv]
+            bias = bias.expand(-1, q.shape[2], k.shape[2])[:, :len_q, :len_kv]
         if request.bias_type == "pre_scale_bias":
             scores = scores + bias
         scores = scores * t.softmax_scale
@@ -114,8 +114,9 @@ def forward(plan, tensors):
 
 def add_bias_gradient(dbias, ds, request, t, b):
     factor = t.softmax_scale if request.bias_type == "pre_scale_bias" else 1.0
+    dbias = dbias.view((1,) * (4 - dbias.dim()) + dbias.shape)
     target = dbias[b if dbias.shape[0] > 1 else 0]
-    for axis in (0, 1):
+    for axis in (0, 1, 2):
         ds = ds.sum(axis, keepdim=True) if target.shape[axis] == 1 else ds
     target[:, : ds.shape[1], : ds.shape[2]] += ds * factor
 

@@ -18,17 +18,22 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mla_plugin.conformance import BackendConformance, DecodeConformance
-from tests.conformance import broken_attention, broken_decode, broken_later
+from tests.conformance import broken_attention, broken_decode, broken_later, broken_rare
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
 SUITES = {"attention": BackendConformance, "decode": DecodeConformance}
 GENERAL = {
-    "attention": ("test_what_no_tensors_go_with_is_refused", "test_dropout"),
-    "decode": ("test_attention_is_answered",),
+    "attention": (
+        "test_what_no_tensors_go_with_is_refused",
+        "test_dropout",
+        "test_unusual_values",
+        "test_surroundings",
+    ),
+    "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings"),
 }
 FAULTS = {
-    "attention": (*broken_attention.BROKEN, *broken_later.ATTENTION),
-    "decode": (*broken_decode.BROKEN, *broken_later.DECODE),
+    "attention": (*broken_attention.BROKEN, *broken_later.ATTENTION, *broken_rare.ATTENTION),
+    "decode": (*broken_decode.BROKEN, *broken_later.DECODE, *broken_rare.DECODE),
 }
 CAUGHT = HERE / "caught.json"
 

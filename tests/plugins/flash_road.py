@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation
+from tests.plugins.flash_cases import packed_cases
 from tests.plugins.test_sdpa import CudaRoad
 
 REFUSES = {
@@ -71,20 +73,6 @@ def few(refuses: Mapping[str, str], cases: tuple[Case, ...]) -> dict[str, str]:
     return {key: text for key, text in refuses.items() if any(found.issuperset(key.split()) for found in labels)}
 
 
-def covering(cases: tuple[Case, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Case, ...]:
-    """The fewest cases of the dtypes, found greedily, that have every tag and every pair of layout and mask."""
-    features = {
-        case: case.tags | {f"{case.qkv_format} {case.attn_mask_type}"} for case in cases if case.dtype in dtypes
-    }
-    missing = {feature for found in features.values() for feature in found}
-    chosen = []
-    while missing:
-        best = max(features, key=lambda case: len(features[case] & missing))
-        chosen.append(best)
-        missing -= features[best]
-    return tuple(chosen)
-
-
 def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | None, value: float = 0.0) -> None:
     """``kernels.prefill.padding.write_gaps``, which takes a second for a small batch in the interpreter."""
     inside = torch.zeros(x.shape[0], dtype=torch.bool)
@@ -94,10 +82,30 @@ def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | No
     x[~inside] = value
 
 
-class FlashConformance(BackendConformance):
+class FittingRefusals(BackendConformance):
+    """The suite's own cases, made for what the plugin accepts, so the refusals that they meet are found out."""
+
+    may_refuse: Mapping[str, str] = REFUSES
+    """As ``refuses``, of any run: what none of the cases has is left out."""
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        return _refuses(type(self))
+
+
+@functools.cache
+def _refuses(suite: type[FittingRefusals]) -> Mapping[str, str]:
+    return few(suite.may_refuse, suite().cases())
+
+
+class FlashConformance(FittingRefusals):
     """On the road: what would run on the GPU besides the library is emulated."""
 
     is_slow = True
+
+    def cases(self) -> tuple[Case, ...]:
+        """And the packed batches."""
+        return (*super().cases(), *packed_cases((4, 2), (torch.bfloat16,)))
 
     @pytest.fixture(autouse=True)
     def _on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,15 @@ import torch
 from mla_plugin import Platform, reference
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case
-from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from tests.plugins import flash_attention_2 as library
-from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road, write_gaps
-from tests.plugins.test_sdpa import NanPadding, with_padding
+from tests.plugins.flash_road import REFUSES, FlashConformance, road, write_gaps
+from tests.plugins.test_sdpa import NanPadding
 from tests.requests import mla_request
 
 
@@ -39,21 +37,15 @@ PADDED = {
     "sbhd padding_masks": "qkv_format='sbhd'",
     "bhsd padding_masks": "qkv_format='bhsd'",
 }
-WINDOWS = {"window_left-71_37-bf16": "ends the window 37 keys right of the diagonal, not 70"}
-CASES = (
-    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
-    *(case for case in conformance_cases() if case.name in WINDOWS),
-    *packed_cases((4, 2), (torch.bfloat16,)),
-)
+WIDE = {"head_dims=64/512": "head_dim_v=512"}
+LSE_COLUMNS = {f"head_dims={dims} return_lse training": "padded to 264" for dims in ("256/256", "192/256")}
+NOT_DETERMINISTIC = {"deterministic training": "deterministic=True"}
 
 
 class TestFlashAttn(FlashConformance):
     backend = "fa2"
-    refuses = few(REFUSES | PADDED | WINDOWS, CASES)
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS
     manager = road("fa2", fa2, PACKAGE)
-
-    def cases(self) -> tuple[Case, ...]:
-        return CASES
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +55,13 @@ class TestFlashAttn(FlashConformance):
 class TestFlashAttnWithNanPadding(NanPadding, TestFlashAttn):
     """Its kernels clear what they load behind a sequence: nothing is copied for that."""
 
-    refuses = few(REFUSES | PADDED, with_padding(CASES))
+    quick = True
 
 
 class TestPyTorchs(TestFlashAttn):
-    refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, CASES)
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS | NOT_DETERMINISTIC
     manager = road("fa2", fa2, A100)
+    quick = True
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 
 from mla_plugin import Platform
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.conformance import Case
-from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import fa4
 from tests.plugins import flash_attention_4 as library
-from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
-from tests.plugins.test_fa2 import PADDED
-from tests.plugins.test_sdpa import NanPadding, with_padding
+from tests.plugins.flash_road import REFUSES, FlashConformance, road
+from tests.plugins.test_fa2 import PADDED, WIDE
+from tests.plugins.test_sdpa import NanPadding
 from tests.requests import mla_request
 
 
@@ -37,19 +33,12 @@ DIMS = {
     "head_dims=64/32 training": "rounded to 64/32",
     "head_dims=24/16 training": "rounded to 32/16",
 }
-CASES = (
-    *covering(conformance_cases(), (torch.bfloat16, torch.float16)),
-    *packed_cases((4, 2), (torch.bfloat16,)),
-)
 
 
 class TestFlashAttn4(FlashConformance):
     backend = "fa4"
-    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED | DIMS, CASES))
+    may_refuse = REFUSES | PADDED | WIDE | GROUPED | DIMS
     manager = road("fa4", fa4, H100)
-
-    def cases(self) -> tuple[Case, ...]:
-        return CASES
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +46,7 @@ class TestFlashAttn4(FlashConformance):
 
 
 class TestFlashAttn4WithNanPadding(NanPadding, TestFlashAttn4):
-    refuses = MappingProxyType(few(REFUSES | PADDED | GROUPED | DIMS, with_padding(CASES)))
+    quick = True
 
 
 TRAINING = {"is_training": True}

@@ -16,7 +16,6 @@ import mla_plugin
 from mla_plugin import Platform
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import BackendConformance, Case
-from mla_plugin.conformance import cases as conformance_cases
 from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
 from mla_plugin.plugins import fa2, fa3, fa4, sdpa
@@ -24,11 +23,12 @@ from mla_plugin.reference import attention, attention_with_gradients
 from tests.gpu.peers import BINARIES
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
-from tests.plugins.flash_road import REFUSES, Road, few
-from tests.plugins.test_fa2 import PADDED, WINDOWS
-from tests.plugins.test_fa3 import DIMS, NO_WINDOWS, VLLM
+from tests.plugins.flash_road import REFUSES, FittingRefusals, Road
+from tests.plugins.test_fa2 import LSE_COLUMNS, NOT_DETERMINISTIC, PADDED, WIDE
+from tests.plugins.test_fa3 import DIMS, NO_BACKWARD, NO_WINDOWS, VLLM
+from tests.plugins.test_fa4 import DIMS as FA4_DIMS
 from tests.plugins.test_fa4 import GROUPED
-from tests.plugins.test_sdpa import NanPadding, with_padding
+from tests.plugins.test_sdpa import NanPadding
 
 pytestmark = pytest.mark.gpu
 HOPPER = pytest.mark.peer("a Hopper GPU")
@@ -36,8 +36,6 @@ FA2_OF_VLLM, FA3_OF_VLLM, UNPACKED_FA4 = (pytest.mark.peer(name) for name in BIN
 
 HALF = (torch.bfloat16, torch.float16)
 MIMO = tuple(packed_cases((64, 4), HALF))
-ALL = (*conformance_cases(), *conformance_cases("large"), *MIMO)
-INFERENCE = {"training": "is_training=True"}
 PYTORCH = Platform("cuda", (9, 0), (), (9, 13, 0), "13.0")
 PACKAGE = replace(PYTORCH, packages=(("flash-attn", "2.8.3"),))
 FA4 = replace(PYTORCH, packages=(("flash-attn-4", "4.0.0b36"),))
@@ -77,17 +75,17 @@ class TestInstalledFlashAttention4(_Installed):
 
 
 @HOPPER
-class _OnDevice(BackendConformance):
+class _OnDevice(FittingRefusals):
     device = "cuda"
 
     def cases(self) -> tuple[Case, ...]:
-        return ALL
+        return (*super().cases(), *MIMO)
 
 
 @FA3_OF_VLLM
 class TestFlashAttention3(_OnDevice):
     backend = "fa3"
-    refuses = few(REFUSES | DIMS | INFERENCE | NO_WINDOWS, ALL)
+    may_refuse = REFUSES | DIMS | NO_BACKWARD | NO_WINDOWS
     manager = on_device("fa3", fa3, VLLM)
 
     @pytest.fixture(autouse=True)
@@ -96,31 +94,17 @@ class TestFlashAttention3(_OnDevice):
 
 
 class TestFlashAttention3WithNanPadding(NanPadding, TestFlashAttention3):
-    refuses = few(REFUSES | DIMS | INFERENCE | NO_WINDOWS, with_padding(ALL))
+    pass
 
 
 class TestPyTorchsFlashAttention2(_OnDevice):
     backend = "fa2"
-    refuses = few(REFUSES | PADDED | WINDOWS | {"deterministic training": "deterministic=True"}, ALL) | {
-        "head_dims=256/256 return_lse training": "padded to 264",
-        "head_dims=192/256 return_lse training": "padded to 264",
-    }
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS | NOT_DETERMINISTIC
     manager = on_device("fa2", fa2, PYTORCH)
-
-    def cases(self) -> tuple[Case, ...]:
-        lse_256 = Case("lse-256_256", dtype=torch.bfloat16, head_dim_qk=256, head_dim_v=256, return_lse=True)
-        return (*ALL, lse_256)
 
 
 class TestPyTorchsFlashAttention2WithNanPadding(NanPadding, TestPyTorchsFlashAttention2):
     """Its kernels clear what they load behind a sequence, in both passes."""
-
-    refuses = few(
-        REFUSES
-        | PADDED
-        | {"deterministic training": "deterministic=True", "head_dims=192/256 return_lse training": "padded to 264"},
-        with_padding(ALL),
-    )
 
 
 @FA2_OF_VLLM
@@ -128,7 +112,7 @@ class TestFlashAttn2Package(_OnDevice):
     """Its forward; there is no binary with the backward."""
 
     backend = "fa2"
-    refuses = few(REFUSES | PADDED | WINDOWS, ALL)
+    may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS
     manager = on_device("fa2", fa2, PACKAGE)
     test_backward = None
 
@@ -145,24 +129,26 @@ FA4_NAMES = (
     "deterministic-causal-bf16",
     "large-192_128",
     "large-thd",
-    *[case.name for case in conformance_cases("bf16", "head_dims=192/128") if case.name.startswith("pairs")][:12],
-    *(case.name for case in MIMO if case.dtype == torch.bfloat16),
 )
-"""Few kinds of kernels: each compiles for about ten seconds. The names that are refused cost nothing."""
+FA4_PAIRS = 6
 
 
 @UNPACKED_FA4
 class TestFlashAttention4(_OnDevice):
+    """Few kinds of kernels: each compiles for about ten seconds. What is refused costs nothing."""
+
     backend = "fa4"
-    refuses = few(REFUSES | PADDED | GROUPED, tuple(case for case in ALL if case.name in FA4_NAMES))
+    may_refuse = REFUSES | PADDED | WIDE | GROUPED | FA4_DIMS
     manager = on_device("fa4", fa4, FA4)
 
     def cases(self) -> tuple[Case, ...]:
-        """And the batches without grouped heads, so that they train."""
-        return (
-            *(case for case in ALL if case.name in FA4_NAMES),
-            *packed_cases((4, 4), (torch.bfloat16,)),
-        )
+        """Some pairs of 192/128, and the batches, with grouped heads and without, so that they train."""
+        every = super().cases()
+        plain = [case for case in every if {"bf16", "head_dims=192/128"} <= case.tags and case.num_heads < 16]
+        pairs = [case for case in plain if case.name.startswith("pairs") and "without" not in case.name]
+        named = [case for case in every if case.name in FA4_NAMES]
+        batches = [case for case in MIMO if case.dtype == torch.bfloat16]
+        return (*named, *pairs[:FA4_PAIRS], *batches, *packed_cases((4, 4), (torch.bfloat16,)))
 
     @pytest.fixture(autouse=True)
     def _library(self) -> None:
@@ -170,7 +156,7 @@ class TestFlashAttention4(_OnDevice):
 
 
 class TestFlashAttention4WithNanPadding(NanPadding, TestFlashAttention4):
-    refuses = few(REFUSES | PADDED | GROUPED, with_padding(tuple(case for case in ALL if case.name in FA4_NAMES)))
+    pass
 
 
 BATCH = Case(

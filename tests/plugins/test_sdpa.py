@@ -29,8 +29,8 @@ class NanPadding(BackendConformance):
     """Only the cases with padding, which holds NaN."""
 
     is_slow = True
-
     padding_poison = torch.nan
+    test_unusual_values = test_surroundings = None
 
     def cases(self) -> tuple[Case, ...]:
         return with_padding(super().cases())

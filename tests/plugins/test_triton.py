@@ -24,6 +24,7 @@ REFUSES: Mapping[str, str] = {
     "arbitrary": "attn_mask_type='arbitrary'",
     "bias": "bias_type=",
     "head_dims=13/7": "head_dim_qk=13",
+    "head_dims=1/1": "head_dim_qk=1,",
 }
 
 
@@ -48,7 +49,7 @@ def covering(cases: tuple[Case, ...]) -> tuple[Case, ...]:
 class TestInterpreter(BackendConformance):
     backend = "triton"
     is_slow = True
-    refuses: Mapping[str, str] = {key: REFUSES[key] for key in ("arbitrary", "bias")}
+    refuses: Mapping[str, str] = {key: REFUSES[key] for key in ("arbitrary", "bias", "head_dims=1/1")}
 
     def cases(self) -> tuple[Case, ...]:
         return covering(super().cases())

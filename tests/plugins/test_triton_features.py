@@ -19,9 +19,9 @@ from mla_plugin.kernels.prefill import launch_forward as prefill
 
 FURTHEST = 2**31 - 1
 SMALL: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_dim_qk": 24, "head_dim_v": 16}
-DENSE: dict[str, Any] = {"seqlens_q": (21, 0, 3), "seqlens_kv": (40, 3, 0), "rows_q": (23,) * 3} | SMALL
-DENSE |= {"rows_kv": (41,) * 3, "return_lse": True}
-PACKED: dict[str, Any] = {**DENSE, "qkv_format": "thd", "rows_q": (24, 7, 3), "rows_kv": (40, 3, 5), "tail": 3}
+DENSE: dict[str, Any] = {"seqlens_q": (21, 0, 3, 6), "seqlens_kv": (40, 3, 0, 9), "rows_q": (23,) * 4} | SMALL
+DENSE |= {"rows_kv": (41,) * 4, "return_lse": True}
+PACKED: dict[str, Any] = {**DENSE, "qkv_format": "thd", "rows_q": (24, 7, 3, 6), "rows_kv": (40, 3, 5, 11), "tail": 3}
 MORE_KEYS: dict[str, Any] = {"seqlens_q": (35,), "seqlens_kv": (70,)} | SMALL
 MORE_QUERIES: dict[str, Any] = {"seqlens_q": (70,), "seqlens_kv": (35,)} | SMALL
 WINDOWS = ((5, -1), (30, 3), (FURTHEST, 0), (3, FURTHEST), (FURTHEST, FURTHEST))
@@ -43,6 +43,11 @@ def _features() -> Iterator[Case]:
             diagonal: dict[str, Any] = {"window_size": (left, right), "bottom_right_diagonal": bottom_right}
             name = f"{left}_{right}-{'bottom_right' if bottom_right else 'top_left'}"
             yield Case(f"more_keys-window_{name}", **diagonal, **MORE_KEYS)
+    # the last query of the first tile of 16 sees one key of the second tile of 32, and under a window the first query
+    edge: dict[str, Any] = {"seqlens_q": (20,), "seqlens_kv": (37,)} | SMALL
+    yield Case("edge_of_a_tile-causal", attn_mask_type="causal_bottom_right", **edge)
+    for left, right in ((14, 2), (17, 0), (1, 15)):
+        yield Case(f"edge_of_a_tile-window_{left}_{right}", window_size=(left, right), **(edge | {"seqlens_kv": (70,)}))
     yield Case("window-thd", attn_mask_type="padding", window_size=(FURTHEST, 3), **PACKED)
 
 
@@ -57,6 +62,7 @@ def _head_dims(pairs: tuple[tuple[int, int], ...]) -> Iterator[Case]:
 class TestInterpreter(BackendConformance):
     backend = "triton"
     is_slow = True
+    test_unusual_values = test_surroundings = None  # test_triton.py has them
 
     @pytest.fixture(autouse=True)
     def _unequal_tiles(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -59,19 +59,26 @@ class Call:
         """The tensors by name."""
         return {name: x for name, x in vars(self.tensors).items() if isinstance(x, torch.Tensor)}
 
+    def without_dlse(self) -> Call:
+        """The same call when nobody uses lse."""
+        return self if self.dlse is None else replace(self, dlse=None)
+
     def in_memory_of(self, other: Call) -> Call | None:
         """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded."""
-        theirs = other.inputs
-        for name, x in self.inputs.items():
+        mine, theirs = ({**x.inputs, "dout": x.dout, "dlse": x.dlse} for x in (self, other))
+        for name, x in mine.items():
             there = theirs[name]
-            assert x is not None
-            assert there is not None
+            if x is None or there is None:
+                continue
             if any(stride == 0 and size > 1 for stride, size in zip(there.stride(), there.shape, strict=True)):
                 return None
-            with torch.no_grad():
-                there.copy_(x)
+        for name, x in mine.items():
+            there = theirs[name]
+            if x is not None and there is not None:
+                with torch.no_grad():
+                    there.copy_(x)
         tensors = replace(other.tensors, softmax_scale=self.tensors.softmax_scale)
-        return replace(self, tensors=tensors)
+        return replace(self, tensors=tensors, dout=other.dout, dlse=other.dlse)
 
     @cached_property
     def oracle(self) -> Oracle:

@@ -26,10 +26,6 @@ one padded key that gets through outweighs all the others, while q @ k stays far
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
-_BIAS_AXES = {"bhss": (True, True, True), "1hss": (False, True, True), "b1ss": (True, False, True)} | {
-    "11ss": (False, False, True),
-    "111s": (False, False, False),
-}
 _SCORES = {"normal": (1.0, 1.0), "large": (40.0, 1.0), "overflow": (64.0, 64.0)}
 """What q and k are multiplied by: scores of 100 and more, and products that float16 cannot hold unscaled."""
 
@@ -49,7 +45,8 @@ class Case:
             less. Padding masks in a dense layout say the extent unless told otherwise: ``exact`` is below it.
         num_heads, num_kv_heads, head_dim_qk, head_dim_v: as in ``AttentionRequest``.
         bottom_right_diagonal: where the diagonal of a window is; with a causal mask the mask type decides.
-        bias_type, bias_shape, bias_requires_grad: shape is one of ``bhss``, ``1hss``, ``b1ss``, ``11ss``, ``111s``.
+        bias_type, bias_shape, bias_requires_grad: the shape has a letter for each dimension, ``1`` where it is
+            broadcast: ``bhss``, ``1hss``, ``bhs1``, or fewer dimensions, ``hss``, ``ss``.
         mask_shape: shape of the mask of mask type ``arbitrary``, spelled as a bias shape.
         softmax_scale: None for ``head_dim_qk ** -0.5``.
         scores: ``large`` are 100 and more; ``overflow`` are products beyond float16 with a scale that tames them.
@@ -244,7 +241,8 @@ class Case:
         )
 
     def _bias_letters(self) -> str:
-        sizes = self._score_shape(self.bias_shape)[:3]
+        shape = self._score_shape(self.bias_shape)
+        sizes = ((1,) * (4 - len(shape)) + shape)[:3]
         return "".join("1" if size == 1 else letter for size, letter in zip(sizes, "bhs", strict=True)) + "s"
 
     def other(self) -> Case:
@@ -331,14 +329,10 @@ class Case:
     def _shape(self, side: Side, heads: int, head_dim: int) -> tuple[int, ...]:
         return self._layout.shape(self.batch_size, heads, self._extent(side), head_dim)
 
-    def _score_shape(self, name: str) -> tuple[int, int, int, int]:
-        has_batch, has_heads, has_queries = _BIAS_AXES[name]
-        return (
-            self.batch_size if has_batch else 1,
-            self.num_heads if has_heads else 1,
-            self._extent("q") if has_queries else 1,
-            self._extent("kv"),
-        )
+    def _score_shape(self, letters: str) -> tuple[int, ...]:
+        sizes = (self.batch_size, self.num_heads, self._extent("q"), self._extent("kv"))
+        shape = zip(letters, sizes[4 - len(letters) :], strict=True)
+        return tuple(1 if letter == "1" else size for letter, size in shape)
 
     def _factor(self, side: Side, padding_poison: float) -> torch.Tensor:
         """``padding_poison`` on padded rows and 1 elsewhere, broadcastable to q or k."""
@@ -375,9 +369,9 @@ class Case:
         return [cu_q, cu_kv, *(offsets(self._rows(side), self._lead(side)) for side in _SIDES)]
 
     def _attention_mask(self, draw: Draw) -> torch.Tensor:
-        """A third of the positions hidden, and of each sequence the first, a middle and the last row entirely."""
+        """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely."""
         shape = self._score_shape(self.mask_shape)
         mask = draw.uniform(shape) < 1 / 3
-        for row in {0, shape[2] // 2, shape[2] - 1}:
-            mask[:, :, row] = True
+        for row in {0, shape[-2] // 2, shape[-2] - 1} if shape[-2] > 1 else ():
+            mask[..., row, :] = True
         return draw.placed(mask, self.bias_storage)

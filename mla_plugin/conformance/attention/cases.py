@@ -62,7 +62,7 @@ def _every_pair() -> tuple[Case, ...]:
 
 @functools.cache
 def _edges() -> tuple[Case, ...]:
-    families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable, _together)
+    families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable, _together, _further)
     plain = [case for family in families for case in family()]
     dtypes = (torch.float32, torch.bfloat16)
     named = [
@@ -177,8 +177,34 @@ def _together() -> Iterator[Case]:
     yield Case("softmax_scale_1", softmax_scale=1.0, attn_mask_type="causal", **widths)
     yield Case("softmax_scale_1-thd", softmax_scale=1.0, seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV, **packed)
     yield Case("window_of_65536", window_size=(65536, 3), seqlens_kv=(83, 83))
-    yield Case("keys_8200", num_heads=2, num_kv_heads=2, seqlens_q=(5,), seqlens_kv=(8200,), **widths)
+    yield Case("keys_8200", num_heads=2, num_kv_heads=2, seqlens_q=(40,), seqlens_kv=(8200,), **widths)
     yield Case("keys_700", seqlens_q=(140,), seqlens_kv=(700,), attn_mask_type="causal_bottom_right", **widths)
+
+
+def _further() -> Iterator[Case]:
+    """Biases and masks of fewer dimensions, windows that end at the diagonal, whole tiles, other rare strides."""
+    widths: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
+    for shape in ("1hss", "111s", "ss"):
+        yield Case(f"mask_{shape}", attn_mask_type="arbitrary", mask_shape=shape, seqlens_kv=(37, 37), **widths)
+    for bias_type, shape in (("post_scale_bias", "ss"), ("pre_scale_bias", "hss"), ("post_scale_bias", "bhs1")):
+        bias: dict[str, Any] = {"bias_type": bias_type, "bias_shape": shape, "bias_requires_grad": True}
+        yield Case(f"{bias_type}-{shape}", seqlens_kv=(37, 37), **bias, **widths)
+    yield Case("window_0_3", window_size=(0, 3), seqlens_kv=(83, 83), **widths)
+    yield Case("window_4_0", window_size=(4, 0), seqlens_kv=(83, 83), **widths)
+    tiles: dict[str, Any] = {"seqlens_q": (128, 64, 65), "seqlens_kv": (128, 64, 65), "num_heads": 2, "num_kv_heads": 1}
+    yield Case("whole_tiles-thd", "thd", attn_mask_type="padding_causal", **tiles, **widths)
+    square: dict[str, Any] = {"seqlens_q": (512,), "seqlens_kv": (512,), "num_heads": 1, "num_kv_heads": 1}
+    yield Case("lengths_512_512", attn_mask_type="causal", **square, **widths)
+    yield Case("queries_4100", seqlens_q=(4100,), seqlens_kv=(19,), num_heads=2, num_kv_heads=2, **widths)
+    yield Case("batch_70", seqlens_q=(3,) * 70, seqlens_kv=(5,) * 70, **widths)
+    short: dict[str, Any] = {"seqlens_q": (19, 19), "seqlens_kv": (35, 35)}
+    yield Case("head_dims_64_512", head_dim_qk=64, head_dim_v=512, **short)
+    yield Case("head_dims_1_1", head_dim_qk=1, head_dim_v=1, **short)
+    strides: dict[str, Any] = {"storage_q": "expanded_batch", "storage_v": "expanded_heads"}
+    yield Case("expanded_q_and_v", **strides, dout_storage="sliced_heads", num_heads=4, num_kv_heads=2)
+    strides = {"storage_q": "expanded_heads", "storage_v": "odd_rows", "dout_storage": "odd_rows"}
+    yield Case("expanded_q-odd_v", "bhsd", attn_mask_type="causal", **strides)
+    yield Case("sliced_v", "sbhd", storage_v="sliced_tokens", dout_storage="sliced_heads", attn_mask_type="causal")
 
 
 def _other_dtypes() -> Iterator[Case]:

@@ -245,9 +245,8 @@ class _Backward:
         rows, columns = self.ds.shape[-2:]
         whole = self.ds_variance + (self.roundings.sum * self.ds).square()
         for target, x in ((bias.exact, factor * self.ds), (bias.variance, factor**2 * whole)):
-            sequence = target[min(self.part.index, target.shape[0] - 1)]
-            if sequence.shape[0] == 1:
-                x = x.sum(0, keepdim=True)
-            if sequence.shape[1] == 1:
-                x = x.sum(1, keepdim=True)
+            whole_target = target.view((1,) * (4 - target.dim()) + target.shape)
+            sequence = whole_target[min(self.part.index, whole_target.shape[0] - 1)]
+            for axis in range(3):
+                x = x.sum(axis, keepdim=True) if sequence.shape[axis] == 1 else x
             sequence[:, : min(rows, sequence.shape[1]), : min(columns, sequence.shape[2])] += x

@@ -38,11 +38,12 @@ def _calls(suite: BackendConformance, *, is_training: bool = True) -> list[tuple
     for case in suite.plain_cases():
         plan = suite.plan_of(case, is_training=is_training)
         if plan is not None:
-            found.append((plan, _call(suite, case, plan.request)))
+            found.append((plan, call_of(suite, case, plan.request)))
     return found
 
 
-def _call(suite: BackendConformance, case: Case, request: AttentionRequest) -> Call:
+def call_of(suite: BackendConformance, case: Case, request: AttentionRequest) -> Call:
+    """Fresh data for a case."""
     return Call.of(case, request, suite.device, suite._generator(), suite.padding_poison)
 
 
@@ -90,7 +91,7 @@ def check_dropout(suite: BackendConformance) -> None:
     if not isinstance(decision, Accepted):
         return
     plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
-    call = _call(suite, case, request.replace(dropout_p=0.0))
+    call = call_of(suite, case, request.replace(dropout_p=0.0))
     layout = request.layout
     v = layout.to_bhsd(torch.zeros_like(call.tensors.v))
     tokens = v.shape[2]
@@ -170,11 +171,11 @@ def check_cuda(suite: BackendConformance) -> None:
         if {"padding_masks", "unequal_lengths"} <= case.tags and "large" not in case.tags:
             found = suite.plan_of(case)
             if found is not None:
-                _check_replayed(suite, found, _call(suite, case, found.request))
+                _check_replayed(suite, found, call_of(suite, case, found.request))
                 break
 
 
-def _step(suite: BackendConformance, plan: Plan, call: Call) -> tuple[AttentionOutput, Gradients]:
+def step(suite: BackendConformance, plan: Plan, call: Call) -> tuple[AttentionOutput, Gradients]:
     """Both hooks, unwatched."""
     manager = suite._manager()
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -184,7 +185,8 @@ def _step(suite: BackendConformance, plan: Plan, call: Call) -> tuple[AttentionO
         return output, run(plan=plan, residuals=residuals, dout=call.dout, dlse=call.dlse)
 
 
-def _check_step(call: Call, output: AttentionOutput, gradients: Gradients) -> None:
+def check_step(call: Call, output: AttentionOutput, gradients: Gradients) -> None:
+    """The results of both hooks."""
     checks.check_output(call.case, call.inputs, output, call.expected())
     expected, lse = call.expected_gradients(), call.expected()[1].exact
     checks.check_gradients(call.case, call.inputs, gradients, lse, expected)
@@ -199,9 +201,9 @@ def _check_on_a_stream(suite: BackendConformance, plan: Plan, call: Call) -> Non
         call.tensors.q.detach().zero_()
         torch.cuda._sleep(20_000_000)
         call.tensors.q.detach().copy_(q)
-        results = _step(suite, plan, call)
+        results = step(suite, plan, call)
     torch.cuda.current_stream().wait_stream(stream)
-    _check_step(call, *results)
+    check_step(call, *results)
 
 
 def check_second_device(suite: BackendConformance) -> None:
@@ -213,17 +215,17 @@ def check_second_device(suite: BackendConformance) -> None:
         request = plan.request.replace(device_index=1)
         there = Call.of(call.case, request, "cuda:1", suite._generator(), suite.padding_poison)
         with torch.cuda.device(0):
-            _check_step(there, *_step(suite, replace(plan, request=request), there))
+            check_step(there, *step(suite, replace(plan, request=request), there))
 
 
 def _check_replayed(suite: BackendConformance, plan: Plan, call: Call) -> None:
-    _step(suite, plan, call)  # compiles and plans
+    step(suite, plan, call)  # compiles and plans
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = _step(suite, plan, call)
+        results = step(suite, plan, call)
     for case in (call.case.other(), call.case):
-        other = _call(suite, case, plan.request)
+        other = call_of(suite, case, plan.request)
         with torch.no_grad():
             for name, x in other.inputs.items():
                 target = getattr(call.tensors, name)
@@ -235,4 +237,4 @@ def _check_replayed(suite: BackendConformance, plan: Plan, call: Call) -> None:
                 call.dlse.copy_(other.dlse)
         graph.replay()
         torch.cuda.synchronize()
-        _check_step(Call(case, plan.request, call.tensors, call.dout, call.dlse), *results)
+        check_step(Call(case, plan.request, call.tensors, call.dout, call.dlse), *results)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks
-from mla_plugin.conformance.attention import beyond, chunks, library, special
+from mla_plugin.conformance.attention import beyond, chunks, library, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
@@ -104,7 +104,8 @@ class BackendConformance(Suite):
         runs: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
         if self._repeats(case.name):
             result = hooks.forward(plan, second, is_poisoned=False)
-            runs.append((second, checks.check_output(second.case, second.inputs, result, second.expected()), None))
+            result = checks.check_output(second.case, second.inputs, result, second.expected())
+            runs.append((second.without_dlse(), result, None))  # autograd gives None where lse is not used
         kept_output.check()
         kept = []
         runs.append((first, output, None))
@@ -129,9 +130,29 @@ class BackendConformance(Suite):
             for _ in range(2):  # a fault may come at every second call
                 checks.check_equal_bits(output, hooks.forward(plan, first))
                 checks.check_equal_bits(gradients, hooks.backward(last[0], first, last[1]))
-        if self._goes_through_the_library() and self._repeats(case.name):
-            library.check(self, plan, first)
+        if self._repeats(case.name):
+            if self._goes_through_the_library():
+                library.check(self, plan, first)
+            self._check_in_the_same_memory(plan, first, second)
         self._check_decision_again(plan)
+
+    def _check_in_the_same_memory(self, plan: Plan, first: Call, second: Call) -> None:
+        """The second call's data where the first one's was, as the next step of a training has it."""
+        call = second.in_memory_of(first)
+        if call is None:
+            return
+        output = self._hooks().forward(plan, call)
+        gradients = self._hooks().backward(plan, call, output)
+        lse, expected = second.expected()[1].exact, second.expected_gradients()
+        checks.check_gradients(call.case, call.inputs, gradients, lse, expected)
+
+    def test_unusual_values(self) -> None:
+        """Zeros, gradients that are tiny or large, scores far below zero, NaN, an infinite gradient of lse."""
+        values.check_values(self)
+
+    def test_surroundings(self) -> None:
+        """Other settings of PyTorch, another thread, inference mode; memory is given back."""
+        values.check_surroundings(self)
 
     def test_compiled(self) -> None:
         """A call through ``torch.compile``; one of each layout where the command line names the backend."""

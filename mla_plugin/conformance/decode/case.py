@@ -42,7 +42,7 @@ class DecodeCase:
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
         cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence.
         table_storage: of the page table.
-        shares_pages: the sequences' first pages are the same ones, as a cache of common prefixes has it.
+        shares_pages: the sequences' first two pages are the same ones, as a cache of common prefixes has it.
     """
 
     name: str
@@ -113,6 +113,11 @@ class DecodeCase:
         return rows if self.page_size is None else -(-rows // self.page_size) * self.page_size
 
     @property
+    def _shared_pages(self) -> int:
+        """Pages at the beginning that all sequences have in common."""
+        return min(2, self.capacity // self.page_size) if self.shares_pages and self.page_size else 0
+
+    @property
     def has_aligned_rows(self) -> bool:
         """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
         extra = 8 if self.cache_storage == "sliced_dims" else 0
@@ -163,11 +168,10 @@ class DecodeCase:
         if self.scores == "large":
             queries = queries * 20.0
         tokens = draw.normal((batch, self.capacity, width))
-        if self.shares_pages and self.page_size is not None:
-            tokens[:, : self.page_size] = tokens[:1, : self.page_size].clone()
+        shared = self._shared_pages * (self.page_size or 0)
+        tokens[:, :shared] = tokens[:1, :shared].clone()
         for b, length in enumerate(self.lengths):
-            if not (self.shares_pages and self.page_size and length < self.page_size):
-                tokens[b, length:] *= poison
+            tokens[b, max(length, shared) :] *= poison
         cache, page_table = (tokens, None) if self.page_size is None else self._in_pages(draw, tokens, poison)
         whole_or_parts = [(cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])]
         stored = [self._cache(draw, x) for x in whole_or_parts[0]]
@@ -209,8 +213,7 @@ class DecodeCase:
         cache = draw.normal((len(order), self.page_size, width)) * poison
         page_table = torch.full((batch, each + 1), 2**30, dtype=torch.int32)
         pages = order[: batch * each].view(batch, each)
-        if self.shares_pages:
-            pages[:, 0] = pages[0, 0]
+        pages[:, : self._shared_pages] = pages[:1, : self._shared_pages].clone()
         for b, length in enumerate(self.lengths):
             used = -(-length // self.page_size)
             page_table[b, :used] = pages[b, :used]

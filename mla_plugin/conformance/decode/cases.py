@@ -77,6 +77,15 @@ def _small() -> Iterator[DecodeCase]:
     for page_size in (64, None):
         place = "contiguous" if page_size is None else "paged"
         yield DecodeCase(f"softmax_scale_1-{place}", softmax_scale=1.0, rank=128, page_size=page_size)
+    narrow: dict[str, Any] = {"rank": 72, "rope": 8}
+    for page_size in (None, 256, 128, 32):
+        place = "contiguous" if page_size is None else f"page_{page_size}"
+        yield DecodeCase(f"whole_tiles-{place}", lengths=(64, 128, 256, 512), page_size=page_size, **narrow)
+    yield DecodeCase("heads_64", num_heads=64, page_size=16, **narrow)
+    yield DecodeCase("heads_200", num_heads=200, page_size=16, lengths=(9, 0, 40), **narrow)
+    yield DecodeCase("queries_20", seqlen_q=20, page_size=16, lengths=(30, 7, 0), **narrow)
+    yield DecodeCase("batch_70", lengths=tuple(range(70)), page_size=16, num_heads=2, **narrow)
+    yield DecodeCase("keys_8200", lengths=(8200,), num_heads=40, page_size=64, **narrow)
 
 
 def _large() -> Iterator[DecodeCase]:

@@ -12,6 +12,7 @@ from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
+from mla_plugin.conformance.decode import values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for
@@ -78,26 +79,34 @@ class DecodeConformance(Suite):
             return
         generator, other = self._generator(), decode_case.other()
         first, second = (x.tensors(self.device, generator, self.padding_poison) for x in (decode_case, other))
-        output = self._forward(plan, first)
+        output = self.forward(plan, first)
         _check_output(decode_case, first, output)
         kept = Kept("of one call", out=output.out, lse=output.lse)
         if self._repeats(decode_case.name):
-            _check_output(other, second, self._forward(plan, second))
+            _check_output(other, second, self.forward(plan, second))
         kept.check()
         for _ in range(2 if self._repeats(decode_case.name) else 1):  # a fault may come at every second call
-            again = self._forward(plan, first)
+            again = self.forward(plan, first)
             for name, x in output._asdict().items():
                 if x is not None and not torch.equal(x, getattr(again, name)):
                     checks.fail(f"{name} differs between two calls with the same tensors")
         if self._goes_through_the_library() and self._repeats(decode_case.name):
             self._check_library(decode_case, first)
         _copy(first, other.tensors(self.device, generator, self.padding_poison))
-        _check_output(other, first, self._forward(plan, first))
+        _check_output(other, first, self.forward(plan, first))
         kept.check()
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
         if not isinstance(self._answer(plan.request), Accepted):
             checks.fail("select_backend gives two answers to one request, another one after the call")
+
+    def test_unusual_values(self) -> None:
+        """Zeros, scores far below zero, no keys at all, NaN."""
+        values.check_values(self)
+
+    def test_surroundings(self) -> None:
+        """Other settings of PyTorch, another thread, inference mode; memory is given back."""
+        values.check_surroundings(self)
 
     def test_more_than_two_billion_elements(self) -> None:
         """On a CUDA device with 8 GiB of free memory: rows of the cache beyond what 32 bits count."""
@@ -133,8 +142,12 @@ class DecodeConformance(Suite):
                     c_kv=cache[..., : case.rank], k_rope=cache[..., case.rank :], page_table=small.page_table + first
                 )
             request = request.replace(max_seqlen_kv=cache.shape[1]) if page_size is None else request
-            output = self._run(DecodePlan(request, self.platform(), self.backend), far)
+            output = self.run(DecodePlan(request, self.platform(), self.backend), far)
             _check_output(case, far, output)
+
+    def check_output(self, case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput) -> None:
+        """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
+        _check_output(case, tensors, output)
 
     def _check_library(self, case: DecodeCase, tensors: DecodeTensors) -> None:
         """The same call through ``mla_plugin.decode``."""
@@ -160,10 +173,10 @@ class DecodeConformance(Suite):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = self._run(plan, tensors)
+            output = self.run(plan, tensors)
         lengths = [torch.randint(0, decode_case.capacity + 1, (1,), generator=generator).item() for _ in tensors[0]]
-        for values in (lengths, decode_case.lengths):
-            other = _with_lengths(decode_case, tuple(int(value) for value in values))
+        for each in (lengths, decode_case.lengths):
+            other = _with_lengths(decode_case, tuple(int(length) for length in each))
             _copy(tensors, other.tensors(self.device, generator, self.padding_poison))
             graph.replay()
             _check_output(other, tensors, output)
@@ -175,21 +188,22 @@ class DecodeConformance(Suite):
             return None
         return DecodePlan(request, self.platform(), self.backend)
 
-    def _forward(self, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
+    def forward(self, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
         """Call the hook and watch what it does to memory and, once it has planned, to the host."""
         device_type = torch.device(self.device).type
         inputs = {name: x for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
         if tensors.lengths is not None:
             inputs["lengths.host"] = tensors.lengths.host
         if device_type == "cuda":
-            self._run(plan, tensors)
+            self.run(plan, tensors)
         with as_the_library(device_type, inputs, is_poisoned=True):
-            output = self._run(plan, tensors)
+            output = self.run(plan, tensors)
         check_no_graph(out=output.out, lse=output.lse)
         check_not_shared(output._asdict(), inputs)
         return output
 
-    def _run(self, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
+    def run(self, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
+        """Call the hook, unwatched."""
         output = self._manager().caller("forward", self.backend)(plan=plan, tensors=tensors)
         if not isinstance(output, DecodeOutput):
             checks.fail(f"forward returns a DecodeOutput for DecodeTensors, not {type(output).__name__}")
@@ -222,3 +236,5 @@ def _check_output(case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput
         checks.check_tensor("lse", output.lse, lse.exact, lse_dtype(case.dtype))
         assert output.lse is not None
         checks.check_lse(output.lse, lse)
+    elif output.lse is not None:
+        checks.fail("lse is given where return_lse=False; it is None then")

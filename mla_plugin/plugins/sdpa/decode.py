@@ -50,7 +50,7 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     with torch.autocast(q.device.type, enabled=False):  # products in float32, as they are in every backend
         for first, last, length in groups:
             out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
-    return DecodeOutput(out, lse)
+    return DecodeOutput(out, lse if tensors.return_lse else None)
 
 
 def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:

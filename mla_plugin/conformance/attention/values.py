@@ -1,0 +1,184 @@
+"""Calls with unusual numbers and in unusual surroundings, in each layout that the backend accepts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_plugin.conformance import checks, surroundings
+from mla_plugin.conformance.attention import library
+from mla_plugin.conformance.attention.call import Call
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.special import call_of, check_step, step
+from mla_plugin.conformance.budget import Yardstick
+from mla_plugin.hooks.attention import Plan
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.attention.suite import BackendConformance
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def check_values(suite: BackendConformance) -> None:
+    """Zeros, gradients that are tiny or large, scores far below zero, and NaN."""
+    for case in _cases(suite):
+        plan = suite.plan_of(case)
+        if plan is None:
+            continue
+        call = call_of(suite, case, plan.request)
+        for name, other in _variants(call):
+            _check(suite, plan, other, name)
+        _check_nan(suite, plan, call)
+    _check_infinite_dlse(suite)
+
+
+def _cases(suite: BackendConformance) -> Iterator[Case]:
+    """The plain ones, one in each low precision, one with a bias."""
+    plain = _plain(suite)
+    yield from plain
+    for case, dtype in zip(plain, _DTYPES, strict=False):
+        if case.dtype != dtype:
+            yield replace(case, dtype=dtype, name=f"{case.name} in {dtype}")
+    for case in plain[:1]:
+        yield replace(case, name=f"{case.name} with a bias", bias_type="post_scale_bias", bias_shape="bhss")
+
+
+def _plain(suite: BackendConformance) -> list[Case]:
+    """One of each layout, made small: each is computed a dozen times."""
+    lengths: dict[str, Any] = {"seqlens_q": (33, 33), "seqlens_kv": (33, 33), "rows_q": None, "rows_kv": None}
+    lengths |= {"lead": 0, "lead_kv": None, "tail": 0, "num_heads": 2, "num_kv_heads": 2}
+    found = [replace(case, **lengths) for case in suite.plain_cases()]
+    return [case for case in found if suite.plan_of(case) is not None][: 1 if suite.is_slow else None]
+
+
+def _variants(call: Call) -> Iterator[tuple[str, Call]]:
+    """What is unusual, and the call."""
+    for name in ("q", "k", "v"):
+        yield f"{name} of zeros", _with(call, **{name: torch.zeros_like})
+    yield "dout of zeros", replace(call, dout=torch.zeros_like(call.dout))
+    tiny, large = (2.0**-6, 2.0**4) if call.case.dtype == torch.float16 else (2.0**-40, 2.0**20)
+    for words, factor in (("a tiny", tiny), ("a large", large)):
+        dlse = None if call.dlse is None else call.dlse * factor
+        yield f"{words} dout", replace(call, dout=call.dout * factor, dlse=dlse)
+    yield "scores around -140", _with(call, q=lambda q: -16 * q.abs(), k=torch.abs)
+    yield "equal keys", _with(call, k=torch.ones_like)
+    if call.case.head_dim_v <= call.case.head_dim_qk:
+        slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
+        yield "v that is a slice of k", replace(call, tensors=replace(call.tensors, v=slice_of_k))
+    if call.tensors.bias is not None:
+        hidden = torch.rand(call.tensors.bias.shape, device=call.tensors.bias.device) < 1 / 3
+        bias = call.tensors.bias.detach().masked_fill(hidden, torch.finfo(call.case.dtype).min)
+        bias.requires_grad_(call.tensors.bias.requires_grad)
+        yield "a bias that hides keys", replace(call, tensors=replace(call.tensors, bias=bias))
+
+
+def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """The call with some of q, k and v put through a function."""
+    made: dict[str, Any] = {}
+    for name, change in changes.items():
+        x = getattr(call.tensors, name)
+        made[name] = change(x.detach()).requires_grad_(x.requires_grad)
+    return replace(call, tensors=replace(call.tensors, **made))
+
+
+def _check(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
+    try:
+        output = suite.hooks().forward(plan, call)
+        checks.check_output(call.case, call.inputs, output, call.expected())
+        gradients = suite.hooks().backward(plan, call, output)
+        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
+    except checks.ConformanceError as error:
+        checks.fail(f"{call.case.name} with {words}: {error}")
+
+
+def _check_nan(suite: BackendConformance, plan: Plan, call: Call) -> None:
+    """A query with NaN gives a row of NaN, and changes no other row."""
+    out, lse = call.expected()
+    first = [int(i) for i in lse.exact.isfinite().nonzero()[0]]
+    b, (head, row) = (first[0], first[1:]) if not call.case.is_packed else (0, first)
+
+    def spoilt(q: torch.Tensor) -> torch.Tensor:
+        q = q.clone()
+        call.request.layout.to_bhsd(q)[b, head, row, 0] = torch.nan
+        return q
+
+    other = _with(call, q=spoilt)
+    found = suite.hooks().forward(plan, other).out.clone()
+    of_row = call.request.layout.to_bhsd(found)[b, head, row]
+    if not bool(of_row.isnan().all()):
+        checks.fail(f"{call.case.name}: a query has NaN and its out does not; an error upstream must show")
+    of_row.copy_(call.request.layout.to_bhsd(out.exact)[b, head, row])
+    checks.check_error("out beside a query with NaN", found, out)
+
+
+def _check_infinite_dlse(suite: BackendConformance) -> None:
+    """The gradient of ``lse.square()`` is infinite where no key is seen; nothing of it reaches a gradient."""
+    for plan, call in itertools.islice(_calls_with_blind_queries(suite), 1 if suite.is_slow else 3):
+        case, hidden = call.case, call.expected()[1].exact.isneginf()
+        assert call.dlse is not None
+        finite, infinite = (replace(call, dlse=call.dlse.masked_fill(hidden, value)) for value in (0.0, -torch.inf))
+        output = suite.hooks().forward(plan, call)
+        gradients = suite.hooks().backward(plan, infinite, output)
+        lse, expected = finite.expected()[1].exact, finite.expected_gradients()
+        try:
+            checks.check_gradients(case, call.inputs, gradients, lse, expected)
+        except checks.ConformanceError as error:
+            checks.fail(f"{case.name} with dlse -inf where no key is seen: {error}")
+
+
+def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan, Call]]:
+    """Some queries of a sequence see no key, others do, and lse has a gradient."""
+    for case in suite.cases():
+        if not case.return_lse or "large" in case.tags or not {"unequal_lengths", "empty_sequences"} & case.tags:
+            continue
+        plan = suite.plan_of(case)
+        if plan is None:
+            continue
+        call = call_of(suite, case, plan.request)
+        padding = plan.request.layout.to_bhsd(case.is_padding("q"))[..., 0].to(suite.device)
+        hidden = call.expected()[1].exact.isneginf() & ~(padding[0] if case.is_packed else padding)
+        if bool(hidden.any()):
+            yield plan, call
+
+
+def check_surroundings(suite: BackendConformance) -> None:
+    """Other settings, another thread, inference mode; and no tensor of a call is kept."""
+    for case in _plain(suite):
+        plan = suite.plan_of(case)
+        if plan is None:
+            continue
+        call = call_of(suite, case, plan.request)
+        step(suite, plan, call)  # what a library does when it is loaded is its own
+        with surroundings.settings_kept():
+            step(suite, plan, call)
+        with surroundings.default_dtype(torch.bfloat16):
+            check_step(call, *step(suite, plan, call))
+        check_step(call, *surroundings.in_another_thread(functools.partial(step, suite, plan, call)))
+        _check_inference_mode(suite, case)
+        surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+
+
+def _tensors_of_a_call(suite: BackendConformance, case: Case, plan: Plan) -> dict[str, torch.Tensor | None]:
+    call = call_of(suite, case, plan.request)
+    output, gradients = step(suite, plan, call)
+    return {**call.inputs, "dout": call.dout, **vars(output), **vars(gradients)}
+
+
+def _check_inference_mode(suite: BackendConformance, case: Case) -> None:
+    """Tensors that are made there have no version counter and belong to no graph."""
+    plan = suite.plan_of(case, is_training=False)
+    if plan is None:
+        return
+    with torch.inference_mode():
+        call = call_of(suite, case, plan.request)
+        expected: tuple[Yardstick, Yardstick] = call.expected()
+        checks.check_output(case, call.inputs, suite.hooks().forward(plan, call), expected)
+        if suite._goes_through_the_library():
+            with library.as_the_process_manager(suite._manager()):
+                out, _ = library.attend(call, plan.forward_backend)
+            checks.check_error("out", out, expected[0])

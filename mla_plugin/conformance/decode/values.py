@@ -1,0 +1,107 @@
+"""Decode calls with unusual numbers and in unusual surroundings, over a contiguous and over a paged cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.conformance import checks, surroundings
+from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.conformance.decode.oracle import expected
+from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
+from mla_plugin.hooks.types import Accepted
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.decode.suite import DecodeConformance
+
+
+def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]:
+    """The plainest accepted cases with and without pages, with few heads."""
+    found: dict[bool, tuple[DecodeCase, DecodePlan]] = {}
+    for case in sorted(suite.cases(), key=lambda case: (len(case.tags), case.cost)):
+        if case.is_large or not case.return_lse or (case.page_size is None) in found:
+            continue
+        request = case.request(suite.device)
+        if isinstance(suite._answer(request), Accepted):
+            found[case.page_size is None] = case, DecodePlan(request, suite.platform(), suite.backend)
+    return list(found.values())[: 1 if suite.is_slow else None]
+
+
+def check_values(suite: DecodeConformance) -> None:
+    """Zeros, scores far below zero, no keys at all, and NaN."""
+    for case, plan in plain_calls(suite):
+        for words, asked, tensors in _variants(suite, case):
+            try:
+                suite.check_output(asked, tensors, suite.forward(plan, tensors))
+            except checks.ConformanceError as error:
+                checks.fail(f"{case} with {words}: {error}")
+        _check_nan(suite, case, plan)
+
+
+def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str, DecodeCase, DecodeTensors]]:
+    """What is unusual, the case and its tensors."""
+    generator = suite._generator()
+
+    def drawn(case: DecodeCase) -> DecodeTensors:
+        return case.tensors(suite.device, generator, 1.0)
+
+    tensors = drawn(case)
+    zeros = [torch.zeros_like(x) for x in tensors[:4]]
+    yield "queries of zeros", case, tensors._replace(q_nope_abs=zeros[0], q_rope=zeros[1])
+    yield "a cache of zeros", case, tensors._replace(c_kv=zeros[2], k_rope=zeros[3])
+    q_nope_abs, q_rope, c_kv, k_rope = (x.abs() for x in tensors[:4])
+    factor = -140.0 / (0.64 * (case.rank + case.rope) * case.softmax_scale)
+    yield (
+        "scores around -140",
+        case,
+        tensors._replace(q_nope_abs=factor * q_nope_abs, q_rope=factor * q_rope, c_kv=c_kv, k_rope=k_rope),
+    )
+    if case.has_seqlens_kv:
+        empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
+        yield "no keys at all", empty, drawn(empty)
+
+
+def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> None:
+    """A query with NaN gives a row of NaN, and changes no other row."""
+    tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+    out, lse = expected(tensors)
+    b, head, row = (int(i) for i in lse.exact.isfinite().nonzero()[0])
+    spoilt = tensors.q_nope_abs.clone()
+    spoilt[b, row, head, 0] = torch.nan
+    found = suite.forward(plan, tensors._replace(q_nope_abs=spoilt)).out.clone()
+    if not bool(found[b, row, head].isnan().all()):
+        checks.fail(f"{case}: a query has NaN and its out does not; an error upstream must show")
+    found[b, row, head] = out.exact[b, row, head].to(found.dtype)
+    checks.check_error("out beside a query with NaN", found, out)
+
+
+def check_surroundings(suite: DecodeConformance) -> None:
+    """Other settings, another thread, inference mode; and no tensor of a call is kept."""
+    for case, plan in plain_calls(suite):
+        run = functools.partial(_one_call, suite, case, plan)
+        run()  # what a library does when it is loaded is its own
+        with surroundings.settings_kept():
+            _one_call(suite, case, plan, is_checked=False)
+        with surroundings.default_dtype(torch.bfloat16):
+            run()
+        surroundings.in_another_thread(run)
+        with torch.inference_mode():
+            run()
+        surroundings.check_nothing_is_kept(run)
+
+
+def _one_call(
+    suite: DecodeConformance, case: DecodeCase, plan: DecodePlan, *, is_checked: bool = True
+) -> dict[str, torch.Tensor | None]:
+    """Its queries, its cache and its results; right, unless another setting may change them."""
+    tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        output: DecodeOutput = suite.run(plan, tensors)
+    if is_checked:
+        suite.check_output(case, tensors, output)
+    return {"q_nope_abs": tensors.q_nope_abs, "c_kv": tensors.c_kv, **output._asdict()}
