@@ -23,15 +23,13 @@ class Job:
     tile: DecodeTile
     page_size: int
     descriptors: bool = False
-    one_split: bool = False
 
     @property
     def name(self) -> str:
         tile = self.tile
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         way = "descriptors" if self.descriptors else "pointers"
-        end = " one split" if self.one_split else ""
-        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}{end}"
+        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}"
 
 
 def jobs() -> list[Job]:
@@ -47,9 +45,7 @@ def jobs() -> list[Job]:
             if tile.block_m <= 16:
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
-                found += [
-                    Job(CARDS[kind][0], itemsize, columns, tile, 64, True, one_split) for one_split in (False, True)
-                ]
+                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True))
     return found
 
 
@@ -61,9 +57,10 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    parts = "fp32" if job.capability == 90 and job.descriptors and not job.one_split else dtype
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": f"*{parts}", "softmax_scale": "fp32"}
-    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None, "Lse": None}
+    parts = "fp32" if job.capability == 90 and job.descriptors else dtype
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{parts}", "Out": f"*{dtype}", "Lse": "*fp32"}
+    types["softmax_scale"] = "fp32"
+    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
         types["desc_c0"] = f"tensordesc<{dtype}[1, {tile.block_n}, {first}]>"
@@ -71,7 +68,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     stages = tile.paged_stages if job.page_size else tile.num_stages
     constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "ONE_SPLIT": job.one_split}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
     constants |= {
         "TMA": job.descriptors,
         "HOPPER": job.capability == 90,

@@ -1,4 +1,4 @@
-"""The launch of the decode kernels: how many splits, which tile, which arguments; worked out once for each shape."""
+"""The launch of the decode kernels: how many programs, which tile, which arguments; worked out once for each shape."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEPT = "triton"
 """Where a layout's launches are kept."""
 _GIVEN = (
-    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Out", "Lse"),
+    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Parts"),
+    *("Out", "Lse"),
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-_MAX_SPLITS = 256
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
-_COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
+_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
-# More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
-# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower, and with long
-# splits read by descriptors, measured on Hopper, too.
-_FLOAT32_SPLITS = 2
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
+_OVERHEAD = 0  # tiles that the start of a sequence counts as
+_LEAST_TILES = 1  # of a part
 
 
 class _Device(NamedTuple):
@@ -64,24 +62,9 @@ def _device(device: torch.device) -> _Device:
     return _Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
-    """Into how many splits the keys go, so that ``programs`` x splits fill ``slots`` concurrent programs.
-
-    A cost model in units of one tile: a program's start and the write of its sums take about one, the combine kernel
-    about three. Extents go in, never lengths, so that a captured graph can be replayed with other lengths.
-    """
-    best, best_cost = 1, triton.cdiv(programs, slots) * (key_tiles + 1)
-    for waves in range(1, 5):
-        wanted = min(waves * slots // programs, key_tiles, _MAX_SPLITS)
-        if wanted < 2:
-            continue
-        tiles = triton.cdiv(key_tiles, wanted)
-        splits = triton.cdiv(key_tiles, tiles)
-        cost = triton.cdiv(programs * splits, slots) * (tiles + 1) + 3
-        if cost < best_cost:
-            best, best_cost = splits, cost
-    return best
+def choose_parts(row_tiles: int, slots: int) -> int:
+    """Into how many parts all key tiles go, so that ``row_tiles`` programs for each fill ``slots`` concurrent ones."""
+    return max(1, slots // max(row_tiles, 1))
 
 
 @dataclass
@@ -90,9 +73,9 @@ class Launches:
 
     Attributes:
         out_shape, lse_shape: of the results.
-        workspace: elements between the two kernels, see ``_workspace``; 0 with one split.
+        workspace: elements between the two kernels, see ``_workspace``.
         parts_dtype: of these elements.
-        split, combine: the launches of the two kernels.
+        attend, combine: the launches of the two kernels; combine is None where no sequence can have two pieces.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
         cuda_index: of the device; None where there is none.
@@ -104,8 +87,8 @@ class Launches:
     lse_shape: tuple[int, ...]
     workspace: int
     parts_dtype: torch.dtype
-    split: Launch
-    combine: Launch
+    attend: Launch
+    combine: Launch | None
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
     cuda_index: int | None
@@ -136,9 +119,9 @@ def _tiles_fit_descriptors(
     return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
-def _workspace(parts: int, rank: int, itemsize: int) -> int:
-    """Elements of ``parts`` rows of ``rank`` columns, an even number, and of a float32 for each row."""
-    elements: int = triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
+def _workspace(slot_rows: int, batch: int, rank: int, itemsize: int) -> int:
+    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, of a float32 each, of two int32 a sequence."""
+    elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + (slot_rows + 2 * batch) * (4 // itemsize)
     return elements
 
 
@@ -148,20 +131,22 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
 
 
 def _combine_launch(
-    device: _Device, batch: int, heads: int, seqlen_q: int, splits: int, rank: int, parts_dtype: torch.dtype
+    device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int, parts_dtype: torch.dtype
 ) -> Launch:
-    block_splits = triton.next_power_of_2(splits)
-    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
+    """As many pieces at a time as a sequence has on average; of few pieces, more columns and rows."""
+    pieces = min(64, triton.next_power_of_2(triton.cdiv(parts, max(batch, 1)) + 1))
+    columns = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // pieces))
+    rows = max(1, min(triton.next_power_of_2(heads * seqlen_q), _COMBINE_ELEMENTS // (pieces * columns)))
     # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
     # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
-    row_bytes = block_rank * parts_dtype.itemsize
-    warps = max(1, min(4, row_bytes // 512), block_splits * row_bytes // (32 * _COMBINE_BYTES))
+    row_bytes = columns * parts_dtype.itemsize
+    warps = max(1, min(4, row_bytes // 512), rows * pieces * row_bytes // (32 * _COMBINE_BYTES))
     return Launch(
         combine_kernel,
-        (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
+        (triton.cdiv(seqlen_q * heads, rows) * batch, triton.cdiv(rank, columns), 1),
         _COMBINE_GIVEN,
-        {"num_heads": heads, "seqlen_q": seqlen_q, "num_splits": splits}
-        | {"R": rank, "BLOCK_R": block_rank, "BLOCK_SPLITS": block_splits, "DEPENDENT": device.has_dependent_launch},
+        {"num_heads": heads, "seqlen_q": seqlen_q, "num_slots": 2 * parts, "R": rank, "BLOCK_ROWS": rows}
+        | {"BLOCK_R": columns, "BLOCK_PIECES": pieces, "DEPENDENT": device.has_dependent_launch},
         _options(device, warps),
     )
 
@@ -179,17 +164,18 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     if page_table is not None:
         page_size, page_stride = c_kv.shape[1], page_table.stride(0)
     key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
-    splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
+    parts = choose_parts(row_tiles, device.processors * tile.programs)
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
         and leftpad_kv is None
-        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
+        and batch * key_tiles >= parts * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
     stages = tile.paged_stages if page_size else tile.num_stages
     is_hopper = device.kind == "Hopper"
-    parts_dtype = torch.float32 if (is_hopper and by_descriptors) or splits <= _FLOAT32_SPLITS else c_kv.dtype
+    # rounded as the result itself is; where Hopper reads by descriptors half the bytes gain nothing (measured)
+    parts_dtype = torch.float32 if is_hopper and by_descriptors else c_kv.dtype
     constants: dict[str, object] = {
         "R": rank,
         "R0": rank_columns[0],
@@ -198,31 +184,35 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         "ROPE": rope_columns,
     }
     constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
-    constants |= {"CAUSAL": tensors.causal and seqlen_q > 1, "ONE_SPLIT": splits == 1}
+    constants |= {"CAUSAL": tensors.causal and seqlen_q > 1}
     constants |= {"TMA": by_descriptors, "HOPPER": is_hopper, "DEPENDENT": device.has_dependent_launch}
     constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
-    fixed = {"num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity, "num_splits": splits}
+    fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
+    fixed |= {"num_parts": parts, "num_slots": 2 * parts, "overhead": _OVERHEAD, "least": _LEAST_TILES}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
     fixed |= {"stride_pt": page_stride}
+    combine = None
+    if parts > 1 and key_tiles > 1:
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank, parts_dtype)
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=tensors.lse_shape,
-        workspace=_workspace(batch * splits * rows, rank, parts_dtype.itemsize) if splits > 1 else 0,
+        workspace=_workspace(2 * parts * rows, batch, rank, parts_dtype.itemsize),
         parts_dtype=parts_dtype,
-        split=Launch(
+        attend=Launch(
             decode_kernel,
-            (row_tiles * splits * batch, 1, 1),
+            (row_tiles * parts, 1, 1),
             _GIVEN,
             fixed | constants,
             _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
         ),
-        combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
+        combine=combine,
         descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(
-            *(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None),
+            *(c_kv.dtype, c_kv.device, parts_dtype, combine and combine.arguments[-5:-1], leftpad_kv is None),
             *constants.values(),
         ),
     )
@@ -273,14 +263,15 @@ def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Te
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
-    if launches.workspace == 0:
-        launches.split(*inputs, out, lse, *descriptors, scale)
-        return out, lse
     parts = q_nope_abs.new_empty(launches.workspace, dtype=launches.parts_dtype)
-    of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
-    if launches.split.run is None and out.is_cuda and launches.code not in _compiled:
-        compile_together([(launches.split, of_split), (launches.combine, of_combine)], out.device)
+    of_attend, of_combine = (*inputs, parts, out, lse, *descriptors, scale), (parts, out, lse)
+    attend, combine = launches.attend, launches.combine
+    if combine is None:
+        attend(*of_attend)
+        return out, lse
+    if attend.run is None and out.is_cuda and launches.code not in _compiled:
+        compile_together([(attend, of_attend), (combine, of_combine)], out.device)
         _compiled.add(launches.code)
-    launches.split(*of_split)
-    launches.combine(*of_combine)
+    attend(*of_attend)
+    combine(*of_combine)
     return out, lse
