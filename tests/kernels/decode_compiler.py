@@ -42,8 +42,7 @@ def jobs() -> list[Job]:
             if columns < 576 or itemsize == 4:
                 continue
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
-            if tile.block_m <= 16:
-                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
+            found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True))
     return found
@@ -71,7 +70,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
     constants |= {
         "TMA": job.descriptors,
-        "HOPPER": job.capability == 90,
+        "HOPPER": job.capability == 90 and tile.block_m == 64 and second == 0 and dtype == "bf16",
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }
     constants["DEPENDENT"] = job.capability >= 90

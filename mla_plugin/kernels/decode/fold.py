@@ -175,27 +175,40 @@ def fold_keys(
 
 
 @triton.jit
-def fold_full_tiles(
+def fold_on_hopper(
     acc,
     row_max,
+    row_sum,
     q0,
     q_rope,
+    C_kv,
+    K_rope,
     desc_c0,
     desc_k,
     page_table,
     b,
     first,
+    lowest,
     last,
+    visible,
     scale_log2,
+    stride_cb,
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    R: tl.constexpr,
     R0: tl.constexpr,
+    D_ROPE: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    LEFTPAD: tl.constexpr,
+    FULL: tl.constexpr,
 ):
-    """``fold_keys`` of FULL tiles with c_kv in one block of columns, from no sum: acc, row_max, row_sum.
+    """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum.
 
-    Both conditions are always true, and nothing of them is left in the machine code. They steer Triton on Hopper:
+    Both conditions are always true, and nothing of them is left in the machine code. They steer Triton:
 
     - A product that feeds another, outside a condition, is computed whole by both warpgroups (their warps stand in one
       column, twice as long as 64 rows need). Through the first condition each computes half of the keys. It is empty
@@ -206,21 +219,37 @@ def fold_full_tiles(
     The halves of the sum stay apart until the end: together they would be exchanged in every tile.
     """
     sums = tl.zeros([q0.shape[0], 2], tl.float32)
+    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers from one sequence to the next
+    rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
         block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
-        c = desc_c0.load([block, row, 0]).reshape(BLOCK_N, R0)
+        # fmt: off
+        c = _load_keys(
+            C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+        )  # [BLOCK_N, R0]
         if ROPE > 0:
-            k = desc_k.load([block, row, 0]).reshape(BLOCK_N, ROPE)
+            k = _load_keys(
+                K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            )  # [BLOCK_N, ROPE]
             s_rope = tl.dot(q_rope, k.T) * scale_log2
+        # fmt: on
         s = tl.dot(q0, c.T) * scale_log2
         if first < last:
             if ROPE > 0:
                 s += s_rope
         if start < last:
+            if not FULL:
+                s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
+                if LEFTPAD:
+                    s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
             p = tl.exp2(s - new_max[:, None])
             rescale = tl.exp2(row_max - new_max)
             sums = sums * rescale[:, None] + tl.sum(p.reshape(p.shape[0], 2, BLOCK_N // 2), 2)
+            row_sum = row_sum * rescale
             acc = tl.dot(p.to(c.dtype), c, acc * rescale[:, None])
             row_max = new_max
-    return acc, row_max, tl.sum(sums, 1)
+    return acc, row_max, row_sum + tl.sum(sums, 1)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.decode.combine import lse_of_parts, pieces_of
-from mla_plugin.kernels.decode.fold import fold_full_tiles, fold_keys
+from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.plan import key_range, share_of, tiles_between
 
 
@@ -147,10 +147,11 @@ def decode_kernel(
         # fmt: off
         if TMA:
             full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
-            if HOPPER and R1 == 0:
-                acc0, row_max, row_sum = fold_full_tiles(
-                    acc0, row_max, q0, q_rope, desc_c0, desc_k, pages, b, first, full_last, scale_log2,
-                    R0, ROPE, PAGE_SIZE, BLOCK_N, STAGES,
+            if HOPPER:
+                acc0, row_max, row_sum = fold_on_hopper(
+                    acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+                    first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True,
                 )
             else:
                 acc0, acc1, row_max, row_sum = fold_keys(
@@ -159,11 +160,18 @@ def decode_kernel(
                     R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
                 )
             first = full_last
-        acc0, acc1, row_max, row_sum = fold_keys(
-            acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-            first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
-        )
+        if HOPPER:
+            acc0, row_max, row_sum = fold_on_hopper(
+                acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+                first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False,
+            )
+        else:
+            acc0, acc1, row_max, row_sum = fold_keys(
+                acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+                first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
+            )
         # fmt: on
         if DEPENDENT and b == last_b - 1:
             # the combine kernel starts beside the last stores; earlier it takes room from this one, 2 % at B 32, 4096

@@ -174,6 +174,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     )
     stages = tile.paged_stages if page_size else tile.num_stages
     is_hopper = device.kind == "Hopper"
+    uses_warpgroups = is_hopper and tile.block_m >= 64 and rank_columns[1] == 0 and c_kv.element_size() == 2
     # rounded as the result itself is; where Hopper reads by descriptors half the bytes gain nothing (measured)
     parts_dtype = torch.float32 if is_hopper and by_descriptors else c_kv.dtype
     constants: dict[str, object] = {
@@ -185,7 +186,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     }
     constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
     constants |= {"CAUSAL": tensors.causal and seqlen_q > 1}
-    constants |= {"TMA": by_descriptors, "HOPPER": is_hopper, "DEPENDENT": device.has_dependent_launch}
+    constants |= {"TMA": by_descriptors, "HOPPER": uses_warpgroups, "DEPENDENT": device.has_dependent_launch}
     constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
     fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
     fixed |= {"num_parts": parts, "num_slots": 2 * parts, "overhead": _OVERHEAD, "least": _LEAST_TILES}
