@@ -151,6 +151,11 @@ def _combine_launch(
     )
 
 
+def _parts_dtype(dtype: torch.dtype, on_hopper_by_descriptors: bool) -> torch.dtype:
+    """Rounded as the result itself is; where Hopper reads by descriptors half the bytes gain nothing (measured)."""
+    return torch.float32 if on_hopper_by_descriptors else dtype
+
+
 def _make_launches(tensors: DecodeTensors) -> Launches:
     q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
     page_table, leftpad_kv = tensors.page_table, tensors.leftpad_kv
@@ -175,8 +180,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     stages = tile.paged_stages if page_size else tile.num_stages
     is_hopper = device.kind == "Hopper"
     uses_warpgroups = is_hopper and tile.block_m >= 64 and rank_columns[1] == 0 and c_kv.element_size() == 2
-    # rounded as the result itself is; where Hopper reads by descriptors half the bytes gain nothing (measured)
-    parts_dtype = torch.float32 if is_hopper and by_descriptors else c_kv.dtype
+    parts_dtype = _parts_dtype(c_kv.dtype, uses_warpgroups and by_descriptors)
     constants: dict[str, object] = {
         "R": rank,
         "R0": rank_columns[0],
