@@ -135,7 +135,7 @@ def fold_keys(
 
     FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
     """
-    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers from one sequence to the next
+    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
@@ -219,7 +219,7 @@ def fold_on_hopper(
     The halves of the sum stay apart until the end: together they would be exchanged in every tile.
     """
     sums = tl.zeros([q0.shape[0], 2], tl.float32)
-    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers from one sequence to the next
+    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)

@@ -120,7 +120,7 @@ def _tiles_fit_descriptors(
 
 
 def _workspace(slot_rows: int, batch: int, rank: int, itemsize: int) -> int:
-    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, of a float32 each, of two int32 a sequence."""
+    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, a float32 each, two int32 a sequence."""
     elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + (slot_rows + 2 * batch) * (4 // itemsize)
     return elements
 

@@ -39,9 +39,7 @@ def _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N: tl.c
 
 
 @triton.jit
-def share_of(
-    part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, least, BLOCK_N: tl.constexpr
-):
+def share_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, least, BLOCK_N: tl.constexpr):
     """The run of tiles of a part, all sequences' tiles standing in one row, each after ``overhead`` empty ones.
 
     Returns:
