@@ -23,14 +23,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """GPU tests are deselected, not skipped, where there is no GPU: a run without one has no skips."""
     quick.mark(items)
     if torch.cuda.is_available():
-        from tests.gpu import peers
+        from tests.gpu import memory, peers
 
-        peers.skip_without(item for item in items if item.get_closest_marker("gpu"))
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        peers.skip_without(on_gpu)
+        memory.group(on_gpu)
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of large tensors are not run where the device lacks the memory."""
+    if torch.cuda.is_available():
+        from tests.gpu import memory
+
+        memory.skip_where_too_small(item)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Their memory is given back."""
+    if torch.cuda.is_available():
+        from tests.gpu import memory
+
+        memory.give_back(item)
 
 
 @pytest.fixture(autouse=True)

@@ -297,6 +297,7 @@ def test_a_captured_append_follows_slots_and_tokens() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory(8)
 def test_slots_beyond_2_31_elements() -> None:
     pages = 2**31 // (64 * (RANK + ROPE)) + 10
     kv_cache = torch.zeros(pages, 64, RANK + ROPE, dtype=torch.float16, device=DEVICE)
@@ -310,6 +311,7 @@ def test_slots_beyond_2_31_elements() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory(90)
 def test_gather_rows_that_are_far_apart() -> None:
     """A sequence-first cache, whose rows are more than 2**31 elements from the first."""
     sequences, rows, width = 2**17, 600, RANK + ROPE

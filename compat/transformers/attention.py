@@ -11,7 +11,7 @@ import torch
 import mla_plugin
 from mla_plugin.compat.transformers import latent, ranks
 from mla_plugin.compat.transformers.latent import NAME
-from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments
+from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
 from mla_plugin.compat.transformers.sinks import with_sinks
 
 Attend: TypeAlias = Callable[..., torch.Tensor]
@@ -85,6 +85,8 @@ def attention_forward(
         packing, attention_mask, is_causal = packing or attention_mask.packing, None, True
     if indices is not None and (attention_mask is None or attention_mask.ndim != 4):
         raise ValueError("indices narrow a 4-D mask, as sparse models build it for their indexer; got no such mask")
+    if packing is not None:
+        _check_packing(module, packing, query, key, attention_mask, indices)
 
     if latent.gets_latents(module):
         is_plain = is_causal and packing is None and sliding_window is None and not dropout
@@ -107,7 +109,7 @@ def attention_forward(
         if packing is not None:
             raise ValueError("cu_seq_lens_q and padding together: give either the lengths or an attention mask")
         out = _padded(attend, q, k, v, attention_mask, sliding_window)
-    elif attention_mask.dtype == torch.int32 and packing is None:
+    elif packing is None and _is_ranges(attention_mask, len(q)):
         out = _in_ranges(attend, q, k, v, attention_mask, sliding_window)
     else:
         out = attend(q, k, v, **_dense_mask(attention_mask, indices, packing, q, k))
@@ -119,6 +121,42 @@ def _refuse(arguments: dict[str, Any]) -> None:
         value = arguments.get(name)
         if value is not None and value is not False:
             raise ValueError(f'attn_implementation="{NAME}" got {name} and does not compute {advice}')
+
+
+def _check_packing(
+    module: torch.nn.Module,
+    packing: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    indices: torch.Tensor | None,
+) -> None:
+    """Refuse packed sequences where another part of the model mixes them, which this function cannot undo."""
+    refuse_packing_of_hybrids(getattr(module, "config", None))
+    if indices is None:
+        return
+    assert mask is not None
+    across = _across_sequences(packing, len(query), query.shape[2], key.shape[2])
+    hidden = _hidden(mask[..., : key.shape[2]], query.dtype)
+    if torch.compiler.is_compiling() or bool((across & ~hidden).any()):
+        raise ValueError(
+            f"packed sequences: the mask that {type(module).__name__} selected keys by shows it those of other "
+            "sequences; pass position_ids that start again at 0 in each sequence, and no attention_mask"
+        )
+
+
+def _across_sequences(packing: dict[str, Any], batch_size: int, s_q: int, s_kv: int) -> torch.Tensor:
+    """Whether a key belongs to another sequence than the query, bool [B, 1, S_q, S_kv]."""
+    of_query, of_key = (
+        torch.bucketize(torch.arange(batch_size * length, device=offsets.device), offsets, right=True)
+        for length, offsets in ((s_q, packing["cu_seqlens_q"]), (s_kv, packing["cu_seqlens_kv"]))
+    )
+    return of_query.view(-1, 1, s_q, 1) != of_key.view(-1, 1, 1, s_kv)
+
+
+def _is_ranges(mask: torch.Tensor, batch_size: int) -> bool:
+    """Whether it is ``masks``' own form for key ranges, int32 [1, 1, 1 or 2, B]."""
+    return mask.dtype == torch.int32 and mask.shape[:2] == (1, 1) and mask.shape[2] <= 2 and mask.shape[3] == batch_size
 
 
 def _window(sliding_window: int | None, num_keys: int, is_causal: bool) -> dict[str, Any]:
@@ -146,9 +184,11 @@ def _padded(
     tokens: torch.Tensor,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Causal attention over the keys that ``tokens`` [B, n] marks, wherever the padding is; padded queries give 0.
+    """Causal attention over the keys that ``tokens`` [B, n] marks, wherever the padding is.
 
     The tokens of each row move to the front in their order, so lengths describe them. Nothing waits for the device.
+    Padded queries behind the last token of a row attend to all tokens of it, as in every other implementation: a loss
+    may read them. Other padded queries give 0, and under a window, which ``masks`` gives another form, all do.
     """
     s_q, num_keys = q.shape[1], tokens.shape[1]
     if tokens.dtype != torch.bool or not s_q <= num_keys <= k.shape[1]:
@@ -157,7 +197,15 @@ def _padded(
             f"got {tokens.dtype} {list(tokens.shape)}: pass it to the model, which prepares it"
         )
     q_tokens = tokens if s_q == num_keys else tokens[:, num_keys - s_q :]
-    return _compacted(attend, q, k, v, q_tokens, tokens, sliding_window)
+    out = _compacted(attend, q, k, v, q_tokens, tokens, sliding_window)
+    if getattr(tokens, "ends_with_tokens", False) or _window(sliding_window, num_keys, is_causal=True):
+        return out
+    position = torch.arange(num_keys, device=tokens.device)
+    last_token = torch.where(tokens, position, -1).amax(1, keepdim=True)
+    behind = (position > last_token)[:, num_keys - s_q :]
+    return torch.where(
+        behind[..., None, None], _compacted(attend, q, k, v, behind, tokens, sliding_window, is_causal=False), out
+    )
 
 
 def _in_ranges(
@@ -185,15 +233,17 @@ def _compacted(
     q_tokens: torch.Tensor,
     tokens: torch.Tensor,
     sliding_window: int | None,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     rows = torch.arange(len(q), device=q.device)[:, None]
     kv_order, cu_seqlens_kv = _tokens_first(tokens)
     q_order, cu_seqlens_q = (kv_order, cu_seqlens_kv) if q_tokens is tokens else _tokens_first(q_tokens)
+    mask = causal_with_lengths(cu_seqlens_q, cu_seqlens_kv) | ({} if is_causal else {"attn_mask_type": "padding"})
     out = attend(
         q[rows, q_order],
         k[rows, kv_order],
         v[rows, kv_order],
-        **causal_with_lengths(cu_seqlens_q, cu_seqlens_kv),
+        **mask,
         **_window(sliding_window, tokens.shape[1], is_causal=True),
     )
     return out[rows, q_order.argsort()]
@@ -220,6 +270,13 @@ def _packed(
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
+def _hidden(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where a 4-D mask hides keys: transformers writes the lowest number of either dtype into an additive one."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask <= max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+
+
 def _dense_mask(
     mask: torch.Tensor,
     indices: torch.Tensor | None,
@@ -236,20 +293,14 @@ def _dense_mask(
     batch_size, s_q, s_kv = q.shape[0], q.shape[1], k.shape[1]
     mask = mask[..., :s_kv]
     arguments: dict[str, Any] = {"attn_mask_type": "arbitrary"}
-    if mask.dtype == torch.bool:
-        hidden = ~mask
-    else:
-        # transformers writes the lowest number for "masked"; as a bias it would let empty rows average over all keys.
-        hidden = mask <= max(torch.finfo(mask.dtype).min, torch.finfo(q.dtype).min)
+    hidden = _hidden(mask, q.dtype)
+    if mask.dtype != torch.bool:
         arguments["core_attention_bias_type"] = "post_scale_bias"
+        # as a bias, the lowest number would let empty rows average over all keys
         arguments["core_attention_bias"] = mask.masked_fill(hidden, 0.0).to(q.dtype)
     if indices is not None:
         unselected = torch.ones(batch_size, s_q, s_kv, dtype=torch.bool, device=q.device)
         hidden = hidden | unselected.scatter_(-1, indices.long(), False).unsqueeze(1)
     if packing is not None:
-        of_query, of_key = (
-            torch.bucketize(torch.arange(batch_size * length, device=q.device), packing[name], right=True)
-            for length, name in ((s_q, "cu_seqlens_q"), (s_kv, "cu_seqlens_kv"))
-        )
-        hidden = hidden | (of_query.view(-1, 1, s_q, 1) != of_key.view(-1, 1, 1, s_kv))
+        hidden = hidden | _across_sequences(packing, batch_size, s_q, s_kv)
     return {**arguments, "attention_mask": hidden}

@@ -239,6 +239,9 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
         yield f"kv_b_proj.weight is a {type(weight).__name__}, only a plain tensor can be absorbed"
     if kv_b_proj.bias is not None:
         yield "kv_b_proj has a bias"
+    of_all = torch.nn.modules.module
+    if of_all._global_forward_pre_hooks or of_all._global_forward_hooks:
+        yield "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by"
     if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or _is_wrapped(kv_b_proj):
         yield "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by"
     if weight.device != query.device:

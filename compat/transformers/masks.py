@@ -51,6 +51,8 @@ def attention_mask_for(
         shared.check_mask(attention_mask, is_causal=is_causal, config=config)
         return None
     if getattr(config, "index_topk", None) is not None:
+        if _recognize_packing(mask_function) is not None:
+            refuse_packing_of_hybrids(config)
         mask = cast(torch.Tensor, eager_mask(**pattern))
         mask.is_pattern = True  # type: ignore[attr-defined]
         return mask
@@ -58,13 +60,19 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
-    if torch.compiler.is_compiling():  # a traced graph must not read values of tensors, as the compact forms do
-        return cast(torch.Tensor, sdpa_mask(**pattern))
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
     is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
-    tokens = _tokens(attention_mask, **kwargs) if is_plain and allow_is_causal_skip else None
+    may_be_compact = is_plain and allow_is_causal_skip
+    if torch.compiler.is_compiling():  # a traced graph must not read values of tensors, as the other forms below do
+        is_known, compact = _traced(attention_mask, **kwargs) if may_be_compact else (False, None)
+        return compact if is_known else cast(torch.Tensor, sdpa_mask(**pattern))
+    tokens = _tokens(attention_mask, **kwargs) if may_be_compact else None
     if tokens is not None:
-        return None if tokens.shape[1] == kwargs["kv_length"] and bool(tokens.all()) else tokens
+        is_full, ends_with_tokens = torch.stack((tokens.all(), tokens[:, -1].all())).tolist()
+        if is_full and tokens.shape[1] == kwargs["kv_length"]:
+            return None
+        tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
+        return tokens
     packing = _recognize_packing(mask_function)
     if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
         return None
@@ -90,6 +98,19 @@ def _tokens(
         return torch.ones(batch_size, num_keys, dtype=torch.bool, device=device)
     tokens = attention_mask[:, kv_offset : kv_offset + num_keys]
     return torch.nn.functional.pad(tokens, (0, num_keys - tokens.shape[1]))
+
+
+def _traced(
+    attention_mask: torch.Tensor | None, *, q_length: int | None = None, kv_length: int, **kwargs: Any
+) -> tuple[bool, torch.Tensor | None]:
+    """What ``_tokens`` says where sizes alone tell it: whether that is so, and None where every key is a token."""
+    q_offset, kv_offset = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
+    if q_length is None or isinstance(q_offset, torch.Tensor) or q_offset + q_length - kv_offset != kv_length:
+        return False, None
+    if attention_mask is None:
+        return True, None
+    tokens = attention_mask[:, kv_offset : kv_offset + kv_length]
+    return (True, tokens) if tokens.shape[1] == kv_length else (False, None)
 
 
 def _decodes_latents(config: Any, sizes: dict[str, Any]) -> bool:
@@ -161,6 +182,18 @@ def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:
     longest = int(cu_seqlens.diff().max())
     cu_seqlens = cu_seqlens.to(torch.int32)
     return packing_arguments(cu_seqlens, cu_seqlens, longest, longest)
+
+
+def refuse_packing_of_hybrids(config: Any) -> None:
+    """Raise where an MLA model has linear-attention layers, which take neither lengths nor positions."""
+    if getattr(config, "kv_lora_rank", None) is None or "linear_attention" not in (
+        getattr(config, "layer_types", None) or ()
+    ):
+        return
+    raise ValueError(
+        f"packed sequences: the linear-attention layers of {config.model_type} run across their borders, whichever "
+        "attn_implementation is set; pad the sequences instead, one in each row, and pass attention_mask"
+    )
 
 
 def causal_with_lengths(cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor) -> dict[str, Any]:

@@ -113,8 +113,20 @@ def test_padding(padding, s_q, window):
         tokens = tokens.sort(dim=1).values
     queries = tokens[:, -s_q:]
     visible = causal(s_q, 7, window) & tokens[:, None, None, :]
+    if window is None:  # behind the last token of a row, a loss may read what padded queries give
+        queries = queries | (tokens.flip(1).cumsum(1).flip(1) == 0)[:, -s_q:] & tokens.any(1, keepdim=True)
     out = assert_equal(*qkv(s_q, 7), visible, mask=tokens, compared=queries, sliding_window=window)
     assert (out[~queries] == 0).all()
+
+
+def test_rows_that_end_with_tokens_cost_one_call(monkeypatch):
+    """``masks`` reads it with what it reads anyway, and says so."""
+    calls, attention = [], mla_plugin.attention
+    monkeypatch.setattr(mla_plugin, "attention", lambda *x, **y: calls.append(y) or attention(*x, **y))
+    tokens = torch.tensor(PADDINGS["left"]).bool()
+    tokens.ends_with_tokens = True
+    adapter.attention_forward(CAUSAL, *qkv(7, 7), tokens)
+    assert len(calls) == 1
 
 
 def test_a_short_mask_leaves_unused_cache_slots_out():
@@ -286,11 +298,42 @@ def test_what_asks_for_nothing_is_not_refused():
             torch.ones(B, 1, 5, 7, dtype=torch.long),
             r"4-D, bool .* or floating point .*; got torch.int64 \[2, 1, 5, 7\]",
         ),
+        (
+            torch.ones(B, 1, 5, 7, dtype=torch.int32),
+            r"4-D, bool .* or floating point .*; got torch.int32 \[2, 1, 5, 7\]",
+        ),
+        (
+            torch.ones(1, 1, 5, 7, dtype=torch.int32),
+            r"4-D, bool .* or floating point .*; got torch.int32 \[1, 1, 5, 7\]",
+        ),
     ],
 )
 def test_other_masks_are_refused(mask, message):
     with pytest.raises(ValueError, match=message):
         adapter.attention_forward(CAUSAL, *qkv(5, 7), mask)
+
+
+PACKED = torch.tensor([0, 2, 7, 10], dtype=torch.int32)
+
+
+def test_keys_selected_across_packed_sequences_are_refused():
+    """The layer chose among keys of other sequences, and would be left with too few of its own."""
+    q, k, v = qkv(5, 5)
+    indices, everything = torch.zeros(B, 5, 2, dtype=torch.int32), causal(5, 5)
+    lengths = {"cu_seq_lens_q": PACKED, "cu_seq_lens_k": PACKED}
+    for mask in (everything, torch.zeros(everything.shape).masked_fill(~everything, torch.finfo(torch.float32).min)):
+        with pytest.raises(ValueError, match="packed sequences: the mask that SimpleNamespace selected keys by shows"):
+            adapter.attention_forward(CAUSAL, q, k, v, mask.expand(B, 1, 5, 5), indices=indices, **lengths)
+    ids = ids_of((2, 5, 3), 10).view(B, 1, 5, 1)
+    own = everything & (ids == ids.transpose(-1, -2))
+    adapter.attention_forward(CAUSAL, q, k, v, own, indices=indices, **lengths)
+
+
+def test_packed_sequences_beside_linear_attention_are_refused():
+    config = SimpleNamespace(kv_lora_rank=4, model_type="hybrid", layer_types=["linear_attention", "full_attention"])
+    module = SimpleNamespace(is_causal=True, config=config)
+    with pytest.raises(ValueError, match="the linear-attention layers of hybrid run across their borders"):
+        adapter.attention_forward(module, *qkv(5, 5), None, cu_seq_lens_q=PACKED, cu_seq_lens_k=PACKED)
 
 
 def test_lengths_and_padding_are_refused_together():

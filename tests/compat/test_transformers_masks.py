@@ -117,8 +117,29 @@ def test_a_model_that_reads_its_mask_gets_a_dense_one():
     assert torch.equal(adapter.attention_mask_for(**given), dense(given))
 
 
-def test_a_traced_model_gets_a_dense_one_and_no_value_is_read(monkeypatch):
-    given = arguments(5, 5, 0, attention_mask=torch.ones(2, 5, dtype=torch.bool))
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_traced_model_gets_a_compact_one_and_no_value_is_read(is_given, monkeypatch):
+    tokens = torch.ones(2, 5, dtype=torch.bool, device="meta") if is_given else None
+    given = arguments(3, 5, 2, attention_mask=tokens)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask = adapter.attention_mask_for(**given)
+    if BEFORE_5 and not is_given:
+        assert torch.equal(mask, dense(given))  # its sizes are values of a tensor
+    elif not BEFORE_5:
+        assert (mask.device.type, mask.shape) == ("meta", (2, 5)) if is_given else mask is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        arguments(2, 6, 2, attention_mask=torch.ones(2, 6, dtype=torch.bool)),
+        arguments(2, 4, 2, tensor_offset=True, attention_mask=None),
+        arguments(4, 4, 0, attention_mask=torch.ones(2, 3, dtype=torch.bool)),
+        arguments(4, 4, 0, attention_mask=None, allow_is_causal_skip=False),
+    ],
+    ids=["unused slots", "static cache", "short mask", "the model reads it"],
+)
+def test_other_traced_models_get_a_dense_one(given, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(adapter.attention_mask_for(**given), dense(given))
 

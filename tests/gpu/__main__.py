@@ -33,7 +33,9 @@ def command(arguments: Sequence[str]) -> list[str]:
         parser.error(str(error))
     options = ["-m", "gpu", "-p", "tests.gpu.lane", "-q", "--shard", given.shard, "--minutes", given.minutes]
     if given.processes != "0" and importlib.util.find_spec("xdist") is not None:
-        options += ["-n", given.processes]
+        options += ["-n", given.processes, "--dist", "loadgroup"]
+    if importlib.util.find_spec("megatron") is None:
+        options += ["--ignore", "tests/compat/megatron"]  # it has no GPU test, and cannot be collected
     return [*options, *(["--json", given.json] if given.json else []), *rest]
 
 

@@ -119,7 +119,8 @@ def test_the_command() -> None:
     assert options[options.index("-p") + 1] == "tests.gpu.lane"
     assert options[-2:] == ["-k", "decode"]
     assert "-n" not in options
-    assert program.command(["--processes", "3"])[-2:] == ["-n", "3"]
+    options = program.command(["--processes", "3"])
+    assert options[options.index("-n") :][:4] == ["-n", "3", "--dist", "loadgroup"]
 
 
 def test_a_mark_names_a_peer() -> None:

@@ -80,6 +80,7 @@ def test_a_captured_graph_follows_lengths_and_pages(heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.large_memory(8)
 def test_a_cache_of_more_than_2_31_elements(heads: int, page_size: int) -> None:
     """The sequence's pages lie at both ends of it."""
     inputs = paged((1, 1, heads, 512, 64, 1024), page_size, torch.bfloat16, [1024])
@@ -104,6 +105,7 @@ def test_a_cache_of_more_than_2_31_elements(heads: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.large_memory(16)
 def test_a_contiguous_cache_of_more_than_2_31_elements(heads: int) -> None:
     inputs = contiguous((2, 1, heads, 512, 64, 300), torch.bfloat16)
     rows = 2**31 // 576 + 100

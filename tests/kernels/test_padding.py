@@ -70,6 +70,7 @@ def test_nothing_to_fill() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory(12)
 def test_more_elements_than_32_bits_count() -> None:
     x = torch.ones(2**31 // 1024 + 100, 8, 128, dtype=torch.bfloat16, device="cuda")
     rows = x.shape[0]
@@ -78,6 +79,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large_memory(6)
 def test_heads_further_apart_than_32_bits_count() -> None:
     """Heads first in memory: the last one starts 2**31 elements behind the first."""
     apart = 2**29

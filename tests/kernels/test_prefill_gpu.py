@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.kernels import mla_attention
 from mla_plugin.kernels.prefill import launch_backward as prefill_backward
 from mla_plugin.kernels.prefill import launch_forward as prefill
@@ -31,9 +30,9 @@ def rows_of_one_head(
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.to(dtype)))
 
 
+@pytest.mark.large_memory(52)
 def test_more_than_2_31_elements() -> None:
     """A long sequence of 128 heads: q, k, v, out and their gradients all reach beyond 32-bit offsets."""
-    check_memory("cuda", 52 << 30)
     seqlen, heads, last = 2**31 // (128 * 128) + 77, 128, 40
     q, k = (torch.randn(1, seqlen, heads, 192, **BFLOAT16).requires_grad_() for _ in range(2))
     v = torch.randn(1, seqlen, heads, 128, **BFLOAT16).requires_grad_()
@@ -51,6 +50,7 @@ def test_more_than_2_31_elements() -> None:
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "bhsd"])
+@pytest.mark.large_memory(24)
 def test_strides_beyond_2_31_elements(qkv_format: str) -> None:
     """Small tensors whose sequences, heads and tokens lie far apart, against the same values side by side."""
     sizes = {"bshd": (2, 130, 3), "sbhd": (130, 2, 3), "bhsd": (2, 3, 130)}[qkv_format]

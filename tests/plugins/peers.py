@@ -7,6 +7,8 @@ installation, packed.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import lzma
 import subprocess
 import sys
@@ -30,7 +32,13 @@ def _load(path: Path) -> None:
 
 
 def use_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load the operator, and make importing ``vllm.vllm_flash_attn`` find it loaded, as in vLLM."""
+    """Load the operator, and make importing ``vllm.vllm_flash_attn`` find it loaded, as in vLLM.
+
+    Where vLLM is installed, it brings its own: an operator that is defined twice ends the process.
+    """
+    if importlib.util.find_spec("vllm") is not None:
+        importlib.import_module("vllm.vllm_flash_attn")
+        return
     _load(ROOT / BINARIES["FlashAttention 3 of vLLM"])
     install(monkeypatch, "vllm.vllm_flash_attn")
 

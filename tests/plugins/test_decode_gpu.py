@@ -50,6 +50,12 @@ class TestFlashInfer(DecodeConformance):
         }
     )
 
+    def expected(self, labels: frozenset[str]) -> tuple[str, ...]:
+        is_rank_512 = any(label.startswith("ranks=512/") for label in labels)
+        own_kernel = is_rank_512 and torch.cuda.get_device_capability() == (9, 0)
+        rounded_lse = ("return_lse=True",) if "return_lse" in labels and not own_kernel else ()
+        return super().expected(labels) + rounded_lse
+
 
 @pytest.mark.peer("FlashAttention 3")
 class TestFlashAttention3(DecodeConformance):

@@ -161,6 +161,7 @@ class BackendConformance(Suite):
         if torch.device(self.device).type == "cuda" and not self.quick:
             beyond.check_memory(self.device)
             beyond.check(self)
+            torch.cuda.empty_cache()  # other processes may share the device
 
     def plain_cases(self) -> list[Case]:
         """Accepted cases, at most one of each layout, as plain as there are."""

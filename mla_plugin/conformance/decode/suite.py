@@ -99,6 +99,7 @@ class DecodeConformance(Suite):
         if torch.device(self.device).type == "cuda" and not self.quick:
             check_memory(self.device, 8 << 30)
             self.check_far_rows(2**31 + 2**24)
+            torch.cuda.empty_cache()  # other processes may share the device
 
     def check_far_rows(self, elements: int) -> None:
         """Sequences in the last pages of a cache of so many elements, and as the last of a contiguous one's."""

@@ -34,6 +34,7 @@ NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backe
 
 def kernel(rank: int, capability: tuple[int, int] | None) -> str:
     """FlashInfer's name of the kernel: its Hopper kernel where that takes the rank."""
+    # fa2 is include/flashinfer/attention/mla.cuh, which sums rows of 16-bit weights: lse is off by up to 1e-3
     return "fa3" if capability == (9, 0) and rank in FA3_RANKS else "fa2"
 
 
@@ -87,6 +88,8 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
         yield "page_size=None, accepted is a paged cache"
     if not request.has_host_lengths:
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
+    if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
+        yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_aligned_rows:
