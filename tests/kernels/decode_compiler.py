@@ -56,8 +56,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    parts = "fp32" if job.capability == 90 and job.descriptors else dtype
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{parts}", "Out": f"*{dtype}", "Lse": "*fp32"}
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{dtype}", "Out": f"*{dtype}", "Lse": "*fp32"}
     types["softmax_scale"] = "fp32"
     constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None}
     if job.descriptors:
@@ -67,7 +66,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     stages = tile.paged_stages if job.page_size else tile.num_stages
     constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "PIECES": tile.pieces}
+    constants["PLANNED"] = tile.planned
     constants |= {
         "TMA": job.descriptors,
         "HOPPER": job.capability == 90 and tile.block_m == 64 and second == 0 and dtype == "bf16",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.decode.combine import lse_of_parts, pieces_of
+from mla_plugin.kernels.decode.combine import list_of_cut, lse_of_parts
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
-from mla_plugin.kernels.decode.plan import key_range, share_of, tiles_between
+from mla_plugin.kernels.decode.plan import key_range, load_plan, run_of, tiles_between
 
 
 @triton.jit
@@ -36,8 +36,181 @@ def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: 
     tl.store(base + rows[:, None] * D + columns[None, :], x.to(base.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _attend(
+    Q_nope_abs,
+    Q_rope,
+    C_kv,
+    K_rope,
+    page_table,
+    seqlens_kv,
+    leftpad_kv,
+    Parts,
+    Out,
+    Lse,
+    desc_c0,
+    desc_c1,
+    desc_k,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    b,
+    tile,
+    at,
+    size,
+    part,
+    piece,
+    IS_RUN: tl.constexpr,
+    is_end,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_rb,
+    stride_rs,
+    stride_rh,
+    stride_cb,
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    stride_pt,
+    R: tl.constexpr,
+    R0: tl.constexpr,
+    R1: tl.constexpr,
+    D_ROPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TMA: tl.constexpr,
+    HOPPER: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Attention of BLOCK_M rows of sequence ``b`` to one piece of its keys; returns the sequence's tiles.
+
+    Of a run (IS_RUN), the piece is what of the sequence's tiles, which begin at ``at`` in the row of all, lies in the
+    part, which may be nothing. Otherwise it is number ``piece`` (-1: the last), whose first is that of ``part``.
+    """
+    num_rows = seqlen_q * num_heads
+    scale_log2 = softmax_scale * 1.4426950408889634
+    LEFTPAD: tl.constexpr = leftpad_kv is not None
+    b64 = b.to(tl.int64)
+    # at is never below 0; what depends on it is not kept in registers from one sequence to the next
+    rows = tile * BLOCK_M + (at < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
+    # before anything that depends on the length, so that both are fetched at the same time
+    q_base = Q_nope_abs + b64 * stride_qb
+    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
+    q1 = q0
+    if R1 > 0:
+        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
+    q_rope = q0
+    if ROPE > 0:
+        q_rope_base = Q_rope + b64 * stride_rb
+        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+    origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
+    tiles = tiles_between(origin, length, BLOCK_N)
+    visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
+    seen_by_all = length
+    last = length
+    if CAUSAL:
+        visible += rows // num_heads + 1 - seqlen_q
+        seen_by_all += tile * BLOCK_M // num_heads + 1 - seqlen_q
+        last += tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // num_heads + 1 - seqlen_q, 0)
+    if IS_RUN:
+        low = tl.maximum(part * size - at, 0)
+        high = tl.minimum(part * size + size - at, tiles)
+        first_part = at // size
+        count = (at + tiles - 1) // size - first_part + 1
+        slot = part
+    else:
+        count = (tiles - 1) // size + 1
+        piece = tl.where(piece < 0, count - 1, piece)
+        low = piece * size
+        high = tl.minimum(low + size, tiles)
+        first_part = part
+        slot = part + piece
+    first = origin + low * BLOCK_N
+    last = tl.minimum(last, origin + high * BLOCK_N)
+
+    # the lowest finite number, not -inf: nothing guards the softmax from a tile whose scores are all -inf
+    row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
+    pages = page_table
+    if PAGE_SIZE > 0:
+        pages = page_table + b64 * stride_pt
+    # fmt: off
+    if TMA:
+        full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
+        if HOPPER:
+            acc0, row_max, row_sum = fold_on_hopper(
+                acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+                first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True,
+            )
+        else:
+            acc0, acc1, row_max, row_sum = fold_keys(
+                acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+                first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
+            )
+        first = full_last
+    if HOPPER:
+        acc0, row_max, row_sum = fold_on_hopper(
+            acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+            first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+            R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False,
+        )
+    else:
+        acc0, acc1, row_max, row_sum = fold_keys(
+            acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
+            first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
+            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
+        )
+    # fmt: on
+    if DEPENDENT and is_end:
+        # the combine kernel starts beside the last stores; earlier it takes room from this one, 2 % at B 32, 4096
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tile * BLOCK_M + (at < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
+    exists = (rows < num_rows) & (low < high)
+    empty = row_sum == 0.0
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
+    lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
+    acc0 *= inverse[:, None]
+    acc1 *= inverse[:, None] if R1 > 0 else 1.0
+    if count == 1:
+        _store_columns(Out, b64 * num_rows + rows, exists, acc0, 0, R0, R)
+        if R1 > 0:
+            _store_columns(Out, b64 * num_rows + rows, exists, acc1, R0, R1, R)
+        if Lse is not None:
+            lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
+            tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
+    else:
+        slot = tl.where(high == tiles, num_parts + first_part, slot)
+        slot_rows = slot.to(tl.int64) * num_rows + rows
+        _store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
+        if R1 > 0:
+            _store_columns(Parts, slot_rows, exists, acc1, R0, R1, R)
+        tl.store(lse_of_parts(Parts, num_parts, num_rows, R) + slot_rows, lse_log2, mask=exists)
+    is_listed = (low == 0) & (high > 0) & (tile == 0)
+    entry, other = b, first_part
+    if batch > num_parts:
+        is_listed = is_listed & (count > 1)
+        entry, other = first_part, b
+    entries = list_of_cut(Parts, num_parts, num_rows, R)
+    tl.store(entries + 2 * entry, other, mask=is_listed)
+    tl.store(entries + 2 * entry + 1, count, mask=is_listed)
+    return tiles
+
+
 # extents that change from step to step, and must not compile anew
-@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "num_slots", "overhead", "least", "stride_pt"])
+@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"])
 def decode_kernel(
     Q_nope_abs,
     Q_rope,
@@ -58,9 +231,7 @@ def decode_kernel(
     seqlen_q,
     capacity,
     num_parts,
-    num_slots,
     overhead,
-    least,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -87,117 +258,53 @@ def decode_kernel(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    PIECES: tl.constexpr,
+    PLANNED: tl.constexpr,
 ):
-    """One program: BLOCK_M (query, head) rows of the sequences of one part, see ``share_of``, over its run of tiles.
+    """One program: BLOCK_M (query, head) rows over some tiles of keys.
 
-    Grid: (row tiles x parts,). The keys of one sequence in one part are a piece. A sequence of one piece is written to
-    Out and Lse (None: not wanted). Of others, the pieces' results go to Parts, the workspace that ``combine_kernel``
-    describes: slot 2 * part + 1 for a sequence's first piece, 2 * part for the others, of which a part has one each.
+    Grid: (row tiles x programs,). PIECES: a program has one piece of one sequence's keys (``piece_of``); otherwise one
+    part of the row of all sequences' tiles (``run_of``), and a piece is what of one sequence lies in it. A sequence of
+    one piece is written to Out and Lse (None: not wanted). Of others, the pieces' results go to Parts, the workspace
+    that ``combine_kernel`` describes.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
-    num_rows = seqlen_q * num_heads
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    row_tiles = tl.cdiv(seqlen_q * num_heads, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
-    part = tl.program_id(0) // row_tiles
-    scale_log2 = softmax_scale * 1.4426950408889634
-    LEFTPAD: tl.constexpr = leftpad_kv is not None
-    first_b, last_b, begin, size = share_of(
-        part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, least, BLOCK_N
-    )
-    for sequence in range(first_b, last_b):
-        b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
-        b64 = b.to(tl.int64)
-        # begin is never below 0; what depends on it is not kept in registers from one sequence to the next
-        rows = tile * BLOCK_M + (begin < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
-        # before anything that depends on the length, so that both are fetched at the same time
-        q_base = Q_nope_abs + b64 * stride_qb
-        q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
-        q1 = q0
-        if R1 > 0:
-            q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
-        q_rope = q0
-        if ROPE > 0:
-            q_rope_base = Q_rope + b64 * stride_rb
-            q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
-        origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
-        tiles = tiles_between(origin, length, BLOCK_N)
-        visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
-        seen_by_all = length
-        last = length
-        if CAUSAL:
-            visible += rows // num_heads + 1 - seqlen_q
-            seen_by_all += tile * BLOCK_M // num_heads + 1 - seqlen_q
-            last += tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // num_heads + 1 - seqlen_q, 0)
-        # the piece: tiles low .. high of the sequence; none where the part ends within the overhead
-        begin += overhead
-        low = tl.maximum(part * size - begin, 0)
-        high = tl.minimum(part * size + size - begin, tiles)
-        first = origin + low * BLOCK_N
-        last = tl.minimum(last, origin + high * BLOCK_N)
-
-        # the lowest finite number, not -inf: nothing guards the softmax from a tile whose scores are all -inf
-        row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
-        acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
-        pages = page_table
-        if PAGE_SIZE > 0:
-            pages = page_table + b64 * stride_pt
-        # fmt: off
-        if TMA:
-            full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
-            if HOPPER:
-                acc0, row_max, row_sum = fold_on_hopper(
-                    acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
-                    first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True,
-                )
-            else:
-                acc0, acc1, row_max, row_sum = fold_keys(
-                    acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-                    first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
-                )
-            first = full_last
-        if HOPPER:
-            acc0, row_max, row_sum = fold_on_hopper(
-                acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
-                first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False,
-            )
+    program = tl.program_id(0) // row_tiles
+    # no sequence is cut behind this part, until one is found; the list of many sequences is by parts
+    unlisted = (batch > num_parts) & (program < num_parts) & (tile == 0)
+    tl.store(list_of_cut(Parts, num_parts, seqlen_q * num_heads, R) + 2 * program + 1, 0, mask=unlisted)
+    # fmt: off
+    if PIECES:
+        b, piece, first, size = load_plan(Parts, program, batch, num_parts, seqlen_q * num_heads, R)
+        if b >= batch:
+            return
+        _attend(
+            Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
+            desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts,
+            b, tile, first, size, first, piece, False, True,
+            stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
+            stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
+            PRECISION, DEPENDENT,
+        )
+    else:
+        if PLANNED:
+            first_b, last_b, begin, size = load_plan(Parts, program, batch, num_parts, seqlen_q * num_heads, R)
         else:
-            acc0, acc1, row_max, row_sum = fold_keys(
-                acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
-                first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
+            first_b, last_b, begin, size = run_of(
+                program, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N
             )
-        # fmt: on
-        if DEPENDENT and b == last_b - 1:
-            # the combine kernel starts beside the last stores; earlier it takes room from this one, 2 % at B 32, 4096
-            tl.extra.cuda.gdc_launch_dependents()
-        rows = tile * BLOCK_M + (begin < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
-        exists = (rows < num_rows) & (low < high)
-        empty = row_sum == 0.0
-        inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
-        lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
-        acc0 *= inverse[:, None]
-        acc1 *= inverse[:, None] if R1 > 0 else 1.0
-        if (low == 0) & (high == tiles):
-            _store_columns(Out, b64 * num_rows + rows, exists, acc0, 0, R0, R)
-            if R1 > 0:
-                _store_columns(Out, b64 * num_rows + rows, exists, acc1, R0, R1, R)
-            if Lse is not None:
-                lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
-                tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
-        else:
-            slot_rows = (2 * part + (low == 0).to(tl.int32)).to(tl.int64) * num_rows + rows
-            _store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
-            if R1 > 0:
-                _store_columns(Parts, slot_rows, exists, acc1, R0, R1, R)
-            tl.store(lse_of_parts(Parts, num_slots.to(tl.int64) * num_rows, R) + slot_rows, lse_log2, mask=exists)
-        if (low == 0) & (high > 0) & (tile == 0):
-            found = pieces_of(Parts, b, num_slots, num_rows, R)
-            tl.store(found, 2 * part)
-            tl.store(found + 1, (begin + tiles - 1) // size - part + 1)
-        begin += tiles
+        for sequence in range(first_b, last_b):
+            b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
+            begin += overhead
+            begin += _attend(
+                Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
+                desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts,
+                b, tile, begin, size, program, 0, True, b == last_b - 1,
+                stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
+                stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
+                PRECISION, DEPENDENT,
+            )
+    # fmt: on

@@ -16,6 +16,7 @@ from mla_plugin.arguments.decode_layout import Known, starts_aligned
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
 from mla_plugin.kernels.decode.kernel import decode_kernel
+from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
@@ -29,15 +30,19 @@ _GIVEN = (
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
+_PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
-_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
-_COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
+_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time, 32 a thread
+_COMBINE_WARPS = 4
+_COMBINE_STAGES = 1
+_COMBINE_ROOM = 2**23  # elements for which all its programs have room, where pieces are few; about 1 us on an H200
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
-_OVERHEAD = 0  # tiles that the start of a sequence counts as
-_LEAST_TILES = 1  # of a part
+_OVERHEAD = 4  # tiles that a sequence's start counts as in a run
+_WAVES = 2  # of whole pieces, where these have at least so many tiles:
+_LEAST_TILES = 20
 
 
 class _Device(NamedTuple):
@@ -74,8 +79,8 @@ class Launches:
     Attributes:
         out_shape, lse_shape: of the results.
         workspace: elements between the two kernels, see ``_workspace``.
-        parts_dtype: of these elements.
-        attend, combine: the launches of the two kernels; combine is None where no sequence can have two pieces.
+        plan, attend, combine: the launches of the kernels; plan is None where the programs of attend find their work
+            themselves, combine is None where no sequence can have two pieces.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
         cuda_index: of the device; None where there is none.
@@ -86,7 +91,7 @@ class Launches:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     workspace: int
-    parts_dtype: torch.dtype
+    plan: Launch | None
     attend: Launch
     combine: Launch | None
     descriptor_widths: tuple[int, int, int] | None
@@ -119,9 +124,13 @@ def _tiles_fit_descriptors(
     return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
-def _workspace(slot_rows: int, batch: int, rank: int, itemsize: int) -> int:
-    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, a float32 each, two int32 a sequence."""
-    elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + (slot_rows + 2 * batch) * (4 // itemsize)
+def _workspace(slot_rows: int, entries: int, programs: int, rank: int, itemsize: int) -> int:
+    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, then what has 4 bytes.
+
+    That is one a row, two an entry of the list of cut sequences, four a program.
+    """
+    words = slot_rows + 2 * entries + 4 * programs
+    elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
     return elements
 
 
@@ -131,29 +140,25 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
 
 
 def _combine_launch(
-    device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int, parts_dtype: torch.dtype
+    device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, key_tiles: int, rank: int
 ) -> Launch:
-    """As many pieces at a time as a sequence has on average; of few pieces, more columns and rows."""
-    pieces = min(64, triton.next_power_of_2(triton.cdiv(parts, max(batch, 1)) + 1))
-    columns = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // pieces))
-    rows = max(1, min(triton.next_power_of_2(heads * seqlen_q), _COMBINE_ELEMENTS // (pieces * columns)))
-    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
-    # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
-    row_bytes = columns * parts_dtype.itemsize
-    warps = max(1, min(4, row_bytes // 512), rows * pieces * row_bytes // (32 * _COMBINE_BYTES))
+    """As many pieces at a time as a sequence has on average, of few rows more; the rest of the room for columns."""
+    entries = min(batch, parts)
+    pieces = triton.next_power_of_2(min(key_tiles, triton.cdiv(parts, entries) + 1))
+    most = min(128, triton.next_power_of_2(key_tiles))
+    elements = entries * heads * seqlen_q * rank
+    pieces = min(most, max(pieces, triton.next_power_of_2(_COMBINE_ROOM // max(elements, 1) + 1) // 2))
+    columns = min(triton.next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
+    rows = min(triton.next_power_of_2(heads * seqlen_q), _COMBINE_ELEMENTS // (pieces * columns))
     return Launch(
         combine_kernel,
-        (triton.cdiv(seqlen_q * heads, rows) * batch, triton.cdiv(rank, columns), 1),
+        (triton.cdiv(seqlen_q * heads, rows) * entries, triton.cdiv(rank, columns), 1),
         _COMBINE_GIVEN,
-        {"num_heads": heads, "seqlen_q": seqlen_q, "num_slots": 2 * parts, "R": rank, "BLOCK_ROWS": rows}
-        | {"BLOCK_R": columns, "BLOCK_PIECES": pieces, "DEPENDENT": device.has_dependent_launch},
-        _options(device, warps),
+        {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces, "STAGES": _COMBINE_STAGES}
+        | {"DEPENDENT": device.has_dependent_launch},
+        _options(device, _COMBINE_WARPS),
     )
-
-
-def _parts_dtype(dtype: torch.dtype, on_hopper_by_descriptors: bool) -> torch.dtype:
-    """Rounded as the result itself is; where Hopper reads by descriptors half the bytes gain nothing (measured)."""
-    return torch.float32 if on_hopper_by_descriptors else dtype
 
 
 def _make_launches(tensors: DecodeTensors) -> Launches:
@@ -168,19 +173,21 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     page_size, page_stride, capacity = 0, 0, tensors.capacity
     if page_table is not None:
         page_size, page_stride = c_kv.shape[1], page_table.stride(0)
-    key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
-    parts = choose_parts(row_tiles, device.processors * tile.programs)
+    key_tiles, row_tiles = max(1, triton.cdiv(capacity, tile.block_n)), triton.cdiv(rows, tile.block_m)
+    slots = choose_parts(row_tiles, device.processors * tile.programs)
+    waves = _WAVES if tile.pieces else 1
+    parts = min(waves * slots, batch * key_tiles)
+    programs = min(parts + batch, batch * key_tiles) if tile.pieces else parts
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
         and leftpad_kv is None
-        and batch * key_tiles >= parts * _TILES_FOR_DESCRIPTORS
+        and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
     stages = tile.paged_stages if page_size else tile.num_stages
     is_hopper = device.kind == "Hopper"
     uses_warpgroups = is_hopper and tile.block_m >= 64 and rank_columns[1] == 0 and c_kv.element_size() == 2
-    parts_dtype = _parts_dtype(c_kv.dtype, uses_warpgroups and by_descriptors)
     constants: dict[str, object] = {
         "R": rank,
         "R0": rank_columns[0],
@@ -191,23 +198,38 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
     constants |= {"CAUSAL": tensors.causal and seqlen_q > 1}
     constants |= {"TMA": by_descriptors, "HOPPER": uses_warpgroups, "DEPENDENT": device.has_dependent_launch}
-    constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
+    constants |= {
+        "PIECES": tile.pieces,
+        "PLANNED": tile.planned,
+        "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
+    }
     fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
-    fixed |= {"num_parts": parts, "num_slots": 2 * parts, "overhead": _OVERHEAD, "least": _LEAST_TILES}
+    fixed |= {"num_parts": parts, "overhead": _OVERHEAD}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
     fixed |= {"stride_pt": page_stride}
+    plan = None
+    if tile.planned:
+        plan = Launch(
+            plan_kernel,
+            (programs, 1, 1),
+            _PLAN_GIVEN,
+            {"batch": batch, "capacity": capacity, "num_parts": parts, "slots": slots, "overhead": _OVERHEAD}
+            | {"least": _LEAST_TILES, "num_rows": rows, "R": rank, "BLOCK_N": tile.block_n, "PIECES": tile.pieces}
+            | {"DEPENDENT": device.has_dependent_launch},
+            _options(device, 4),
+        )
     combine = None
     if parts > 1 and key_tiles > 1:
-        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank, parts_dtype)
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank)
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=tensors.lse_shape,
-        workspace=_workspace(2 * parts * rows, batch, rank, parts_dtype.itemsize),
-        parts_dtype=parts_dtype,
+        workspace=_workspace(2 * parts * rows, min(batch, parts), programs, rank, c_kv.element_size()),
+        plan=plan,
         attend=Launch(
             decode_kernel,
-            (row_tiles * parts, 1, 1),
+            (row_tiles * programs, 1, 1),
             _GIVEN,
             fixed | constants,
             _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
@@ -217,7 +239,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(
-            *(c_kv.dtype, c_kv.device, parts_dtype, combine and combine.arguments[-5:-1], leftpad_kv is None),
+            *(c_kv.dtype, c_kv.device, combine and combine.arguments[-6:-1], leftpad_kv is None),
             *constants.values(),
         ),
     )
@@ -268,15 +290,14 @@ def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Te
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
-    parts = q_nope_abs.new_empty(launches.workspace, dtype=launches.parts_dtype)
+    parts = q_nope_abs.new_empty(launches.workspace)
     of_attend, of_combine = (*inputs, parts, out, lse, *descriptors, scale), (parts, out, lse)
-    attend, combine = launches.attend, launches.combine
-    if combine is None:
-        attend(*of_attend)
-        return out, lse
-    if attend.run is None and out.is_cuda and launches.code not in _compiled:
-        compile_together([(attend, of_attend), (combine, of_combine)], out.device)
+    calls = [(launches.plan, (parts, seqlens_kv, leftpad_kv)), (launches.attend, of_attend)]
+    calls.append((launches.combine, of_combine))
+    wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
+    if launches.attend.run is None and out.is_cuda and len(wanted) > 1 and launches.code not in _compiled:
+        compile_together(wanted, out.device)
         _compiled.add(launches.code)
-    attend(*of_attend)
-    combine(*of_combine)
+    for launch, arguments in wanted:
+        launch(*arguments)
     return out, lse

@@ -21,6 +21,8 @@ class DecodeTile(NamedTuple):
             Hopper).
         paged_stages: the same when a page number must be fetched before a tile, which takes as many stages again.
         programs: programs that one multiprocessor runs at a time.
+        pieces: whether a program has one piece of a sequence, not one part of the row of all sequences' tiles.
+        planned: whether a kernel before says what a program has to do, or the program finds it itself.
         max_registers: passed to the assembler; None leaves it free.
     """
 
@@ -30,6 +32,8 @@ class DecodeTile(NamedTuple):
     num_stages: int
     paged_stages: int
     programs: int
+    pieces: bool = False
+    planned: bool = False
     max_registers: int | None = None
 
 
@@ -43,26 +47,26 @@ DECODE: dict[tuple[str, int], _Entries] = {
     ("Hopper", 2): (
         (320, DecodeTile(16, 64, 4, 3, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 3, 3, 1)),
+        (320, DecodeTile(64, 64, 8, 3, 3, 1, planned=True)),
         (576, DecodeTile(16, 32, 4, 3, 6, 2)),
         (576, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 64, 8, 2, 2, 1)),
+        (576, DecodeTile(64, 64, 8, 2, 2, 1, planned=True)),
     ),
     ("227 KiB", 2): (
         (320, DecodeTile(16, 64, 4, 3, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 2, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 2, 1, planned=True)),
         (576, DecodeTile(16, 32, 4, 3, 6, 2)),
         (576, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 2, 2, 1)),
+        (576, DecodeTile(64, 32, 8, 2, 2, 1, planned=True)),
     ),
     ("163 KiB", 2): (
         (320, DecodeTile(16, 64, 4, 2, 3, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 3, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 3, 1, planned=True)),
         (576, DecodeTile(16, 64, 4, 2, 3, 1)),
         (576, DecodeTile(32, 32, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 3, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 3, 5, 1, planned=True)),
     ),
     ("99 KiB", 2): (
         (320, DecodeTile(16, 64, 4, 2, 3, 1)),
