@@ -19,6 +19,15 @@ def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.con
         return b, start
     elif PAGE_SIZE % BLOCK_N == 0:
         return tl.load(page_table + start // PAGE_SIZE), start % PAGE_SIZE
+    elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= 4:
+        # start is a multiple of BLOCK_N: one number a page, and which key is in which is known when compiled
+        rows = tl.arange(0, BLOCK_N)
+        entries = page_table + start // PAGE_SIZE
+        pages = tl.zeros([BLOCK_N], tl.int32) + tl.load(entries)
+        for n in tl.static_range(1, BLOCK_N // PAGE_SIZE):
+            page = tl.load(entries + n, mask=start + n * PAGE_SIZE < last, other=0)
+            pages = tl.where(rows >= n * PAGE_SIZE, page, pages)
+        return pages, rows % PAGE_SIZE
     else:
         keys = start + tl.arange(0, BLOCK_N)
         return tl.load(page_table + keys // PAGE_SIZE, mask=keys < last, other=0), keys % PAGE_SIZE

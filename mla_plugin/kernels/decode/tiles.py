@@ -49,7 +49,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (320, DecodeTile(32, 64, 8, 3, 5, 1)),
         (320, DecodeTile(64, 64, 8, 3, 3, 1, planned=True)),
         (576, DecodeTile(16, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
+        (576, DecodeTile(32, 32, 4, 3, 6, 2)),
         (576, DecodeTile(64, 64, 8, 2, 2, 1, planned=True)),
     ),
     ("227 KiB", 2): (
