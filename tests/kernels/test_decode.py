@@ -128,16 +128,17 @@ def test_two_column_blocks_over_parts(parts: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [40, 128, 512])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_thread_of_the_combine_kernel_holds_at_most_512_bytes_of_parts(rank: int, dtype: torch.dtype) -> None:
-    """With 1024 it has no registers left: 75 spilled stores on compute capability 9.0."""
+@pytest.mark.parametrize("batch", [1, 8, 66, 256])
+def test_a_thread_of_the_combine_kernel_holds_at_most_32_elements(batch: int, rank: int) -> None:
+    """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
     device = decode_launch._Device("Hopper", 132, True, True)
-    for splits in range(2, decode_launch._MAX_SPLITS + 1):
-        launch = decode_launch._combine_launch(device, 1, 64, 1, splits, rank, dtype)
-        block_rank, block_splits = launch.arguments[-3:-1]
-        num_warps = launch.options["num_warps"]
-        assert block_rank * block_splits * dtype.itemsize <= 512 * 32 * num_warps
-        assert num_warps in (1, 2, 4)
+    for key_tiles in (2, 5, 2000):
+        for parts in (2, 66, 264):
+            launch = decode_launch._combine_launch(device, batch, 64, 1, parts, key_tiles, rank)
+            rows, columns, pieces = launch.arguments[-5:-2]
+            assert rows * columns * pieces <= 32 * 32 * launch.options["num_warps"]
+            assert launch.grid[0] == min(batch, parts) * -(-64 // rows)
+            assert (launch.grid[1] - 1) * columns < rank <= launch.grid[1] * columns
 
 
 def test_an_odd_number_of_elements_over_splits(parts: int) -> None:
