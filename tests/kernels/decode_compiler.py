@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile
+from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, stages_for
 from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Program, print_results
 
@@ -63,10 +63,10 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
         del constants["desc_c0"], constants["desc_k"]
         types["desc_c0"] = f"tensordesc<{dtype}[1, {tile.block_n}, {first}]>"
         types["desc_k"] = f"tensordesc<{dtype}[1, {tile.block_n}, {rope}]>"
-    stages = tile.paged_stages if job.page_size else tile.num_stages
+    stages = stages_for(tile, job.page_size)
     constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "PIECES": tile.pieces}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
     constants["PLANNED"] = tile.planned
     constants |= {
         "TMA": job.descriptors,

@@ -135,7 +135,7 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_32_elements(batch: int, ra
     for key_tiles in (2, 5, 2000):
         for parts in (2, 66, 264):
             launch = decode_launch._combine_launch(device, batch, 64, 1, parts, key_tiles, rank)
-            rows, columns, pieces = launch.arguments[-5:-2]
+            rows, columns, chains = launch.arguments[-5:-2]
             assert rows * columns * pieces <= 32 * 32 * launch.options["num_warps"]
             assert launch.grid[0] == min(batch, parts) * -(-64 // rows)
             assert (launch.grid[1] - 1) * columns < rank <= launch.grid[1] * columns

@@ -8,6 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.kernels.decode import tiles
+
+PAGES_OF_A_TILE = tl.constexpr(tiles.PAGES_OF_A_TILE)
+
 
 @triton.jit
 def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -19,7 +23,7 @@ def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.con
         return b, start
     elif PAGE_SIZE % BLOCK_N == 0:
         return tl.load(page_table + start // PAGE_SIZE), start % PAGE_SIZE
-    elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= 4:
+    elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= PAGES_OF_A_TILE:
         # start is a multiple of BLOCK_N: one number a page, and which key is in which is known when compiled
         rows = tl.arange(0, BLOCK_N)
         entries = page_table + start // PAGE_SIZE

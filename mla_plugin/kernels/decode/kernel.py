@@ -62,8 +62,6 @@ def _attend(
     at,
     size,
     part,
-    piece,
-    IS_RUN: tl.constexpr,
     is_end,
     stride_qb,
     stride_qs,
@@ -93,8 +91,7 @@ def _attend(
 ):
     """Attention of BLOCK_M rows of sequence ``b`` to one piece of its keys; returns the sequence's tiles.
 
-    Of a run (IS_RUN), the piece is what of the sequence's tiles, which begin at ``at`` in the row of all, lies in the
-    part, which may be nothing. Otherwise it is number ``piece`` (-1: the last), whose first is that of ``part``.
+    The piece is what of the sequence's tiles, which begin at ``at`` in the row of all, lies in the part; maybe nothing.
     """
     num_rows = seqlen_q * num_heads
     scale_log2 = softmax_scale * 1.4426950408889634
@@ -121,19 +118,10 @@ def _attend(
         visible += rows // num_heads + 1 - seqlen_q
         seen_by_all += tile * BLOCK_M // num_heads + 1 - seqlen_q
         last += tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // num_heads + 1 - seqlen_q, 0)
-    if IS_RUN:
-        low = tl.maximum(part * size - at, 0)
-        high = tl.minimum(part * size + size - at, tiles)
-        first_part = at // size
-        count = (at + tiles - 1) // size - first_part + 1
-        slot = part
-    else:
-        count = (tiles - 1) // size + 1
-        piece = tl.where(piece < 0, count - 1, piece)
-        low = piece * size
-        high = tl.minimum(low + size, tiles)
-        first_part = part
-        slot = part + piece
+    low = tl.maximum(part * size - at, 0)
+    high = tl.minimum(part * size + size - at, tiles)
+    first_part = at // size
+    count = (at + tiles - 1) // size - first_part + 1
     first = origin + low * BLOCK_N
     last = tl.minimum(last, origin + high * BLOCK_N)
 
@@ -192,7 +180,7 @@ def _attend(
             lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
             tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
     else:
-        slot = tl.where(high == tiles, num_parts + first_part, slot)
+        slot = tl.where(high == tiles, num_parts + first_part, part)
         slot_rows = slot.to(tl.int64) * num_rows + rows
         _store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
         if R1 > 0:
@@ -258,53 +246,39 @@ def decode_kernel(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PIECES: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
     """One program: BLOCK_M (query, head) rows over some tiles of keys.
 
-    Grid: (row tiles x programs,). PIECES: a program has one piece of one sequence's keys (``piece_of``); otherwise one
-    part of the row of all sequences' tiles (``run_of``), and a piece is what of one sequence lies in it. A sequence of
-    one piece is written to Out and Lse (None: not wanted). Of others, the pieces' results go to Parts, the workspace
-    that ``combine_kernel`` describes.
+    Grid: (row tiles x parts,). A program has one part of the row of all sequences' tiles (``run_of``; PLANNED: found by
+    ``plan_kernel`` before), and a piece is what of one sequence lies in it. A sequence of one piece is written to Out
+    and Lse (None: not wanted). Of others, the pieces' results go to Parts, the workspace that ``combine_kernel``
+    describes.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
     row_tiles = tl.cdiv(seqlen_q * num_heads, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
-    program = tl.program_id(0) // row_tiles
+    part = tl.program_id(0) // row_tiles
     # no sequence is cut behind this part, until one is found; the list of many sequences is by parts
-    unlisted = (batch > num_parts) & (program < num_parts) & (tile == 0)
-    tl.store(list_of_cut(Parts, num_parts, seqlen_q * num_heads, R) + 2 * program + 1, 0, mask=unlisted)
+    unlisted = (batch > num_parts) & (tile == 0)
+    tl.store(list_of_cut(Parts, num_parts, seqlen_q * num_heads, R) + 2 * part + 1, 0, mask=unlisted)
+    if PLANNED:
+        first_b, last_b, begin, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, R)
+    else:
+        first_b, last_b, begin, size = run_of(
+            part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N
+        )
     # fmt: off
-    if PIECES:
-        b, piece, first, size = load_plan(Parts, program, batch, num_parts, seqlen_q * num_heads, R)
-        if b >= batch:
-            return
-        _attend(
+    for sequence in range(first_b, last_b):
+        b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
+        begin += overhead
+        begin += _attend(
             Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
             desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts,
-            b, tile, first, size, first, piece, False, True,
+            b, tile, begin, size, part, b == last_b - 1,
             stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
             stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
             PRECISION, DEPENDENT,
         )
-    else:
-        if PLANNED:
-            first_b, last_b, begin, size = load_plan(Parts, program, batch, num_parts, seqlen_q * num_heads, R)
-        else:
-            first_b, last_b, begin, size = run_of(
-                program, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N
-            )
-        for sequence in range(first_b, last_b):
-            b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
-            begin += overhead
-            begin += _attend(
-                Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
-                desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts,
-                b, tile, begin, size, program, 0, True, b == last_b - 1,
-                stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
-                stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
-                PRECISION, DEPENDENT,
-            )
     # fmt: on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,15 +35,14 @@ _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
-_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time, 32 a thread
 _COMBINE_WARPS = 4
-_COMBINE_STAGES = 1
-_COMBINE_ROOM = 2**23  # elements for which all its programs have room, where pieces are few; about 1 us on an H200
+_COMBINE_LANES = 1024  # elements of all its sums, 8 a thread: one load of 16 bytes a piece
+_COMBINE_UNROLL = 4
+_COMBINE_PROGRAMS = 2048  # up to which its rows and columns are divided for more sums side by side
+_COMBINE_CHAINS = 16
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # tiles that a sequence's start counts as in a run
-_WAVES = 2  # of whole pieces, where these have at least so many tiles:
-_LEAST_TILES = 20
 
 
 class _Device(NamedTuple):
@@ -124,12 +124,12 @@ def _tiles_fit_descriptors(
     return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
-def _workspace(slot_rows: int, entries: int, programs: int, rank: int, itemsize: int) -> int:
+def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: int) -> int:
     """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, then what has 4 bytes.
 
-    That is one a row, two an entry of the list of cut sequences, four a program.
+    That is one a row, two an entry of the list of cut sequences, four a part.
     """
-    words = slot_rows + 2 * entries + 4 * programs
+    words = slot_rows + 2 * entries + 4 * parts
     elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
     return elements
 
@@ -139,23 +139,26 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
     return {"num_warps": num_warps, **others, **dependent}
 
 
-def _combine_launch(
-    device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, key_tiles: int, rank: int
-) -> Launch:
-    """As many pieces at a time as a sequence has on average, of few rows more; the rest of the room for columns."""
-    entries = min(batch, parts)
-    pieces = triton.next_power_of_2(min(key_tiles, triton.cdiv(parts, entries) + 1))
-    most = min(128, triton.next_power_of_2(key_tiles))
-    elements = entries * heads * seqlen_q * rank
-    pieces = min(most, max(pieces, triton.next_power_of_2(_COMBINE_ROOM // max(elements, 1) + 1) // 2))
-    columns = min(triton.next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
-    rows = min(triton.next_power_of_2(heads * seqlen_q), _COMBINE_ELEMENTS // (pieces * columns))
+def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int) -> Launch:
+    """Sums side by side for the pieces that a sequence has on average, and more where there are few programs."""
+    entries, num_rows = min(batch, parts), heads * seqlen_q
+    chains = min(_COMBINE_CHAINS, triton.next_power_of_2(triton.cdiv(triton.cdiv(parts, entries) + 1, _COMBINE_UNROLL)))
+
+    def shape(chains: int) -> tuple[int, int, int, int]:
+        """(rows, columns) of a program, and the grid."""
+        columns = min(triton.next_power_of_2(rank), _COMBINE_LANES // chains)
+        rows = min(triton.next_power_of_2(num_rows), _COMBINE_LANES // (chains * columns))
+        return rows, columns, triton.cdiv(num_rows, rows) * entries, triton.cdiv(rank, columns)
+
+    while chains < _COMBINE_CHAINS and math.prod(shape(2 * chains)[2:]) <= _COMBINE_PROGRAMS:
+        chains *= 2
+    rows, columns, *grid = shape(chains)
     return Launch(
         combine_kernel,
-        (triton.cdiv(seqlen_q * heads, rows) * entries, triton.cdiv(rank, columns), 1),
+        (*grid, 1),
         _COMBINE_GIVEN,
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
-        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces, "STAGES": _COMBINE_STAGES}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "CHAINS": chains, "UNROLL": _COMBINE_UNROLL}
         | {"DEPENDENT": device.has_dependent_launch},
         _options(device, _COMBINE_WARPS),
     )
@@ -175,9 +178,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         page_size, page_stride = c_kv.shape[1], page_table.stride(0)
     key_tiles, row_tiles = max(1, triton.cdiv(capacity, tile.block_n)), triton.cdiv(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
-    waves = _WAVES if tile.pieces else 1
-    parts = min(waves * slots, batch * key_tiles)
-    programs = min(parts + batch, batch * key_tiles) if tile.pieces else parts
+    parts = min(slots, batch * key_tiles)
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
@@ -185,7 +186,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
-    stages = tile.paged_stages if page_size else tile.num_stages
+    stages = decode_tiles.stages_for(tile, page_size)
     is_hopper = device.kind == "Hopper"
     uses_warpgroups = is_hopper and tile.block_m >= 64 and rank_columns[1] == 0 and c_kv.element_size() == 2
     constants: dict[str, object] = {
@@ -199,7 +200,6 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     constants |= {"CAUSAL": tensors.causal and seqlen_q > 1}
     constants |= {"TMA": by_descriptors, "HOPPER": uses_warpgroups, "DEPENDENT": device.has_dependent_launch}
     constants |= {
-        "PIECES": tile.pieces,
         "PLANNED": tile.planned,
         "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
     }
@@ -212,24 +212,24 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     if tile.planned:
         plan = Launch(
             plan_kernel,
-            (programs, 1, 1),
+            (parts, 1, 1),
             _PLAN_GIVEN,
-            {"batch": batch, "capacity": capacity, "num_parts": parts, "slots": slots, "overhead": _OVERHEAD}
-            | {"least": _LEAST_TILES, "num_rows": rows, "R": rank, "BLOCK_N": tile.block_n, "PIECES": tile.pieces}
+            {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD}
+            | {"num_rows": rows, "R": rank, "BLOCK_N": tile.block_n}
             | {"DEPENDENT": device.has_dependent_launch},
             _options(device, 4),
         )
     combine = None
     if parts > 1 and key_tiles > 1:
-        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank)
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=tensors.lse_shape,
-        workspace=_workspace(2 * parts * rows, min(batch, parts), programs, rank, c_kv.element_size()),
+        workspace=_workspace(2 * parts * rows, min(batch, parts), parts, rank, c_kv.element_size()),
         plan=plan,
         attend=Launch(
             decode_kernel,
-            (row_tiles * programs, 1, 1),
+            (row_tiles * parts, 1, 1),
             _GIVEN,
             fixed | constants,
             _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),

@@ -12,8 +12,6 @@ from mla_plugin.kernels.decode.combine import list_of_cut
 
 SEQUENCES = tl.constexpr(256)
 """Sequences that are looked at together."""
-CLASSES = tl.constexpr(16)
-"""Of the lengths of last pieces, which start in the order of their class, the longest first."""
 
 
 @triton.jit
@@ -77,72 +75,19 @@ def run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, B
 
 
 @triton.jit
-def _cut(seqlens_kv, leftpad_kv, b, batch, capacity, size, BLOCK_N: tl.constexpr):
-    """Of each of the sequences ``b``: its pieces of ``size`` tiles before the last, and the class of the last.
-
-    CLASSES stands for no piece at all, from ``batch`` on.
-    """
-    tiles = _weights(seqlens_kv, leftpad_kv, b, batch, capacity, 0, BLOCK_N)
-    whole = (tl.maximum(tiles, 1) - 1) // size
-    missing = size - (tiles - whole * size)  # to a piece of size
-    return whole, tl.where(b < batch, missing // tl.cdiv(size, CLASSES), CLASSES)
-
-
-@triton.jit
-def piece_of(program, num_parts, slots, least, seqlens_kv, leftpad_kv, batch, capacity, BLOCK_N: tl.constexpr):
-    """The piece of a program, where every sequence is cut into pieces of ``size`` tiles and a last, shorter one.
-
-    Whole pieces come first, then the last ones by class. ``size`` makes num_parts pieces of all tiles, or ``slots``
-    where that many would be below ``least`` tiles long.
-
-    Returns:
-        (b, piece, first, size): the number of the piece in its sequence; the program of the sequence's first whole
-        piece; b is ``batch`` where the program has nothing to do.
-    """
-    total = _total(seqlens_kv, leftpad_kv, batch, capacity, 0, BLOCK_N)
-    size = tl.cdiv(total, num_parts)
-    size = tl.where(size < least, tl.cdiv(total, slots), size)
-    classes = tl.arange(0, CLASSES)
-    num_whole = total * 0
-    in_class = tl.zeros([CLASSES], tl.int32)
-    for b0 in range(0, batch, SEQUENCES):
-        b = b0 + tl.arange(0, SEQUENCES)
-        whole, of_class = _cut(seqlens_kv, leftpad_kv, b, batch, capacity, size, BLOCK_N)
-        num_whole += tl.sum(whole)
-        in_class += tl.sum((of_class[:, None] == classes[None, :]).to(tl.int32), 0)
-    is_last = program >= num_whole
-    # a last piece: of which class, and which of it
-    class_ends = num_whole + tl.cumsum(in_class)
-    wanted_class = tl.sum((class_ends <= program).to(tl.int32))
-    class_start = tl.maximum(tl.max(tl.where(class_ends <= program, class_ends, 0)), num_whole)
-    nth = program - tl.where(is_last, class_start, 0)
-    found, first, before = total * 0, total * 0, total * 0
-    for b0 in range(0, batch, SEQUENCES):
-        b = b0 + tl.arange(0, SEQUENCES)
-        whole, of_class = _cut(seqlens_kv, leftpad_kv, b, batch, capacity, size, BLOCK_N)
-        counted = tl.where(is_last, (of_class == wanted_class).to(tl.int32), whole)
-        ends = before + tl.cumsum(counted)
-        passed = (b < batch) & (ends <= nth)
-        found += tl.sum(passed.to(tl.int32))
-        first += tl.sum(tl.where(passed, whole, 0))
-        before += tl.sum(counted)
-    return found, tl.where(is_last, -1, nth - first), first, size
-
-
-@triton.jit
 def _plans(Parts, batch, num_parts, num_rows, R: tl.constexpr):
-    """Where the plan begins in the workspace that ``combine_kernel`` describes: four int32 a program."""
+    """Where the plan begins in the workspace that ``combine_kernel`` describes: four int32 a part."""
     return list_of_cut(Parts, num_parts, num_rows, R) + 2 * tl.minimum(batch, num_parts)
 
 
 @triton.jit
-def load_plan(Parts, program, batch, num_parts, num_rows, R: tl.constexpr):
-    """What ``plan_kernel`` left for a program."""
-    found = _plans(Parts, batch, num_parts, num_rows, R) + 4 * program
+def load_plan(Parts, part, batch, num_parts, num_rows, R: tl.constexpr):
+    """What ``plan_kernel`` left for a part."""
+    found = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
     return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "slots", "overhead", "least"])
+@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead"])
 def plan_kernel(
     Parts,
     seqlens_kv,
@@ -150,16 +95,13 @@ def plan_kernel(
     batch,
     capacity,
     num_parts,
-    slots,
     overhead,
-    least,
     num_rows,
     R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The plan of ``decode_kernel``: ``piece_of`` or ``run_of`` of each program. Grid: (programs,).
+    """The plan of ``decode_kernel``: ``run_of`` of each part. Grid: (parts,).
 
     A kernel of its own for warpgroup products: what is summed over threads in the same kernel makes the assembler hold
     the addresses of the queries in 72 registers, and spill (CUDA 12.9; a tile took 20 % longer).
@@ -167,15 +109,10 @@ def plan_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    program = tl.program_id(0)
-    if PIECES:
-        b, piece, first, size = piece_of(
-            program, num_parts, slots, least, seqlens_kv, leftpad_kv, batch, capacity, BLOCK_N
-        )
-    else:
-        b, piece, first, size = run_of(program, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
-    plan = _plans(Parts, batch, num_parts, num_rows, R) + 4 * program
-    tl.store(plan, b)
-    tl.store(plan + 1, piece)
-    tl.store(plan + 2, first)
+    part = tl.program_id(0)
+    first, last, begin, size = run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
+    plan = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
+    tl.store(plan, first)
+    tl.store(plan + 1, last)
+    tl.store(plan + 2, begin)
     tl.store(plan + 3, size)

@@ -20,8 +20,8 @@ class DecodeTile(NamedTuple):
         num_stages: stages of the loop over a contiguous cache; tiles in flight plus one (plus none with 64 rows on
             Hopper).
         paged_stages: the same when a page number must be fetched before a tile, which takes as many stages again.
+        gathered_stages: the same when every key's page number is fetched by itself.
         programs: programs that one multiprocessor runs at a time.
-        pieces: whether a program has one piece of a sequence, not one part of the row of all sequences' tiles.
         planned: whether a kernel before says what a program has to do, or the program finds it itself.
         max_registers: passed to the assembler; None leaves it free.
     """
@@ -31,8 +31,8 @@ class DecodeTile(NamedTuple):
     num_warps: int
     num_stages: int
     paged_stages: int
+    gathered_stages: int
     programs: int
-    pieces: bool = False
     planned: bool = False
     max_registers: int | None = None
 
@@ -45,40 +45,39 @@ DECODE: dict[tuple[str, int], _Entries] = {
     # measured on an H200: 16 rows over pages 4,170 GB/s at B 128, S_kv 8192 (64 keys a tile: 4,060); 64 rows by
     # descriptors 400 TFLOP/s
     ("Hopper", 2): (
-        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 3, 3, 1, planned=True)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(32, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(64, 64, 8, 2, 2, 1, planned=True)),
+        (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 3, 3, 3, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(64, 64, 8, 2, 2, 3, 1, planned=True)),
     ),
     ("227 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 2, 1, planned=True)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 2, 2, 1, planned=True)),
+        (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 2, 2, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 2, 2, 2, 1, planned=True)),
     ),
     ("163 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 2, 3, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 3, 1, planned=True)),
-        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (576, DecodeTile(32, 32, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 3, 5, 1, planned=True)),
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 3, 3, 1, planned=True)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 3, 5, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 3, 5, 5, 1, planned=True)),
     ),
     ("99 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (320, DecodeTile(32, 64, 8, 2, 3, 1)),
-        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (576, DecodeTile(32, 32, 8, 2, 3, 1)),
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (320, DecodeTile(32, 64, 8, 2, 3, 3, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 2, 3, 3, 1)),
     ),
     # float32 products run on the ordinary units: small tiles keep the unrolled products short
-    ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
-    ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
-    ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
-    ("99 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
+    ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
+    ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
+    ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 1)),),
+    ("99 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 1)),),
 }
 
 
@@ -96,3 +95,16 @@ def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
     width = min(most for most, _ in entries if columns <= most)
     fitting = [tile for most, tile in entries if most == width]
     return next((tile for tile in fitting if rows <= tile.block_m), fitting[-1])
+
+
+PAGES_OF_A_TILE = 4
+"""A tile of at most so many whole pages fetches one number a page."""
+
+
+def stages_for(tile: DecodeTile, page_size: int) -> int:
+    """Of a cache in pages of ``page_size``; 0: contiguous."""
+    if page_size == 0:
+        return tile.num_stages
+    in_one_page = page_size % tile.block_n == 0
+    of_few_pages = tile.block_n % page_size == 0 and tile.block_n // page_size <= PAGES_OF_A_TILE
+    return tile.paged_stages if in_one_page or of_few_pages else tile.gathered_stages
