@@ -23,6 +23,20 @@ def list_of_cut(Parts, num_parts, num_rows, R: tl.constexpr):
     return (lse_of_parts(Parts, num_parts, num_rows, R) + rows).to(tl.pointer_type(tl.int32))
 
 
+@triton.jit
+def _load_pieces(Parts, parts_lse, pieces, first, count, num_parts, num_rows, rows, columns, R: tl.constexpr):
+    """Some pieces [n, lanes] of a sequence: their lse in log2, -inf where there is no such piece, and results."""
+    slots = first + tl.where(pieces == count - 1, num_parts, pieces)
+    parts = slots.to(tl.int64) * num_rows + rows[None, :]
+    lse_log2 = tl.load(parts_lse + parts, mask=pieces < count, other=float("-inf"))
+    exists = (pieces < count)[:, :, None]
+    if R % columns.shape[0] != 0:
+        exists = exists & (columns < R)[None, None, :]
+    # not masked by the lse, which would have to arrive first
+    x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
+    return lse_log2, x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["batch", "num_parts"])
 def combine_kernel(
     Parts,
@@ -74,24 +88,21 @@ def combine_kernel(
     lanes = tl.arange(0, CHAINS * BLOCK_ROWS)
     lane_rows = tl.minimum(row0 + lanes % BLOCK_ROWS, num_rows - 1)
     steps = tl.arange(0, UNROLL)[:, None] * CHAINS + (lanes // BLOCK_ROWS)[None, :]  # [UNROLL, lanes]
-    highest = tl.full([CHAINS * BLOCK_ROWS], -3.4028234663852886e38, tl.float32)
-    total = tl.zeros([CHAINS * BLOCK_ROWS], tl.float32)
-    sums = tl.zeros([CHAINS * BLOCK_ROWS, BLOCK_R], tl.float32)
-    for piece in range(0, count, UNROLL * CHAINS):
-        pieces = piece + steps
-        slots = first + tl.where(pieces == count - 1, num_parts, pieces)
-        parts = slots.to(tl.int64) * num_rows + lane_rows[None, :]
-        lse_log2 = tl.load(parts_lse + parts, mask=pieces < count, other=float("-inf"))
-        exists = (pieces < count)[:, :, None]
-        if R % BLOCK_R != 0:
-            exists = exists & (columns < R)[None, None, :]
-        # not masked by the lse, which would have to arrive first
-        x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
+    # the first step by itself: values that the loop began with would be exchanged between threads in every step
+    lse_log2, x = _load_pieces(Parts, parts_lse, steps, first, count, num_parts, num_rows, lane_rows, columns, R)
+    highest = tl.maximum(tl.max(lse_log2, 0), -3.4028234663852886e38)  # finite: a chain may have no piece
+    weights = tl.exp2(lse_log2 - highest[None, :])
+    total = tl.sum(weights, 0)
+    sums = tl.sum(x * weights[:, :, None], 0)
+    for piece in range(UNROLL * CHAINS, count, UNROLL * CHAINS):
+        lse_log2, x = _load_pieces(
+            Parts, parts_lse, piece + steps, first, count, num_parts, num_rows, lane_rows, columns, R
+        )
         higher = tl.maximum(highest, tl.max(lse_log2, 0))
         weights = tl.exp2(lse_log2 - higher[None, :])
         rescale = tl.exp2(highest - higher)
         total = total * rescale + tl.sum(weights, 0)
-        sums = sums * rescale[:, None] + tl.sum(x.to(tl.float32) * weights[:, :, None], 0)
+        sums = sums * rescale[:, None] + tl.sum(x * weights[:, :, None], 0)
         highest = higher
     highest = highest.reshape(CHAINS, BLOCK_ROWS)
     top = tl.max(highest, 0)
