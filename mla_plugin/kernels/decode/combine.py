@@ -24,13 +24,25 @@ def list_of_cut(Parts, num_parts, num_rows, R: tl.constexpr):
 
 
 @triton.jit
-def _load_pieces(Parts, parts_lse, pieces, first, count, num_parts, num_rows, rows, columns, R: tl.constexpr):
+def _load_pieces(
+    Parts,
+    parts_lse,
+    pieces,
+    first,
+    count,
+    num_parts,
+    num_rows,
+    rows,
+    columns,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """Some pieces [n, lanes] of a sequence: their lse in log2, -inf where there is no such piece, and results."""
     slots = first + tl.where(pieces == count - 1, num_parts, pieces)
     parts = slots.to(tl.int64) * num_rows + rows[None, :]
     lse_log2 = tl.load(parts_lse + parts, mask=pieces < count, other=float("-inf"))
     exists = (pieces < count)[:, :, None]
-    if R % columns.shape[0] != 0:
+    if R % BLOCK_R != 0:
         exists = exists & (columns < R)[None, None, :]
     # not masked by the lse, which would have to arrive first
     x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
@@ -89,14 +101,16 @@ def combine_kernel(
     lane_rows = tl.minimum(row0 + lanes % BLOCK_ROWS, num_rows - 1)
     steps = tl.arange(0, UNROLL)[:, None] * CHAINS + (lanes // BLOCK_ROWS)[None, :]  # [UNROLL, lanes]
     # the first step by itself: values that the loop began with would be exchanged between threads in every step
-    lse_log2, x = _load_pieces(Parts, parts_lse, steps, first, count, num_parts, num_rows, lane_rows, columns, R)
+    lse_log2, x = _load_pieces(
+        Parts, parts_lse, steps, first, count, num_parts, num_rows, lane_rows, columns, R, BLOCK_R
+    )
     highest = tl.maximum(tl.max(lse_log2, 0), -3.4028234663852886e38)  # finite: a chain may have no piece
     weights = tl.exp2(lse_log2 - highest[None, :])
     total = tl.sum(weights, 0)
     sums = tl.sum(x * weights[:, :, None], 0)
     for piece in range(UNROLL * CHAINS, count, UNROLL * CHAINS):
         lse_log2, x = _load_pieces(
-            Parts, parts_lse, piece + steps, first, count, num_parts, num_rows, lane_rows, columns, R
+            Parts, parts_lse, piece + steps, first, count, num_parts, num_rows, lane_rows, columns, R, BLOCK_R
         )
         higher = tl.maximum(highest, tl.max(lse_log2, 0))
         weights = tl.exp2(lse_log2 - higher[None, :])
