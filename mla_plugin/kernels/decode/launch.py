@@ -179,6 +179,11 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
     key_tiles, row_tiles = max(1, triton.cdiv(capacity, tile.block_n)), triton.cdiv(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
+    if batch * (key_tiles + _OVERHEAD) + parts >= 2**31:
+        raise ValueError(
+            f"batch={batch} sequences of up to {capacity} keys are {batch * key_tiles} tiles of {tile.block_n}; the "
+            "kernel counts fewer than 2**31: give it a smaller batch or a narrower page table"
+        )
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
