@@ -152,10 +152,10 @@ def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, part
 
     while chains < _COMBINE_CHAINS and math.prod(shape(2 * chains)[2:]) <= _COMBINE_PROGRAMS:
         chains *= 2
-    rows, columns, *grid = shape(chains)
+    rows, columns, row_blocks, column_blocks = shape(chains)
     return Launch(
         combine_kernel,
-        (*grid, 1),
+        (row_blocks, column_blocks, 1),
         _COMBINE_GIVEN,
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
         | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "CHAINS": chains, "UNROLL": _COMBINE_UNROLL}
