@@ -23,32 +23,6 @@ def list_of_cut(Parts, num_parts, num_rows, R: tl.constexpr):
     return (lse_of_parts(Parts, num_parts, num_rows, R) + rows).to(tl.pointer_type(tl.int32))
 
 
-@triton.jit
-def _load_pieces(
-    Parts,
-    parts_lse,
-    pieces,
-    first,
-    count,
-    num_parts,
-    num_rows,
-    rows,
-    columns,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Some pieces [n, lanes] of a sequence: their lse in log2, -inf where there is no such piece, and results."""
-    slots = first + tl.where(pieces == count - 1, num_parts, pieces)
-    parts = slots.to(tl.int64) * num_rows + rows[None, :]
-    lse_log2 = tl.load(parts_lse + parts, mask=pieces < count, other=float("-inf"))
-    exists = (pieces < count)[:, :, None]
-    if R % BLOCK_R != 0:
-        exists = exists & (columns < R)[None, None, :]
-    # not masked by the lse, which would have to arrive first
-    x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
-    return lse_log2, x.to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["batch", "num_parts"])
 def combine_kernel(
     Parts,
@@ -61,8 +35,7 @@ def combine_kernel(
     R: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    CHAINS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program: BLOCK_R columns of BLOCK_ROWS rows of a sequence of several pieces, summed over them.
@@ -76,9 +49,6 @@ def combine_kernel(
       parts, (sequence, number of pieces) of each ``first``; fewer than two pieces mean that there is nothing to do.
 
     Lse may be None.
-
-    A row's pieces are dealt out to CHAINS sums that run side by side, each with threads of its own, which meet only at
-    the end. Each step loads UNROLL pieces of every sum at once, results and lse: one latency of the memory a step.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -93,44 +63,34 @@ def combine_kernel(
     b, first = entry, other
     if batch > num_parts:
         b, first = other, entry
-    row0 = tl.program_id(0) % row_blocks * BLOCK_ROWS
+    rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts_lse = lse_of_parts(Parts, num_parts, num_rows, R)
-    # the rows of all chains: chain * BLOCK_ROWS + row
-    lanes = tl.arange(0, CHAINS * BLOCK_ROWS)
-    lane_rows = tl.minimum(row0 + lanes % BLOCK_ROWS, num_rows - 1)
-    steps = tl.arange(0, UNROLL)[:, None] * CHAINS + (lanes // BLOCK_ROWS)[None, :]  # [UNROLL, lanes]
-    # the first step by itself: values that the loop began with would be exchanged between threads in every step
-    lse_log2, x = _load_pieces(
-        Parts, parts_lse, steps, first, count, num_parts, num_rows, lane_rows, columns, R, BLOCK_R
-    )
-    highest = tl.maximum(tl.max(lse_log2, 0), -3.4028234663852886e38)  # finite: a chain may have no piece
-    weights = tl.exp2(lse_log2 - highest[None, :])
-    total = tl.sum(weights, 0)
-    sums = tl.sum(x * weights[:, :, None], 0)
-    for piece in range(UNROLL * CHAINS, count, UNROLL * CHAINS):
-        lse_log2, x = _load_pieces(
-            Parts, parts_lse, piece + steps, first, count, num_parts, num_rows, lane_rows, columns, R, BLOCK_R
-        )
-        higher = tl.maximum(highest, tl.max(lse_log2, 0))
-        weights = tl.exp2(lse_log2 - higher[None, :])
+    highest = tl.full([BLOCK_ROWS], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
+    for piece in range(0, count, BLOCK_PIECES):
+        pieces = piece + tl.arange(0, BLOCK_PIECES)
+        slots = first + tl.where(pieces == count - 1, num_parts, pieces)
+        parts = slots.to(tl.int64)[None, :] * num_rows + rows[:, None]  # [BLOCK_ROWS, BLOCK_PIECES]
+        exists = (pieces < count)[None, :] & (rows < num_rows)[:, None]
+        lse_log2 = tl.load(parts_lse + parts, mask=exists, other=float("-inf"))
+        exists = exists[:, :, None] & (columns < R)[None, None, :]
+        # not masked by the lse, which would have to arrive first
+        x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
+        higher = tl.maximum(highest, tl.max(lse_log2, 1))
+        weights = tl.exp2(lse_log2 - higher[:, None])
         rescale = tl.exp2(highest - higher)
-        total = total * rescale + tl.sum(weights, 0)
-        sums = sums * rescale[:, None] + tl.sum(x * weights[:, :, None], 0)
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None] + tl.sum(x.to(tl.float32) * weights[:, :, None], 1)
         highest = higher
-    highest = highest.reshape(CHAINS, BLOCK_ROWS)
-    top = tl.max(highest, 0)
-    weights = tl.exp2(highest - top[None, :])
-    total = tl.sum(total.reshape(CHAINS, BLOCK_ROWS) * weights, 0)
-    out = tl.sum(sums.reshape(CHAINS, BLOCK_ROWS, BLOCK_R) * weights[:, :, None], 0)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    rows = row0 + tl.arange(0, BLOCK_ROWS)
     out_rows = b.to(tl.int64) * num_rows + rows
     exists = (rows < num_rows)[:, None] & (columns < R)[None, :]
     out = (out / total[:, None]).to(Out.dtype.element_ty)
     tl.store(Out + out_rows[:, None] * R + columns[None, :], out, mask=exists)
     if (Lse is not None) and tl.program_id(1) == 0:
-        lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
+        lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * 0.6931471805599453)
         lse_rows = (b.to(tl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
         tl.store(Lse + lse_rows, lse, mask=rows < num_rows)

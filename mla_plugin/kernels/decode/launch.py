@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,11 +34,8 @@ _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
-_COMBINE_WARPS = 4
-_COMBINE_LANES = 1024  # elements of all its sums, 8 a thread: one load of 16 bytes a piece
-_COMBINE_UNROLL = 4
-_COMBINE_PROGRAMS = 2048  # up to which its rows and columns are divided for more sums side by side
-_COMBINE_CHAINS = 16
+_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
+_COMBINE_PIECES = 64
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # tiles that a sequence's start counts as in a run
@@ -139,28 +135,30 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
     return {"num_warps": num_warps, **others, **dependent}
 
 
+def _combine_shape(entries: int, num_rows: int, parts: int, rank: int) -> tuple[int, int, int, int]:
+    """(rows, columns, pieces at a time, warps) of a program.
+
+    As many pieces as a sequence has on average; the rest for columns, then for rows. A thread has 16 bytes of a piece,
+    and the threads of a program stand in one row over its columns where that fills a warp: what it sums then needs
+    no exchange.
+    """
+    pieces = min(_COMBINE_PIECES, triton.next_power_of_2(triton.cdiv(parts, entries) + 1))
+    columns = min(triton.next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
+    rows = min(triton.next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
+    return rows, columns, pieces, max(1, columns // 256)
+
+
 def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int) -> Launch:
-    """Sums side by side for the pieces that a sequence has on average, and more where there are few programs."""
     entries, num_rows = min(batch, parts), heads * seqlen_q
-    chains = min(_COMBINE_CHAINS, triton.next_power_of_2(triton.cdiv(triton.cdiv(parts, entries) + 1, _COMBINE_UNROLL)))
-
-    def shape(chains: int) -> tuple[int, int, int, int]:
-        """(rows, columns) of a program, and the grid."""
-        columns = min(triton.next_power_of_2(rank), _COMBINE_LANES // chains)
-        rows = min(triton.next_power_of_2(num_rows), _COMBINE_LANES // (chains * columns))
-        return rows, columns, triton.cdiv(num_rows, rows) * entries, triton.cdiv(rank, columns)
-
-    while chains < _COMBINE_CHAINS and math.prod(shape(2 * chains)[2:]) <= _COMBINE_PROGRAMS:
-        chains *= 2
-    rows, columns, row_blocks, column_blocks = shape(chains)
+    rows, columns, pieces, warps = _combine_shape(entries, num_rows, parts, rank)
     return Launch(
         combine_kernel,
-        (row_blocks, column_blocks, 1),
+        (triton.cdiv(num_rows, rows) * entries, triton.cdiv(rank, columns), 1),
         _COMBINE_GIVEN,
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
-        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "CHAINS": chains, "UNROLL": _COMBINE_UNROLL}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces}
         | {"DEPENDENT": device.has_dependent_launch},
-        _options(device, _COMBINE_WARPS),
+        _options(device, warps),
     )
 
 
@@ -244,7 +242,7 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(
-            *(c_kv.dtype, c_kv.device, combine and combine.arguments[-6:-1], leftpad_kv is None),
+            *(c_kv.dtype, c_kv.device, combine and combine.arguments[-4:-1], leftpad_kv is None),
             *constants.values(),
         ),
     )
