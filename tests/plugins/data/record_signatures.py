@@ -12,13 +12,15 @@ files in the archives are read as text. FlashAttention 3 is on no registry; its 
 operator and SGLang's function come in binaries of hundreds of megabytes and are not recorded.
 
 The file maps a library to its functions, each to its signatures, each to the releases that have it. Defaults that are
-no literals are None.
+no literals are None. FlashAttention 3's operators, which builds register since May 2025 and whose
+source is in the REPOSITORY alone, are recorded by their schemas.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -30,13 +32,17 @@ from packaging.version import Version
 
 BOTH = ("flash_attn_func", "flash_attn_varlen_func")
 FA3_SOURCE = "hopper/flash_attn_interface.py"
+FA3_OPERATORS = "hopper/flash_api.cpp"
 FA3_NAME = 'PACKAGE_NAME = "flash_attn_3"'
 """In ``hopper/setup.py`` since early 2025; packages of its earlier names are not what the adapter takes."""
 LIBRARIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "fa2": (
         "flash_attn",
         "flash_attn/flash_attn_interface.py",
-        (*BOTH, "_flash_attn_backward", "_flash_attn_varlen_backward"),
+        (
+            *BOTH,
+            *(f"_flash_attn_{kind}" for kind in ("forward", "backward", "varlen_forward", "varlen_backward")),
+        ),
     ),
     "fa3": ("flash_attn", FA3_SOURCE, (*BOTH, "_flash_attn_backward")),
     "fa4": ("flash_attn_4", "flash_attn/cute/interface.py", (*BOTH, "_flash_attn_bwd", "_validate_head_dims")),
@@ -110,8 +116,16 @@ def functions(text: str, wanted: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def commits(repository: Path) -> Iterator[tuple[str, str]]:
-    """(day, FlashAttention 3's file as it was), oldest first, one for each day."""
+def schemas(text: str) -> dict[str, str]:
+    """Name to schema of the operators that C++ defines by one."""
+    found = re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\);", text)
+    written = ["".join(re.findall(r'"([^"]*)"', literals)) for literals in found]
+    parts = (text.partition("(") for text in written if "->" in text)
+    return {f"flash_attn_3::{name}": place + rest for name, place, rest in parts if name in ("fwd", "bwd")}
+
+
+def commits(repository: Path) -> Iterator[tuple[str, str, str]]:
+    """(day, FlashAttention 3's functions, its operators), as they were, oldest first, one for each day."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", repository, *arguments], capture_output=True, text=True, check=True).stdout
@@ -120,15 +134,15 @@ def commits(repository: Path) -> Iterator[tuple[str, str]]:
     days = {line.split()[1]: line.split()[0] for line in log.splitlines()}
     for day, commit in days.items():
         if FA3_NAME in git("show", f"{commit}:hopper/setup.py"):
-            yield day, git("show", f"{commit}:{FA3_SOURCE}")
+            yield day, git("show", f"{commit}:{FA3_SOURCE}"), git("show", f"{commit}:{FA3_OPERATORS}")
 
 
 def main(folder: Path, repository: Path | None) -> None:
     """Read every archive and write the file."""
     recorded: dict[str, dict[str, dict[str, list[str]]]] = {}
 
-    def record(library: str, release: str, text: str) -> None:
-        for name, found in functions(text, LIBRARIES[library][2]).items():
+    def record(library: str, release: str, text: str, operators: str = "") -> None:
+        for name, found in (functions(text, LIBRARIES[library][2]) | schemas(operators)).items():
             releases = recorded.setdefault(library, {}).setdefault(name, {}).setdefault(found, [])
             releases += [] if release in releases else [release]
 
@@ -142,8 +156,8 @@ def main(folder: Path, repository: Path | None) -> None:
                 continue
             for text in sources(path, place):
                 record(library, version, text)
-    for day, text in [] if repository is None else commits(repository):
-        record("fa3", day, text)
+    for day, text, operators in [] if repository is None else commits(repository):
+        record("fa3", day, text, operators)
     target = Path(__file__).with_name("signatures.json")
     target.write_text(json.dumps(recorded, indent=1) + "\n")
 
