@@ -129,25 +129,23 @@ def test_two_column_blocks_over_parts(parts: int) -> None:
 
 @pytest.mark.parametrize("rank", [40, 128, 512])
 @pytest.mark.parametrize("batch", [1, 8, 66, 256])
-def test_a_program_of_the_combine_kernel_holds_eight_elements_a_thread(batch: int, rank: int) -> None:
-    """Its programs hold a power of two of rows, columns and chains, and cover every row and column once."""
+def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, rank: int) -> None:
+    """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
     device = decode_launch._Device("Hopper", 132, True, True)
     for rows in (1, 16, 512):
         for parts in (2, 66, 264):
             launch = decode_launch._combine_launch(device, batch, rows, 1, parts, rank)
-            block_rows, block_r, chains, _ = launch.arguments[-5:-1]
-            assert block_rows * block_r * chains <= 8 * 32 * launch.options["num_warps"]
+            block_rows, block_r, pieces = launch.arguments[-4:-1]
+            assert block_rows * block_r * pieces <= 128 * 32 * launch.options["num_warps"]
             assert launch.grid[0] == min(batch, parts) * -(-rows // block_rows)
             assert (launch.grid[1] - 1) * block_r < rank <= launch.grid[1] * block_r
 
 
-@pytest.mark.parametrize("chains", [1, 2, 16])
-def test_more_pieces_than_a_step_of_the_combine_kernel(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [2, 16])
+def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence with keys for all parts, beside one with a single key."""
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 37)
-    monkeypatch.setattr(decode_launch, "_COMBINE_PROGRAMS", 0)
-    monkeypatch.setattr(decode_launch, "_COMBINE_CHAINS", chains)
-    monkeypatch.setattr(decode_launch, "_COMBINE_UNROLL", 2)
+    monkeypatch.setattr(decode_launch, "_COMBINE_PIECES", pieces)
     monkeypatch.setattr(decode_layout, "_known", {})
     check(paged((2, 1, 2, 16, 0, 2500), 64, torch.float16, [2500, 1]))
 

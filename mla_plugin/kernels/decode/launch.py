@@ -162,26 +162,79 @@ def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, part
     )
 
 
-def _make_launches(tensors: DecodeTensors) -> Launches:
-    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
-    page_table, leftpad_kv = tensors.page_table, tensors.leftpad_kv
-    device = _device(q_nope_abs.device)
-    batch, seqlen_q, heads, rank = q_nope_abs.shape
-    rows, rope = seqlen_q * heads, q_rope.shape[-1]
-    rank_columns = split_head_dim(rank)
-    rope_columns = max(16, triton.next_power_of_2(rope)) if rope else 0
-    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(rank_columns) + rope_columns, rows)
-    page_size, page_stride, capacity = 0, 0, tensors.capacity
-    if page_table is not None:
-        page_size, page_stride = c_kv.shape[1], page_table.stride(0)
-    key_tiles, row_tiles = max(1, triton.cdiv(capacity, tile.block_n)), triton.cdiv(rows, tile.block_m)
-    slots = choose_parts(row_tiles, device.processors * tile.programs)
-    parts = min(slots, batch * key_tiles)
-    if batch * (key_tiles + _OVERHEAD) + parts >= 2**31:
+def _count_tiles(batch: int, capacity: int, block_n: int) -> int:
+    """Key tiles of a sequence at most.
+
+    Raises:
+        ValueError: those of all sequences are beyond the plan's numbers.
+    """
+    key_tiles: int = max(1, triton.cdiv(capacity, block_n))
+    # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
+    if batch * (key_tiles + _OVERHEAD) >= 2**31 - 2**16:
         raise ValueError(
-            f"batch={batch} sequences of up to {capacity} keys are {batch * key_tiles} tiles of {tile.block_n}; the "
+            f"batch={batch} sequences of up to {capacity} keys are {batch * key_tiles} tiles of {block_n}; the "
             "kernel counts fewer than 2**31: give it a smaller batch or a narrower page table"
         )
+    return key_tiles
+
+
+def _plan_launch(
+    device: _Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
+) -> Launch:
+    return Launch(
+        plan_kernel,
+        (parts, 1, 1),
+        _PLAN_GIVEN,
+        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD, "num_rows": num_rows}
+        | {"R": rank, "BLOCK_N": block_n, "DEPENDENT": device.has_dependent_launch},
+        _options(device, 4),
+    )
+
+
+def _constants(
+    tensors: DecodeTensors, device: _Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
+) -> dict[str, object]:
+    """What ``decode_kernel`` is compiled for, but for the strides of rows."""
+    c_kv, rank, rope = tensors.c_kv, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
+    first, second = split_head_dim(rank)
+    is_hopper = device.kind == "Hopper"
+    return {
+        "R": rank,
+        "R0": first,
+        "R1": second,
+        "D_ROPE": rope,
+        "ROPE": _rope_columns(rope),
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STAGES": decode_tiles.stages_for(tile, page_size),
+        "CAUSAL": tensors.causal and tensors.q_nope_abs.shape[1] > 1,
+        "TMA": by_descriptors,
+        "HOPPER": is_hopper and tile.block_m >= 64 and second == 0 and c_kv.element_size() == 2,
+        "DEPENDENT": device.has_dependent_launch,
+        "PLANNED": tile.planned,
+        "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
+    }
+
+
+def _rope_columns(rope: int) -> int:
+    return max(16, triton.next_power_of_2(rope)) if rope else 0
+
+
+def _make_launches(tensors: DecodeTensors) -> Launches:
+    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
+    page_table, leftpad_kv, capacity = tensors.page_table, tensors.leftpad_kv, tensors.capacity
+    device = _device(q_nope_abs.device)
+    batch, seqlen_q, heads, rank = q_nope_abs.shape
+    rows = seqlen_q * heads
+    widths = (*split_head_dim(rank), _rope_columns(q_rope.shape[-1]))
+    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(widths), rows)
+    page_size, page_stride = 0, 0
+    if page_table is not None:
+        page_size, page_stride = c_kv.shape[1], page_table.stride(0)
+    key_tiles, row_tiles = _count_tiles(batch, capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
+    slots = choose_parts(row_tiles, device.processors * tile.programs)
+    parts = min(slots, batch * key_tiles)
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
@@ -189,62 +242,31 @@ def _make_launches(tensors: DecodeTensors) -> Launches:
         and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
-    stages = decode_tiles.stages_for(tile, page_size)
-    is_hopper = device.kind == "Hopper"
-    uses_warpgroups = is_hopper and tile.block_m >= 64 and rank_columns[1] == 0 and c_kv.element_size() == 2
-    constants: dict[str, object] = {
-        "R": rank,
-        "R0": rank_columns[0],
-        "R1": rank_columns[1],
-        "D_ROPE": rope,
-        "ROPE": rope_columns,
-    }
-    constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
-    constants |= {"CAUSAL": tensors.causal and seqlen_q > 1}
-    constants |= {"TMA": by_descriptors, "HOPPER": uses_warpgroups, "DEPENDENT": device.has_dependent_launch}
-    constants |= {
-        "PLANNED": tile.planned,
-        "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
-    }
+    constants = _constants(tensors, device, tile, page_size, by_descriptors)
     fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
     fixed |= {"num_parts": parts, "overhead": _OVERHEAD}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
     fixed |= {"stride_pt": page_stride}
-    plan = None
+    plan, combine = None, None
     if tile.planned:
-        plan = Launch(
-            plan_kernel,
-            (parts, 1, 1),
-            _PLAN_GIVEN,
-            {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD}
-            | {"num_rows": rows, "R": rank, "BLOCK_N": tile.block_n}
-            | {"DEPENDENT": device.has_dependent_launch},
-            _options(device, 4),
-        )
-    combine = None
+        plan = _plan_launch(device, batch, capacity, parts, rows, rank, tile.block_n)
     if parts > 1 and key_tiles > 1:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
+    stages = decode_tiles.stages_for(tile, page_size)
+    options = _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers)
+    code = (c_kv.dtype, c_kv.device, combine and combine.arguments[-4:-1], leftpad_kv is None, *constants.values())
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=tensors.lse_shape,
         workspace=_workspace(2 * parts * rows, min(batch, parts), parts, rank, c_kv.element_size()),
         plan=plan,
-        attend=Launch(
-            decode_kernel,
-            (row_tiles * parts, 1, 1),
-            _GIVEN,
-            fixed | constants,
-            _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
-        ),
+        attend=Launch(decode_kernel, (row_tiles * parts, 1, 1), _GIVEN, fixed | constants, options),
         combine=combine,
-        descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
+        descriptor_widths=widths if by_descriptors else None,
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(
-            *(c_kv.dtype, c_kv.device, combine and combine.arguments[-4:-1], leftpad_kv is None),
-            *constants.values(),
-        ),
+        code=code,
     )
 
 
