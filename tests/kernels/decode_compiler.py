@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile
+from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, stages_for
 from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Program, print_results
 
@@ -23,15 +23,13 @@ class Job:
     tile: DecodeTile
     page_size: int
     descriptors: bool = False
-    one_split: bool = False
 
     @property
     def name(self) -> str:
         tile = self.tile
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         way = "descriptors" if self.descriptors else "pointers"
-        end = " one split" if self.one_split else ""
-        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}{end}"
+        return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}"
 
 
 def jobs() -> list[Job]:
@@ -44,12 +42,9 @@ def jobs() -> list[Job]:
             if columns < 576 or itemsize == 4:
                 continue
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
-            if tile.block_m <= 16:
-                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
+            found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
-                found += [
-                    Job(CARDS[kind][0], itemsize, columns, tile, 64, True, one_split) for one_split in (False, True)
-                ]
+                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True))
     return found
 
 
@@ -61,20 +56,21 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     first, second = split_head_dim(rank)
     dtype, tile = TYPES[job.itemsize], job.tile
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
-    parts = "fp32" if job.capability == 90 and job.descriptors and not job.one_split else dtype
-    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Out": f"*{parts}", "softmax_scale": "fp32"}
-    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None, "Lse": None}
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{dtype}", "Out": f"*{dtype}", "Lse": "*fp32"}
+    types["softmax_scale"] = "fp32"
+    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
         types["desc_c0"] = f"tensordesc<{dtype}[1, {tile.block_n}, {first}]>"
         types["desc_k"] = f"tensordesc<{dtype}[1, {tile.block_n}, {rope}]>"
-    stages = tile.paged_stages if job.page_size else tile.num_stages
+    stages = stages_for(tile, job.page_size)
     constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True, "ONE_SPLIT": job.one_split}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
+    constants["PLANNED"] = tile.planned
     constants |= {
         "TMA": job.descriptors,
-        "HOPPER": job.capability == 90,
+        "HOPPER": job.capability == 90 and tile.block_m == 64 and second == 0 and dtype == "bf16",
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }
     constants["DEPENDENT"] = job.capability >= 90

@@ -60,9 +60,9 @@ def check(inputs: Inputs, is_causal: bool = False) -> None:
     assert_as_good_as_pytorch(*run(inputs, is_causal), inputs, is_causal)
 
 
-@pytest.fixture(params=[1, 2, 5])
-def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(decode_launch, "choose_splits", lambda *_: request.param)
+@pytest.fixture(params=[1, 2, 5, 13])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: request.param)
     monkeypatch.setattr(decode_layout, "_known", {})
     return request.param
 
@@ -107,7 +107,7 @@ def test_contiguous_cache(shape: tuple[int, ...], is_causal: bool, dtype: torch.
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("page_size", [1, 7, 64, 256])
-def test_paged_cache(page_size: int, is_causal: bool, splits: int) -> None:
+def test_paged_cache(page_size: int, is_causal: bool, parts: int) -> None:
     check(paged((3, 2, 7, 64, 16, 140), page_size, torch.float16, [140, 0, 1]), is_causal)
 
 
@@ -118,36 +118,46 @@ def test_paged_cache_with_many_rows(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_of_a_contiguous_cache(is_causal: bool, splits: int) -> None:
+def test_lengths_of_a_contiguous_cache(is_causal: bool, parts: int) -> None:
     """Rows beyond a length are NaN and have no influence."""
     check(contiguous((4, 3, 5, 64, 16, 140), torch.float32, [140, 0, 2, 65]), is_causal)
 
 
-def test_two_column_blocks_over_splits(splits: int) -> None:
+def test_two_column_blocks_over_parts(parts: int) -> None:
     check(paged((2, 1, 4, 96, 16, 140), 16, torch.float32, [140, 65]))
 
 
 @pytest.mark.parametrize("rank", [40, 128, 512])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_thread_of_the_combine_kernel_holds_at_most_512_bytes_of_parts(rank: int, dtype: torch.dtype) -> None:
-    """With 1024 it has no registers left: 75 spilled stores on compute capability 9.0."""
+@pytest.mark.parametrize("batch", [1, 8, 66, 256])
+def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, rank: int) -> None:
+    """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
     device = decode_launch._Device("Hopper", 132, True, True)
-    for splits in range(2, decode_launch._MAX_SPLITS + 1):
-        launch = decode_launch._combine_launch(device, 1, 64, 1, splits, rank, dtype)
-        block_rank, block_splits = launch.arguments[-3:-1]
-        num_warps = launch.options["num_warps"]
-        assert block_rank * block_splits * dtype.itemsize <= 512 * 32 * num_warps
-        assert num_warps in (1, 2, 4)
+    for rows in (1, 16, 512):
+        for parts in (2, 66, 264):
+            launch = decode_launch._combine_launch(device, batch, rows, 1, parts, rank)
+            block_rows, block_r, pieces = launch.arguments[-4:-1]
+            assert block_rows * block_r * pieces <= 128 * 32 * launch.options["num_warps"]
+            assert launch.grid[0] == min(batch, parts) * -(-rows // block_rows)
+            assert (launch.grid[1] - 1) * block_r < rank <= launch.grid[1] * block_r
 
 
-def test_an_odd_number_of_elements_over_splits(splits: int) -> None:
-    """The float32 behind the splits' results start at a multiple of 4 bytes."""
+@pytest.mark.parametrize("pieces", [2, 16])
+def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence with keys for all parts, beside one with a single key."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 37)
+    monkeypatch.setattr(decode_launch, "_COMBINE_PIECES", pieces)
+    monkeypatch.setattr(decode_layout, "_known", {})
+    check(paged((2, 1, 2, 16, 0, 2500), 64, torch.float16, [2500, 1]))
+
+
+def test_an_odd_number_of_elements_over_parts(parts: int) -> None:
+    """The float32 behind the pieces' results start at a multiple of 4 bytes."""
     check(paged((1, 1, 1, 33, 16, 330), 16, torch.float16, [330]))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("page_size", [0, 7, 64])
-def test_keys_at_the_start_that_no_query_sees(page_size: int, is_causal: bool, splits: int) -> None:
+def test_keys_at_the_start_that_no_query_sees(page_size: int, is_causal: bool, parts: int) -> None:
     """Up to all of them."""
     shape, lengths = (5, 2, 7, 64, 16, 140), [140, 139, 66, 1, 20]
     inputs = paged(shape, page_size, torch.float16, lengths) if page_size else contiguous(shape, torch.float16, lengths)
@@ -196,13 +206,13 @@ def test_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("descriptors")
-def test_tensor_descriptors_over_splits(splits: int) -> None:
+def test_tensor_descriptors_over_parts(parts: int) -> None:
     check(paged((2, 1, 40, 64, 16, 200), 64, torch.float16, [200, 64]))
 
 
 @pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize("rank", [64, 96])
-def test_tiles_whose_scores_are_all_minus_infinity(rank: int, splits: int) -> None:
+def test_tiles_whose_scores_are_all_minus_infinity(rank: int, parts: int) -> None:
     """Before any other and after one, read by descriptors; such a key weighs nothing."""
     inputs = contiguous((1, 1, 40, rank, 16, 330), torch.float16)
     inputs.q_rope.abs_().clamp_min_(0.1)
@@ -282,7 +292,7 @@ def test_an_empty_cache_gives_zeros() -> None:
     assert (lse == -torch.inf).all()
 
 
-def test_launches_are_reused_with_other_values(splits: int) -> None:
+def test_launches_are_reused_with_other_values(parts: int) -> None:
     """Same layout, other queries, cache, table and lengths."""
     for seed, lengths in ((0, [130, 5]), (1, [64, 129]), (2, [0, 1])):
         check(paged((2, 1, 4, 64, 16, 130), 16, torch.float32, lengths, seed))
@@ -306,7 +316,7 @@ def test_nan_in_a_row_that_is_seen_shows() -> None:
     assert out[1].isnan().all()
 
 
-def test_two_runs_agree_bit_for_bit(splits: int) -> None:
+def test_two_runs_agree_bit_for_bit(parts: int) -> None:
     inputs = paged((2, 2, 7, 64, 16, 200), 16, torch.float16, [200, 77])
     first, second = run(inputs, True), run(inputs, True)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

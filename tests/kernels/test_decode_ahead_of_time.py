@@ -10,9 +10,9 @@ from tests.kernels.decode_compiler import Job, jobs
 pytestmark = pytest.mark.xdist_group("compiler")
 
 JOBS = {job.name: job for job in jobs()}
-# spilled stores in the whole program; none of them is inside the loop over full tiles
+# spilled stores in the whole program; those of 64 rows keep the state of a run while the loop over a piece works
 SPILLS = 24
-SPILLS_OF_64_ROWS = 120
+SPILLS_OF_64_ROWS = {90: 100, 80: 40, 100: 170}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
     assert result.tensor_memory * job.tile.programs <= TENSOR_MEMORY_COLUMNS
     assert job.tile.programs <= blocks_per_processor(result, job.tile.num_warps, job.capability)
     assert result.undefined_reads == []
-    assert result.spills <= (SPILLS_OF_64_ROWS if job.tile.block_m == 64 and job.columns > 320 else SPILLS)
+    assert result.spills <= (SPILLS_OF_64_ROWS[job.capability] if job.tile.block_m == 64 else SPILLS)
 
 
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.capability == 90])
@@ -44,10 +44,10 @@ FULL_TILES = [name for name, job in JOBS.items() if job.capability == 90 and job
 
 @pytest.mark.parametrize("name", FULL_TILES)
 def test_each_warpgroup_computes_half_of_the_scores_of_a_full_tile(name: str, compiled: dict[str, Usage]) -> None:
-    """Of the tile at the end, which is read by pointers, both compute the whole."""
+    """Of the tile at the end, which is read by pointers, too."""
     job = JOBS[name]
     scores, values = job.columns // 16, job.tile.block_n // 16
-    assert compiled[name].warpgroup_products == (scores + values) + (2 * scores + values)
+    assert compiled[name].warpgroup_products == 2 * (scores + values)
 
 
 @pytest.mark.parametrize("name", FULL_TILES)

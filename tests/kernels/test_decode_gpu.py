@@ -1,5 +1,7 @@
 """The decode kernels at the sizes of real models, compiled, on a GPU."""
 
+import random
+
 import pytest
 import torch
 import triton
@@ -51,7 +53,7 @@ def test_paged_models(name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 64])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_splits_that_the_device_chooses(batch: int, heads: int) -> None:
+def test_pieces_that_the_device_chooses(batch: int, heads: int) -> None:
     lengths = [4096 - 61 * b for b in range(batch)]
     check(paged((batch, 1, heads, 512, 64, 4096), 64, torch.bfloat16, lengths), is_causal=False)
 
@@ -122,6 +124,56 @@ def test_a_contiguous_cache_of_more_than_2_31_elements(heads: int) -> None:
     assert_as_good_as_pytorch(*found, inputs, is_causal=False)
 
 
+def ragged(lengths: list[int], seqlen_q: int, heads: int, page_size: int, seed: int) -> Inputs:
+    """What ``paged`` gives, drawn on the device: NaN behind each length, entries that are not read are no pages."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    batch, pages_each = len(lengths), -(-max(*lengths, 1) // page_size)
+    seqlens_kv = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    cache = draw(batch * pages_each, page_size, 576)
+    order = torch.randperm(batch * pages_each, generator=generator, device="cuda").view(batch, pages_each)
+    tokens = cache[order].view(batch, -1, 576)
+    unseen = torch.arange(tokens.shape[1], device="cuda") >= seqlens_kv[:, None]
+    cache[order] = tokens.masked_fill(unseen[..., None], torch.nan).view(batch, pages_each, page_size, 576)
+    unused = torch.arange(pages_each, device="cuda") * page_size >= seqlens_kv[:, None]
+    return Inputs(
+        q_nope_abs=draw(batch, seqlen_q, heads, 512),
+        q_rope=draw(batch, seqlen_q, heads, 64),
+        c_kv=cache[..., :512],
+        k_rope=cache[..., 512:],
+        tokens=tokens,
+        softmax_scale=576**-0.5,
+        page_table=order.int().masked_fill(unused, 2**30),
+        seqlens_kv=seqlens_kv,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(16, 1), (24, 2), (128, 1)])
+def test_a_hundred_random_ragged_batches(heads: int, seqlen_q: int, page_size: int) -> None:
+    """Of each kind, 900 in all: empty sequences, of a key, of whole tiles and pages, one much longer than all."""
+    draw = random.Random(heads * 1000 + page_size)
+    for seed in range(100):
+        batch = draw.choice([1, 2, 3, 7, 16, 33, 70])
+        top = draw.choice([5, 100, 1000] if batch <= 16 else [64, 300])
+        lengths = [draw.choice([0, 1, 32, 64, 65, top, draw.randrange(top + 1)]) for _ in range(batch)]
+        if batch <= 16 and draw.random() < 0.3:
+            lengths[draw.randrange(batch)] = draw.choice([3000, 9000])
+        check(ragged(lengths, seqlen_q, heads, page_size, seed), is_causal=draw.random() < 0.5)
+
+
+def test_a_hundred_random_batches_of_many_sequences() -> None:
+    """More sequences than parts."""
+    draw = random.Random(100)
+    for seed in range(100):
+        lengths = [draw.choice([0, 1, 64, draw.randrange(300)]) for _ in range(draw.choice([140, 300]))]
+        lengths[draw.randrange(len(lengths))] = 2000
+        check(ragged(lengths, 1, draw.choice([4, 32]), 64, seed), is_causal=False)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_twenty_runs_agree_bit_for_bit(heads: int) -> None:
     inputs = paged((8, 1, heads, 512, 64, 3000), 64, torch.bfloat16, [3000, 2999, 64, 65, 1, 0, 100, 2000])
@@ -143,7 +195,7 @@ def test_addresses_that_are_no_multiple_of_16() -> None:
         assert_as_good_as_pytorch(out, lse, aligned, is_causal=False)
 
 
-def test_long_splits_of_many_heads_read_by_descriptors() -> None:
+def test_long_pieces_of_many_heads_read_by_descriptors() -> None:
     device = decode_launch._device(torch.device("cuda", torch.cuda.current_device()))
     inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
     check(inputs, is_causal=False)
@@ -151,15 +203,21 @@ def test_long_splits_of_many_heads_read_by_descriptors() -> None:
     assert (launches.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
 
 
-def test_both_kernels_are_compiled_together_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "kernels"), [(16, 2), (128, 3)])
+def test_the_kernels_are_compiled_together_once_for_all_lengths(
+    heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 64 rows the plan is a kernel of its own."""
+    if decode_launch._device(torch.device("cuda", torch.cuda.current_device())).kind == "99 KiB":
+        kernels = 2
     compiled = []
     monkeypatch.setattr(decode_launch, "_compiled", set())
     monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
-    for length in (3000, 3005, 3007):  # as many splits, and a plan for each
-        check(contiguous((2, 1, 16, 512, 64, length), torch.bfloat16), is_causal=False)
-    assert compiled == [(2, torch.device("cuda", torch.cuda.current_device()))]
-    check(paged((2, 1, 16, 512, 64, 4096), 64, torch.bfloat16, [4096, 7]), is_causal=False)
+    for length in (3000, 3005, 3007):  # as many parts
+        check(contiguous((2, 1, heads, 512, 64, length), torch.bfloat16), is_causal=False)
+    assert compiled == [(kernels, torch.device("cuda", torch.cuda.current_device()))]
+    check(paged((2, 1, heads, 512, 64, 4096), 64, torch.bfloat16, [4096, 7]), is_causal=False)
     assert len(compiled) == 2
 
 

@@ -1,4 +1,4 @@
-"""What mla_decode_attention accepts, how it splits the keys, and how it behaves under autograd and torch.compile."""
+"""What mla_decode_attention accepts, how it shares out keys, and how it behaves under autograd and torch.compile."""
 
 from collections.abc import Callable
 
@@ -284,6 +284,7 @@ def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch
     recorder = Recorder(decode_launch.decode_kernel)
     names = recorder.arg_names
     monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)  # no kernel after it, which would read its results
     monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -304,34 +305,28 @@ def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch
     assert [kind for kind, _ in recorder.launches] == ["first", "first"]
 
 
-@pytest.mark.parametrize("programs", [1, 2, 7, 32, 64, 128, 1000])
-@pytest.mark.parametrize("key_tiles", [0, 1, 2, 5, 64, 128, 1024, 100000])
-def test_splits_stay_in_bounds(programs: int, key_tiles: int) -> None:
-    splits = decode_launch.choose_splits(programs, key_tiles, 132)
-    assert 1 <= splits <= max(1, min(key_tiles, 256))
-    if splits > 1:
-        assert -(-key_tiles // splits) * (splits - 1) < key_tiles  # the last split has keys too
+@pytest.mark.parametrize("row_tiles", [0, 1, 2, 7, 132, 1000])
+def test_programs_are_as_many_as_run_at_a_time(row_tiles: int) -> None:
+    parts = decode_launch.choose_parts(row_tiles, 132)
+    assert parts >= 1
+    assert parts == 1 or parts * max(row_tiles, 1) <= 132 < (parts + 1) * max(row_tiles, 1)
 
 
-@pytest.mark.parametrize(
-    ("programs", "key_tiles", "slots", "least_filled"),
-    [
-        (1, 64, 264, 0.24),
-        (32, 64, 264, 0.9),
-        (128, 128, 264, 0.9),
-        (2, 64, 132, 0.9),
-        (64, 64, 132, 0.9),
-        (2, 1024, 132, 0.9),
-    ],
-)
-def test_splits_fill_the_processors(programs: int, key_tiles: int, slots: int, least_filled: float) -> None:
-    """The shapes of the benchmark on 132 processors: at least nine tenths of the slots busy, or one tile a program."""
-    used = programs * decode_launch.choose_splits(programs, key_tiles, slots)
-    assert used / (slots * -(-used // slots)) >= least_filled
-
-
-def test_short_sequences_are_not_split() -> None:
-    assert decode_launch.choose_splits(1, 2, 132) == 1
+def test_more_tiles_than_the_plan_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts in 32 bits. A cache of one row, as wide as it takes through its strides, costs no memory."""
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(decode_layout, "_known", {})
+    batch, page_size = 2**15, 2**22
+    cache = torch.zeros(1, 1, 80, dtype=torch.float16, device=DEVICE).expand(1, page_size, 80)
+    with pytest.raises(ValueError, match=r"batch=32768.*4194304 keys.*2\*\*31.*smaller batch"):
+        mla_decode_attention(
+            *(torch.zeros(batch, 1, 1, width, dtype=torch.float16, device=DEVICE) for width in (64, 16)),
+            cache[..., :64],
+            cache[..., 64:],
+            softmax_scale=0.1,
+            page_table=torch.zeros(batch, 1, dtype=torch.int32, device=DEVICE),
+            seqlens_kv=torch.ones(batch, dtype=torch.int32, device=DEVICE),
+        )
 
 
 @pytest.mark.parametrize(
@@ -357,8 +352,19 @@ def test_a_card_with_too_little_shared_memory_is_refused() -> None:
 
 @pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64), (512, 64)])
 def test_tiles_hold_the_rows_with_little_padding(rows: int, block_m: int) -> None:
-    assert decode_tiles.tile_for("Hopper", 2, 576, rows).block_m == block_m
+    """Hopper's products are of 64 rows; of a wide cache they are faster than those of 32 even with 17."""
+    wide = 64 if block_m == 32 else block_m
+    assert decode_tiles.tile_for("Hopper", 2, 576, rows).block_m == wide
+    assert decode_tiles.tile_for("Hopper", 2, 320, rows).block_m == block_m
     assert decode_tiles.tile_for("99 KiB", 2, 576, rows).block_m == min(block_m, 32)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "stages"), [(0, 2), (1, 3), (7, 3), (8, 3), (16, 2), (32, 2), (48, 3), (64, 2), (128, 2)]
+)
+def test_stages_follow_what_a_tile_looks_up(page_size: int, stages: int) -> None:
+    """More where every key's page is fetched by itself."""
+    assert decode_tiles.stages_for(decode_tiles.tile_for("Hopper", 2, 576, 64), page_size) == stages
 
 
 def test_narrow_caches_take_the_narrow_entry() -> None:

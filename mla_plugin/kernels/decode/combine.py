@@ -1,6 +1,6 @@
-"""The second kernel of decoding: the sum of a row's results over the splits of its keys.
+"""The second kernel of decoding: the sum of a row's results over the pieces of its keys.
 
-Mathematics and notation: README.md beside this file.
+Mathematics and notation: README.md beside this folder.
 """
 
 from __future__ import annotations
@@ -10,52 +10,87 @@ import triton.language as tl
 
 
 @triton.jit
-def lse_of_parts(Parts, num_parts, R: tl.constexpr):
-    """Where the log-sum-exps of the parts begin: float32, after num_parts rows of R columns, at an even element."""
-    elements = tl.cdiv(num_parts.to(tl.int64) * R, 2) * 2
+def lse_of_parts(Parts, num_parts, num_rows, R: tl.constexpr):
+    """Where the slots' log-sum-exps begin: float32, after 2 * num_parts * num_rows rows of R columns, aligned."""
+    elements = tl.cdiv(num_parts.to(tl.int64) * num_rows * (2 * R), 2) * 2
     return (Parts + elements).to(tl.pointer_type(tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def list_of_cut(Parts, num_parts, num_rows, R: tl.constexpr):
+    """Where the list of sequences of several pieces begins: two int32 each."""
+    rows = num_parts.to(tl.int64) * num_rows * 2
+    return (lse_of_parts(Parts, num_parts, num_rows, R) + rows).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit(do_not_specialize=["batch", "num_parts"])
 def combine_kernel(
     Parts,
     Out,
     Lse,
+    batch,
     num_heads,
     seqlen_q,
-    num_splits,
+    num_parts,
     R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_R columns of one (query, head) row, summed over the splits. Grid: (rows x sequences, columns).
+    """One program: BLOCK_R columns of BLOCK_ROWS rows of a sequence of several pieces, summed over them.
 
-    Parts is the workspace of ``decode_kernel``. The result of a split that saw no key (lse -inf) was never written,
-    so it counts as 0 whatever memory holds. Lse may be None.
+    Grid: (row blocks x entries of the list, column blocks). Parts is the workspace of ``decode_kernel``:
+
+    - the pieces' results [2 * num_parts, S_q * H, R]: a sequence's last piece in slot num_parts + first, its piece k
+      before in slot first + k, where no two sequences share ``first``, which is below num_parts;
+    - their lse in log2, float32 [2 * num_parts, S_q * H];
+    - the list, int32 pairs: (first, number of pieces) of each sequence, or, where there are more sequences than
+      parts, (sequence, number of pieces) of each ``first``; fewer than two pieces mean that there is nothing to do.
+
+    Lse may be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_rows = seqlen_q * num_heads
-    row = tl.program_id(0) % num_rows
-    b64 = (tl.program_id(0) // num_rows).to(tl.int64)
-    splits = tl.arange(0, BLOCK_SPLITS)
+    row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
+    entry = tl.program_id(0) // row_blocks
+    found = list_of_cut(Parts, num_parts, num_rows, R) + 2 * entry
+    other, count = tl.load(found), tl.load(found + 1)
+    if count < 2:
+        return
+    b, first = entry, other
+    if batch > num_parts:
+        b, first = other, entry
+    rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    parts = (b64 * num_splits + splits) * num_rows + row
-    parts_lse = lse_of_parts(Parts, tl.num_programs(0) * num_splits, R)
-    lse_log2 = tl.load(parts_lse + parts, mask=splits < num_splits, other=float("-inf"))
-    exists = (splits < num_splits)[:, None] & (columns[None, :] < R)
-    # not masked by the lse, which would have to arrive first
-    x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=exists, other=0.0)  # [BLOCK_SPLITS, BLOCK_R]
-    x = tl.where((lse_log2 != float("-inf"))[:, None], x.to(tl.float32), 0.0)
-    highest = tl.max(lse_log2, 0)
-    shift = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(lse_log2 - shift)
-    total = tl.sum(weights, 0)
+    parts_lse = lse_of_parts(Parts, num_parts, num_rows, R)
+    highest = tl.full([BLOCK_ROWS], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
+    for piece in range(0, count, BLOCK_PIECES):
+        pieces = piece + tl.arange(0, BLOCK_PIECES)
+        slots = first + tl.where(pieces == count - 1, num_parts, pieces)
+        parts = slots.to(tl.int64)[None, :] * num_rows + rows[:, None]  # [BLOCK_ROWS, BLOCK_PIECES]
+        exists = (pieces < count)[None, :] & (rows < num_rows)[:, None]
+        lse_log2 = tl.load(parts_lse + parts, mask=exists, other=float("-inf"))
+        exists = exists[:, :, None] & (columns < R)[None, None, :]
+        # not masked by the lse, which would have to arrive first
+        x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
+        higher = tl.maximum(highest, tl.max(lse_log2, 1))
+        weights = tl.exp2(lse_log2 - higher[:, None])
+        rescale = tl.exp2(highest - higher)
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None] + tl.sum(x.to(tl.float32) * weights[:, :, None], 1)
+        highest = higher
     empty = total == 0.0
-    out = tl.sum(x * weights[:, None], 0) / tl.where(empty, 1.0, total)
-    tl.store(Out + (b64 * num_rows + row) * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
+    total = tl.where(empty, 1.0, total)
+    out_rows = b.to(tl.int64) * num_rows + rows
+    exists = (rows < num_rows)[:, None] & (columns < R)[None, :]
+    out = (out / total[:, None]).to(Out.dtype.element_ty)
+    tl.store(Out + out_rows[:, None] * R + columns[None, :], out, mask=exists)
     if (Lse is not None) and tl.program_id(1) == 0:
-        lse = tl.where(empty, float("-inf"), (shift + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-        tl.store(Lse + (b64 * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)
+        lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * 0.6931471805599453)
+        lse_rows = (b.to(tl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
+        tl.store(Lse + lse_rows, lse, mask=rows < num_rows)

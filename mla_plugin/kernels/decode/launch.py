@@ -1,4 +1,4 @@
-"""The launch of the decode kernels: how many splits, which tile, which arguments; worked out once for each shape."""
+"""The launch of the decode kernels: how many programs, which tile, which arguments; worked out once for each shape."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mla_plugin.arguments.decode_layout import Known, starts_aligned
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
 from mla_plugin.kernels.decode.kernel import decode_kernel
+from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
@@ -24,22 +25,21 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEPT = "triton"
 """Where a layout's launches are kept."""
 _GIVEN = (
-    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Out", "Lse"),
+    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Parts"),
+    *("Out", "Lse"),
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
+_PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
-_MAX_SPLITS = 256
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
-_COMBINE_ELEMENTS = 4096  # that one program of the combine kernel holds; twice as many with more than 128 splits
-_COMBINE_BYTES = 512  # of parts that one of its threads holds at most; with 1024 it spills
-# More splits are kept in the inputs' dtype, rounded as the result itself is; their mean is less rounded than any.
-# Half the bytes are 5 % of a call at B 32, S_kv 4096 (8 splits); at B 128 (2 splits) it is 3 % slower, and with long
-# splits read by descriptors, measured on Hopper, too.
-_FLOAT32_SPLITS = 2
+_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
+_COMBINE_PIECES = 64
+_COMBINE_FEW_ROWS = 1024  # of all sequences
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
+_OVERHEAD = 4  # tiles that a sequence's start counts as in a run
 
 
 class _Device(NamedTuple):
@@ -64,24 +64,9 @@ def _device(device: torch.device) -> _Device:
     return _Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
-    """Into how many splits the keys go, so that ``programs`` x splits fill ``slots`` concurrent programs.
-
-    A cost model in units of one tile: a program's start and the write of its sums take about one, the combine kernel
-    about three. Extents go in, never lengths, so that a captured graph can be replayed with other lengths.
-    """
-    best, best_cost = 1, triton.cdiv(programs, slots) * (key_tiles + 1)
-    for waves in range(1, 5):
-        wanted = min(waves * slots // programs, key_tiles, _MAX_SPLITS)
-        if wanted < 2:
-            continue
-        tiles = triton.cdiv(key_tiles, wanted)
-        splits = triton.cdiv(key_tiles, tiles)
-        cost = triton.cdiv(programs * splits, slots) * (tiles + 1) + 3
-        if cost < best_cost:
-            best, best_cost = splits, cost
-    return best
+def choose_parts(row_tiles: int, slots: int) -> int:
+    """Into how many parts all key tiles go, so that ``row_tiles`` programs for each fill ``slots`` concurrent ones."""
+    return max(1, slots // max(row_tiles, 1))
 
 
 @dataclass
@@ -90,9 +75,9 @@ class Launches:
 
     Attributes:
         out_shape, lse_shape: of the results.
-        workspace: elements between the two kernels, see ``_workspace``; 0 with one split.
-        parts_dtype: of these elements.
-        split, combine: the launches of the two kernels.
+        workspace: elements between the two kernels, see ``_workspace``.
+        plan, attend, combine: the launches of the kernels; plan is None where the programs of attend find their work
+            themselves, combine is None where no sequence can have two pieces.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
         cuda_index: of the device; None where there is none.
@@ -103,9 +88,9 @@ class Launches:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     workspace: int
-    parts_dtype: torch.dtype
-    split: Launch
-    combine: Launch
+    plan: Launch | None
+    attend: Launch
+    combine: Launch | None
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
     cuda_index: int | None
@@ -136,9 +121,13 @@ def _tiles_fit_descriptors(
     return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
-def _workspace(parts: int, rank: int, itemsize: int) -> int:
-    """Elements of ``parts`` rows of ``rank`` columns, an even number, and of a float32 for each row."""
-    elements: int = triton.cdiv(parts * rank, 2) * 2 + parts * (4 // itemsize)
+def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: int) -> int:
+    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, then what has 4 bytes.
+
+    That is one a row, two an entry of the list of cut sequences, four a part.
+    """
+    words = slot_rows + 2 * entries + 4 * parts
+    elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
     return elements
 
 
@@ -147,84 +136,142 @@ def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str,
     return {"num_warps": num_warps, **others, **dependent}
 
 
-def _combine_launch(
-    device: _Device, batch: int, heads: int, seqlen_q: int, splits: int, rank: int, parts_dtype: torch.dtype
-) -> Launch:
-    block_splits = triton.next_power_of_2(splits)
-    block_rank = min(triton.next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // block_splits))
-    # threads in a row over the columns, 16 bytes each: a thread then sums the splits without the others, which at B 1,
-    # H 128, S_kv 4096 (64 splits) takes 3 us less than four warps do
-    row_bytes = block_rank * parts_dtype.itemsize
-    warps = max(1, min(4, row_bytes // 512), block_splits * row_bytes // (32 * _COMBINE_BYTES))
+def _combine_shape(entries: int, num_rows: int, parts: int, rank: int) -> tuple[int, int, int, int]:
+    """(rows, columns, pieces at a time, warps) of a program.
+
+    As many pieces as a sequence has on average, and more of few rows, where one sequence may have most of them; the
+    rest for columns, then for rows. A thread has 16 bytes of a piece, and threads stand in a row over the columns where
+    these fill a warp: what it sums then needs no exchange.
+    """
+    pieces = triton.next_power_of_2(triton.cdiv(parts, entries) + 1)
+    if entries * num_rows <= _COMBINE_FEW_ROWS:
+        # 31 x 1k + 32k keys: 35 us instead of 42 at H 16, 45 instead of 52 at H 32; even lengths lose up to 2
+        pieces = max(32, min(pieces, triton.next_power_of_2(parts)))
+    pieces = min(_COMBINE_PIECES, pieces)
+    columns = min(triton.next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
+    rows = min(triton.next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
+    return rows, columns, pieces, max(1, columns // 256)
+
+
+def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int) -> Launch:
+    entries, num_rows = min(batch, parts), heads * seqlen_q
+    rows, columns, pieces, warps = _combine_shape(entries, num_rows, parts, rank)
     return Launch(
         combine_kernel,
-        (seqlen_q * heads * batch, triton.cdiv(rank, block_rank), 1),
+        (triton.cdiv(num_rows, rows) * entries, triton.cdiv(rank, columns), 1),
         _COMBINE_GIVEN,
-        {"num_heads": heads, "seqlen_q": seqlen_q, "num_splits": splits}
-        | {"R": rank, "BLOCK_R": block_rank, "BLOCK_SPLITS": block_splits, "DEPENDENT": device.has_dependent_launch},
+        {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces}
+        | {"DEPENDENT": device.has_dependent_launch},
         _options(device, warps),
     )
 
 
+def _count_tiles(batch: int, capacity: int, block_n: int) -> int:
+    """Key tiles of a sequence at most.
+
+    Raises:
+        ValueError: those of all sequences are beyond the plan's numbers.
+    """
+    key_tiles: int = max(1, triton.cdiv(capacity, block_n))
+    # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
+    if batch * (key_tiles + _OVERHEAD) >= 2**31 - 2**16:
+        raise ValueError(
+            f"batch={batch} sequences of up to {capacity} keys are {batch * key_tiles} tiles of {block_n}; the "
+            "kernel counts fewer than 2**31: give it a smaller batch or a narrower page table"
+        )
+    return key_tiles
+
+
+def _plan_launch(
+    device: _Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
+) -> Launch:
+    return Launch(
+        plan_kernel,
+        (parts, 1, 1),
+        _PLAN_GIVEN,
+        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD, "num_rows": num_rows}
+        | {"R": rank, "BLOCK_N": block_n, "DEPENDENT": device.has_dependent_launch},
+        _options(device, 4),
+    )
+
+
+def _constants(
+    tensors: DecodeTensors, device: _Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
+) -> dict[str, object]:
+    """What ``decode_kernel`` is compiled for, but for the strides of rows."""
+    c_kv, rank, rope = tensors.c_kv, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
+    first, second = split_head_dim(rank)
+    is_hopper = device.kind == "Hopper"
+    return {
+        "R": rank,
+        "R0": first,
+        "R1": second,
+        "D_ROPE": rope,
+        "ROPE": _rope_columns(rope),
+        "PAGE_SIZE": page_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STAGES": decode_tiles.stages_for(tile, page_size),
+        "CAUSAL": tensors.causal and tensors.q_nope_abs.shape[1] > 1,
+        "TMA": by_descriptors,
+        "HOPPER": is_hopper and tile.block_m >= 64 and second == 0 and c_kv.element_size() == 2,
+        "DEPENDENT": device.has_dependent_launch,
+        "PLANNED": tile.planned,
+        "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
+    }
+
+
+def _rope_columns(rope: int) -> int:
+    return max(16, triton.next_power_of_2(rope)) if rope else 0
+
+
 def _make_launches(tensors: DecodeTensors) -> Launches:
     q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
-    page_table, leftpad_kv = tensors.page_table, tensors.leftpad_kv
+    page_table, leftpad_kv, capacity = tensors.page_table, tensors.leftpad_kv, tensors.capacity
     device = _device(q_nope_abs.device)
     batch, seqlen_q, heads, rank = q_nope_abs.shape
-    rows, rope = seqlen_q * heads, q_rope.shape[-1]
-    rank_columns = split_head_dim(rank)
-    rope_columns = max(16, triton.next_power_of_2(rope)) if rope else 0
-    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(rank_columns) + rope_columns, rows)
-    page_size, page_stride, capacity = 0, 0, tensors.capacity
+    rows = seqlen_q * heads
+    widths = (*split_head_dim(rank), _rope_columns(q_rope.shape[-1]))
+    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(widths), rows)
+    page_size, page_stride = 0, 0
     if page_table is not None:
         page_size, page_stride = c_kv.shape[1], page_table.stride(0)
-    key_tiles, row_tiles = triton.cdiv(capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
-    splits = choose_splits(max(row_tiles * batch, 1), key_tiles, device.processors * tile.programs)
+    key_tiles, row_tiles = _count_tiles(batch, capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
+    slots = choose_parts(row_tiles, device.processors * tile.programs)
+    parts = min(slots, batch * key_tiles)
     by_descriptors = (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
         and leftpad_kv is None
-        and key_tiles >= splits * _TILES_FOR_DESCRIPTORS
+        and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
         and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
     )
-    stages = tile.paged_stages if page_size else tile.num_stages
-    is_hopper = device.kind == "Hopper"
-    parts_dtype = torch.float32 if (is_hopper and by_descriptors) or splits <= _FLOAT32_SPLITS else c_kv.dtype
-    constants: dict[str, object] = {
-        "R": rank,
-        "R0": rank_columns[0],
-        "R1": rank_columns[1],
-        "D_ROPE": rope,
-        "ROPE": rope_columns,
-    }
-    constants |= {"PAGE_SIZE": page_size, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": stages}
-    constants |= {"CAUSAL": tensors.causal and seqlen_q > 1, "ONE_SPLIT": splits == 1}
-    constants |= {"TMA": by_descriptors, "HOPPER": is_hopper, "DEPENDENT": device.has_dependent_launch}
-    constants |= {"PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32"}
-    fixed = {"num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity, "num_splits": splits}
+    constants = _constants(tensors, device, tile, page_size, by_descriptors)
+    fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
+    fixed |= {"num_parts": parts, "overhead": _OVERHEAD}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
     fixed |= {"stride_pt": page_stride}
+    plan, combine = None, None
+    if tile.planned:
+        plan = _plan_launch(device, batch, capacity, parts, rows, rank, tile.block_n)
+    if parts > 1 and key_tiles > 1:
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
+    stages = decode_tiles.stages_for(tile, page_size)
+    options = _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers)
+    code = (c_kv.dtype, c_kv.device, combine and combine.arguments[-4:-1], leftpad_kv is None, *constants.values())
     return Launches(
         out_shape=(batch, seqlen_q, heads, rank),
         lse_shape=tensors.lse_shape,
-        workspace=_workspace(batch * splits * rows, rank, parts_dtype.itemsize) if splits > 1 else 0,
-        parts_dtype=parts_dtype,
-        split=Launch(
-            decode_kernel,
-            (row_tiles * splits * batch, 1, 1),
-            _GIVEN,
-            fixed | constants,
-            _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers),
-        ),
-        combine=_combine_launch(device, batch, heads, seqlen_q, splits, rank, parts_dtype),
-        descriptor_widths=(*rank_columns, rope_columns) if by_descriptors else None,
+        workspace=_workspace(2 * parts * rows, min(batch, parts), parts, rank, c_kv.element_size()),
+        plan=plan,
+        attend=Launch(decode_kernel, (row_tiles * parts, 1, 1), _GIVEN, fixed | constants, options),
+        combine=combine,
+        descriptor_widths=widths if by_descriptors else None,
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(
-            *(c_kv.dtype, c_kv.device, parts_dtype, triton.next_power_of_2(splits), leftpad_kv is None),
-            *constants.values(),
-        ),
+        code=code,
     )
 
 
@@ -273,14 +320,14 @@ def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Te
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
-    if launches.workspace == 0:
-        launches.split(*inputs, out, lse, *descriptors, scale)
-        return out, lse
-    parts = q_nope_abs.new_empty(launches.workspace, dtype=launches.parts_dtype)
-    of_split, of_combine = (*inputs, parts, None, *descriptors, scale), (parts, out, lse)
-    if launches.split.run is None and out.is_cuda and launches.code not in _compiled:
-        compile_together([(launches.split, of_split), (launches.combine, of_combine)], out.device)
+    parts = q_nope_abs.new_empty(launches.workspace)
+    of_attend, of_combine = (*inputs, parts, out, lse, *descriptors, scale), (parts, out, lse)
+    calls = [(launches.plan, (parts, seqlens_kv, leftpad_kv)), (launches.attend, of_attend)]
+    calls.append((launches.combine, of_combine))
+    wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
+    if launches.attend.run is None and out.is_cuda and len(wanted) > 1 and launches.code not in _compiled:
+        compile_together(wanted, out.device)
         _compiled.add(launches.code)
-    launches.split(*of_split)
-    launches.combine(*of_combine)
+    for launch, arguments in wanted:
+        launch(*arguments)
     return out, lse

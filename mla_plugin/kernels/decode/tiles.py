@@ -20,7 +20,9 @@ class DecodeTile(NamedTuple):
         num_stages: stages of the loop over a contiguous cache; tiles in flight plus one (plus none with 64 rows on
             Hopper).
         paged_stages: the same when a page number must be fetched before a tile, which takes as many stages again.
+        gathered_stages: the same when every key's page number is fetched by itself.
         programs: programs that one multiprocessor runs at a time.
+        planned: whether a kernel before says what a program has to do, or the program finds it itself.
         max_registers: passed to the assembler; None leaves it free.
     """
 
@@ -29,7 +31,9 @@ class DecodeTile(NamedTuple):
     num_warps: int
     num_stages: int
     paged_stages: int
+    gathered_stages: int
     programs: int
+    planned: bool = False
     max_registers: int | None = None
 
 
@@ -38,43 +42,46 @@ class DecodeTile(NamedTuple):
 _Entries = tuple[tuple[int, DecodeTile], ...]
 
 DECODE: dict[tuple[str, int], _Entries] = {
-    # measured on an H200: 16 rows over pages 4,170 GB/s at B 128, S_kv 8192 (64 keys a tile: 4,060); 64 rows by
-    # descriptors 400 TFLOP/s
+    # measured on an H200 in us, log-normal lengths of 6k in the mean, B 64, pages of 64 unless said:
+    # 16 rows: 32 keys a tile 131, 64 keys 148, 9 stages 162, 16 keys 181; the plan as a kernel of its own 2 us more
+    # 17 to 32 rows (H 24): 64 x 64 with half of its rows empty 160, 32 x 32 172, 32 x 64 188: Hopper's fast products
+    # are of 64 rows
+    # 64 rows (H 128): the plan as a kernel 289, in the kernel 327; 32 keys a tile loses a third; pages of 1: 3 stages
+    # 374, 2 stages 600; pages of 16: 2 stages 360, 3 stages 375
     ("Hopper", 2): (
-        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 3, 3, 1)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 64, 8, 2, 2, 1)),
+        (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 3, 3, 3, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(64, 64, 8, 2, 2, 3, 1, planned=True)),
     ),
     ("227 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 3, 5, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 2, 1)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 2)),
-        (576, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 2, 2, 1)),
+        (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 2, 2, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 2, 2, 2, 1, planned=True)),
     ),
     ("163 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 2, 3, 2)),
-        (320, DecodeTile(32, 64, 8, 3, 5, 1)),
-        (320, DecodeTile(64, 64, 8, 2, 3, 1)),
-        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (576, DecodeTile(32, 32, 8, 3, 5, 1)),
-        (576, DecodeTile(64, 32, 8, 3, 5, 1)),
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 3, 3, 1, planned=True)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 3, 5, 5, 1)),
+        (576, DecodeTile(64, 32, 8, 3, 5, 5, 1, planned=True)),
     ),
     ("99 KiB", 2): (
-        (320, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (320, DecodeTile(32, 64, 8, 2, 3, 1)),
-        (576, DecodeTile(16, 64, 4, 2, 3, 1)),
-        (576, DecodeTile(32, 32, 8, 2, 3, 1)),
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (320, DecodeTile(32, 64, 8, 2, 3, 3, 1)),
+        (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 2, 3, 3, 1)),
     ),
     # float32 products run on the ordinary units: small tiles keep the unrolled products short
-    ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
-    ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 2)),),
-    ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
-    ("99 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1)),),
+    ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
+    ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
+    ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 1)),),
+    ("99 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 1)),),
 }
 
 
@@ -92,3 +99,16 @@ def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
     width = min(most for most, _ in entries if columns <= most)
     fitting = [tile for most, tile in entries if most == width]
     return next((tile for tile in fitting if rows <= tile.block_m), fitting[-1])
+
+
+PAGES_OF_A_TILE = 4
+"""A tile of at most so many whole pages fetches one number a page."""
+
+
+def stages_for(tile: DecodeTile, page_size: int) -> int:
+    """Of a cache in pages of ``page_size``; 0: contiguous."""
+    if page_size == 0:
+        return tile.num_stages
+    in_one_page = page_size % tile.block_n == 0
+    of_few_pages = tile.block_n % page_size == 0 and tile.block_n // page_size <= PAGES_OF_A_TILE
+    return tile.paged_stages if in_one_page or of_few_pages else tile.gathered_stages

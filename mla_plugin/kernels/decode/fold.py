@@ -1,0 +1,268 @@
+"""The loops over key tiles: load a tile of the cache once, fold it into the running softmax.
+
+Mathematics and notation: README.md beside this folder.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mla_plugin.kernels.decode import tiles
+
+PAGES_OF_A_TILE = tl.constexpr(tiles.PAGES_OF_A_TILE)
+
+
+@triton.jit
+def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(block, row in the block) of the keys from ``start``: two numbers when one block holds them, else one pair a key.
+
+    A block is a page, or one sequence of a contiguous cache (PAGE_SIZE 0). No entry from ``last`` on is looked up.
+    """
+    if PAGE_SIZE == 0:
+        return b, start
+    elif PAGE_SIZE % BLOCK_N == 0:
+        return tl.load(page_table + start // PAGE_SIZE), start % PAGE_SIZE
+    elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= PAGES_OF_A_TILE:
+        # start is a multiple of BLOCK_N: one number a page, and which key is in which is known when compiled
+        rows = tl.arange(0, BLOCK_N)
+        entries = page_table + start // PAGE_SIZE
+        pages = tl.zeros([BLOCK_N], tl.int32) + tl.load(entries)
+        for n in tl.static_range(1, BLOCK_N // PAGE_SIZE):
+            page = tl.load(entries + n, mask=start + n * PAGE_SIZE < last, other=0)
+            pages = tl.where(rows >= n * PAGE_SIZE, page, pages)
+        return pages, rows % PAGE_SIZE
+    else:
+        keys = start + tl.arange(0, BLOCK_N)
+        return tl.load(page_table + keys // PAGE_SIZE, mask=keys < last, other=0), keys % PAGE_SIZE
+
+
+@triton.jit
+def _load_keys(
+    base,
+    descriptor,
+    block,
+    row,
+    keys,
+    rows,
+    lowest,
+    last,
+    stride_block,
+    stride_row: tl.constexpr,
+    C0: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFTPAD: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Columns C0 .. C0 + C of BLOCK_N keys: [BLOCK_N, C]; ``rows`` are 0 .. BLOCK_N - 1.
+
+    FULL tiles come through the descriptor; others by pointers, and keys outside ``lowest`` .. ``last`` are 0 whatever
+    memory holds.
+    """
+    if FULL:
+        return descriptor.load([block, row, C0]).reshape(BLOCK_N, C)
+    else:
+        columns = C0 + tl.arange(0, C)
+        if PAGE_SIZE % BLOCK_N == 0:
+            # one int64 scalar and small offsets: int64 in every element costs registers
+            if stride_row * BLOCK_N >= 2**31:
+                rows = rows.to(tl.int64)
+            base += tl.cast(block, tl.int64) * stride_block + tl.cast(row, tl.int64) * stride_row
+            pointers = base + (rows[:, None] * stride_row + columns[None, :])
+        else:
+            offsets = block.to(tl.int64) * stride_block + row.to(tl.int64) * stride_row
+            pointers = base + offsets[:, None] + columns[None, :]
+        exists = keys[:, None] < last
+        if LEFTPAD:
+            exists = exists & (keys[:, None] >= lowest)
+        if C0 + C > D:
+            exists = exists & (columns[None, :] < D)
+        return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def _scores(q, keys, PRECISION: tl.constexpr):
+    """q keys^T [BLOCK_M, BLOCK_N]. In float32 blocks of 128 columns are summed on their own, then together.
+
+    One sum over 512 columns rounds three times as much as PyTorch's product.
+    """
+    if PRECISION == "ieee" and q.shape[1] > 128:
+        blocks: tl.constexpr = q.shape[1] // 128
+        q_blocks = q.reshape(q.shape[0], blocks, 128).permute(1, 0, 2)
+        key_blocks = keys.reshape(keys.shape[0], blocks, 128).permute(1, 2, 0)
+        return tl.sum(tl.dot(q_blocks, key_blocks, input_precision=PRECISION), 0)
+    else:
+        return tl.dot(q, keys.T, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In float32 the product is summed on its own: one rounding of the long sum instead of one a term."""
+    if PRECISION == "ieee":
+        return acc + tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a.to(b.dtype), b, acc)
+
+
+@triton.jit
+def fold_keys(
+    acc0,
+    acc1,
+    row_max,
+    row_sum,
+    q0,
+    q1,
+    q_rope,
+    C_kv,
+    K_rope,
+    desc_c0,
+    desc_c1,
+    desc_k,
+    page_table,
+    b,
+    first,
+    lowest,
+    last,
+    visible,
+    scale_log2,
+    stride_cb,
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    R: tl.constexpr,
+    R0: tl.constexpr,
+    R1: tl.constexpr,
+    D_ROPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LEFTPAD: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
+
+    FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
+    """
+    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
+    rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
+        block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
+        # fmt: off
+        c0 = _load_keys(
+            C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+        )  # [BLOCK_N, R0]
+        s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
+        if R1 > 0:
+            c1 = _load_keys(
+                C_kv, desc_c1, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
+                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            )  # [BLOCK_N, R1]
+            s = _add_product(s, q1, c1.T, PRECISION)
+        if ROPE > 0:
+            k = _load_keys(
+                K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            )  # [BLOCK_N, ROPE]
+            s = _add_product(s, q_rope, k.T, PRECISION)
+        # fmt: on
+        if not FULL:
+            s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
+            if LEFTPAD:
+                s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc0 = _add_product(acc0 * rescale[:, None], p, c0, PRECISION)
+        if R1 > 0:
+            acc1 = _add_product(acc1 * rescale[:, None], p, c1, PRECISION)
+        row_max = new_max
+    return acc0, acc1, row_max, row_sum
+
+
+@triton.jit
+def fold_on_hopper(
+    acc,
+    row_max,
+    row_sum,
+    q0,
+    q_rope,
+    C_kv,
+    K_rope,
+    desc_c0,
+    desc_k,
+    page_table,
+    b,
+    first,
+    lowest,
+    last,
+    visible,
+    scale_log2,
+    stride_cb,
+    stride_cn: tl.constexpr,
+    stride_kb,
+    stride_kn: tl.constexpr,
+    R: tl.constexpr,
+    R0: tl.constexpr,
+    D_ROPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    LEFTPAD: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum.
+
+    Both conditions are always true, and nothing of them is left in the machine code. They steer Triton:
+
+    - A product that feeds another, outside a condition, is computed whole by both warpgroups (their warps stand in one
+      column, twice as long as 64 rows need). Through the first condition each computes half of the keys. It is empty
+      without rope: both compute the whole.
+    - A condition whose results only the next iteration needs goes behind the loads of the next tile. So these start
+      before the softmax, not after the product with the values, and arrive in time.
+
+    The halves of the sum stay apart until the end: together they would be exchanged in every tile.
+    """
+    sums = tl.zeros([q0.shape[0], 2], tl.float32)
+    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
+    rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_N)
+        block, row = _locate(page_table, b, start, last, PAGE_SIZE, BLOCK_N)
+        # fmt: off
+        c = _load_keys(
+            C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+        )  # [BLOCK_N, R0]
+        if ROPE > 0:
+            k = _load_keys(
+                K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            )  # [BLOCK_N, ROPE]
+            s_rope = tl.dot(q_rope, k.T) * scale_log2
+        # fmt: on
+        s = tl.dot(q0, c.T) * scale_log2
+        if first < last:
+            if ROPE > 0:
+                s += s_rope
+        if start < last:
+            if not FULL:
+                s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
+                if LEFTPAD:
+                    s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            p = tl.exp2(s - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            sums = sums * rescale[:, None] + tl.sum(p.reshape(p.shape[0], 2, BLOCK_N // 2), 2)
+            row_sum = row_sum * rescale
+            acc = tl.dot(p.to(c.dtype), c, acc * rescale[:, None])
+            row_max = new_max
+    return acc, row_max, row_sum + tl.sum(sums, 1)

@@ -1,0 +1,118 @@
+"""Who works on what: the key tiles of all sequences, shared out to programs by count; worked out on the device.
+
+Mathematics, and why every loop ends: README.md beside this folder.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mla_plugin.kernels.decode.combine import list_of_cut
+
+SEQUENCES = tl.constexpr(256)
+"""Sequences that are looked at together."""
+
+
+@triton.jit
+def key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N: tl.constexpr):
+    """(first tile's first key, first key that is seen, keys) of sequences ``b``; of those that do not exist, no key."""
+    length = tl.where(exists, capacity, 0)
+    if seqlens_kv is not None:
+        length = tl.minimum(tl.load(seqlens_kv + b, mask=exists, other=0), capacity)
+    lowest = tl.where(exists, 0, 0)
+    if leftpad_kv is not None:
+        lowest = tl.maximum(tl.load(leftpad_kv + b, mask=exists, other=0), 0)
+    return lowest // BLOCK_N * BLOCK_N, lowest, length
+
+
+@triton.jit
+def tiles_between(origin, length, BLOCK_N: tl.constexpr):
+    """Tiles of the keys from ``origin`` to ``length``; one where there is no key, so that its rows are written."""
+    return (tl.maximum(length - origin, 1) - 1) // BLOCK_N + 1
+
+
+@triton.jit
+def _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """What each of the sequences ``b`` counts: its tiles and ``overhead``; 0 from ``batch`` on."""
+    exists = b < batch
+    origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N)
+    return tl.where(exists, tiles_between(origin, length, BLOCK_N) + overhead, 0)
+
+
+@triton.jit
+def _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """The sum of all sequences' weights."""
+    total = tl.cast(0, tl.int32)
+    for b0 in range(0, batch, SEQUENCES):
+        b = b0 + tl.arange(0, SEQUENCES)
+        total += tl.sum(_weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N))
+    return total
+
+
+@triton.jit
+def run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """The run of tiles of a part, all sequences' tiles standing in one row, each after ``overhead`` empty ones.
+
+    Returns:
+        (first, last, begin, size): the part's sequences are first .. last - 1; ``begin`` is where the first of them
+        begins in the row; the part is [part * size, (part + 1) * size).
+    """
+    total = _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
+    size = tl.cdiv(total, num_parts)
+    start = part * size
+    first, last, begin, before = total * 0, total * 0, total * 0, total * 0
+    for b0 in range(0, batch, SEQUENCES):
+        b = b0 + tl.arange(0, SEQUENCES)
+        weights = _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N)
+        ends = before + tl.cumsum(weights)
+        exists = b < batch
+        first += tl.sum((exists & (ends <= start)).to(tl.int32))
+        last += tl.sum((exists & (ends < start + size)).to(tl.int32))
+        begin = tl.maximum(begin, tl.max(tl.where(ends <= start, ends, 0)))
+        before += tl.sum(weights)
+    return first, tl.minimum(last + 1, batch), begin, size
+
+
+@triton.jit
+def _plans(Parts, batch, num_parts, num_rows, R: tl.constexpr):
+    """Where the plan begins in the workspace that ``combine_kernel`` describes: four int32 a part."""
+    return list_of_cut(Parts, num_parts, num_rows, R) + 2 * tl.minimum(batch, num_parts)
+
+
+@triton.jit
+def load_plan(Parts, part, batch, num_parts, num_rows, R: tl.constexpr):
+    """What ``plan_kernel`` left for a part."""
+    found = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
+    return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead"])
+def plan_kernel(
+    Parts,
+    seqlens_kv,
+    leftpad_kv,
+    batch,
+    capacity,
+    num_parts,
+    overhead,
+    num_rows,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The plan of ``decode_kernel``: ``run_of`` of each part. Grid: (parts,).
+
+    A kernel of its own for warpgroup products: what is summed over threads in the same kernel makes the assembler hold
+    the addresses of the queries in 72 registers, and spill (CUDA 12.9; a tile took 20 % longer).
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = tl.program_id(0)
+    first, last, begin, size = run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
+    plan = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
+    tl.store(plan, first)
+    tl.store(plan + 1, last)
+    tl.store(plan + 2, begin)
+    tl.store(plan + 3, size)

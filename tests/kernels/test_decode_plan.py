@@ -1,0 +1,81 @@
+"""The plan of decoding by itself: every tile of every sequence is worked on once, and the results find their slots."""
+
+import random
+
+import pytest
+import torch
+
+from mla_plugin.kernels.decode.plan import plan_kernel
+from tests.kernels.decode_cases import DEVICE
+
+BLOCK_N = 16
+
+
+def plan(lengths: list[int], parts: int, overhead: int) -> list[list[int]]:
+    """The four numbers of each part."""
+    batch = len(lengths)
+    before = 2 * parts + 2 * parts + 2 * min(batch, parts)  # rows of one column, their lse, the list
+    workspace = torch.full((before + 4 * parts,), -1, dtype=torch.float32, device=DEVICE)
+    plan_kernel[(parts,)](
+        workspace,
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        None,
+        batch=batch,
+        capacity=2**30,
+        num_parts=parts,
+        overhead=overhead,
+        num_rows=1,
+        R=1,
+        BLOCK_N=BLOCK_N,
+        DEPENDENT=False,
+    )
+    found: list[list[int]] = workspace.view(torch.int32)[before:].view(parts, 4).tolist()
+    return found
+
+
+def tiles_of(lengths: list[int]) -> list[int]:
+    return [max(1, -(-length // BLOCK_N)) for length in lengths]
+
+
+def check_runs(lengths: list[int], parts: int, overhead: int) -> None:
+    tiles = tiles_of(lengths)
+    total = sum(tiles) + overhead * len(tiles)
+    seen: list[list[range]] = [[] for _ in tiles]
+    for part, (first, last, begin, size) in enumerate(plan(lengths, parts, overhead)):
+        assert size == -(-total // parts)
+        for b in range(first, last):
+            begin += overhead
+            low, high = max(part * size - begin, 0), min(part * size + size - begin, tiles[b])
+            seen[b] += [range(low, high)] if low < high else []
+            begin += tiles[b]
+    for pieces, count in zip(seen, tiles, strict=True):
+        assert [n for piece in pieces for n in piece] == list(range(count))
+
+
+def random_lengths(draw: random.Random) -> list[int]:
+    batch = draw.choice([1, 2, 7, 40, 255, 256, 257, 300])
+    top = draw.choice([1, 5, 40, 300])
+    tiles = draw.choice([0, 1, 2, 50])
+    lengths = [draw.choice([0, 1, BLOCK_N * tiles, BLOCK_N * tiles + 1, draw.randrange(top + 1)]) for _ in range(batch)]
+    if draw.random() < 0.5:
+        lengths[draw.randrange(batch)] = draw.choice([3000, 100_000])
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_hold_every_tile_once(seed: int) -> None:
+    draw = random.Random(seed)
+    check_runs(random_lengths(draw), draw.choice([1, 2, 13]), draw.choice([0, 1, 4]))
+
+
+@pytest.mark.gpu
+def test_five_hundred_plans_on_a_gpu() -> None:
+    draw = random.Random(500)
+    for _ in range(500):
+        check_runs(random_lengths(draw), draw.choice([1, 2, 13, 66, 132, 264]), draw.choice([0, 1, 4]))
+
+
+@pytest.mark.parametrize("overhead", [0, 4])
+def test_lengths_that_end_with_a_part(overhead: int) -> None:
+    """Sequences of exactly one part, none, a part and a tile more."""
+    check_runs([8 * BLOCK_N, 0, 8 * BLOCK_N, 8 * BLOCK_N + 1, 7 * BLOCK_N, 1], 4, overhead)
