@@ -1,4 +1,4 @@
-"""Time on the host of an attention call, layer by layer, beside PyTorch's and FlashAttention's own functions.
+"""Time on the host of an attention call, layer by layer, beside each backend's library called by itself.
 
     python benchmarks/dispatch.py            on this machine's GPU, or its CPU; prints a table, writes
                                              benchmarks/results/dispatch_<device>.json
@@ -7,15 +7,21 @@ bfloat16, causal, 192/128: on a GPU [1, 512, 16, D], the time until a call retur
 [1, 16, 2, D], which computes meanwhile. Under the layers lies a backend that does nothing, so that only the way to it
 is timed; each layer's figure is what it adds. Microseconds, best of many short runs, without gradients and with them.
 ``x.add_`` says how fast the host is.
+
+For each backend there are its library's own function, our whole call, its backward, and what of the call is the way to
+the hook and what the hook takes above the library's function: less than nothing where the plugin calls something below
+it. FlashAttention 2's own function gets a V that is padded already; ``fa2`` pads it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -99,30 +105,82 @@ def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float
     }
 
 
-def functions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Whole calls by name."""
-    attend = torch.nn.functional.scaled_dot_product_attention
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    found: dict[str, Callable[[], object]] = {
-        "F.scaled_dot_product_attention": lambda: attend(*heads_first, is_causal=True)
-    }
-    if q.is_cuda:
-        from mla_plugin.kernels import mla_attention
+ATTEND = "F.scaled_dot_product_attention"
+OWN = {
+    "triton": "mla_plugin.kernels.mla_attention",
+    "fa3": "flash_attn_interface.flash_attn_func",
+    "fa4": "flash_attn.cute.flash_attn_func",
+    "fa2": "flash_attn.flash_attn_func",
+    "cudnn": "aten._scaled_dot_product_cudnn_attention",
+    "sdpa": "aten._scaled_dot_product_efficient_attention",
+}
+"""What each backend calls on a GPU, as a user would call it."""
 
-        found["mla_plugin.kernels.mla_attention"] = lambda: mla_attention(q, k, v, is_causal=True)
-        try:
-            from flash_attn.cute import flash_attn_func
-        except ImportError as reason:
-            print(f"FlashAttention 4's own function: {reason}")
-        else:
-            found["flash_attn.cute.flash_attn_func"] = lambda: flash_attn_func(q, k, v, causal=True)
+
+def own_function(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], object] | None:
+    """A call of the library's own function; None where it is not there."""
+    module, _, name = OWN[backend].rpartition(".")
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    if module == "aten":
+        return functools.partial(getattr(torch.ops.aten, name).default, *heads_first, None, True, 0.0, True)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as reason:
+        print(f"{OWN[backend]}: {reason}")
+        return None
+    if backend == "triton":
+        return functools.partial(function, q, k, v, is_causal=True)
+    if backend == "fa2":
+        v = torch.nn.functional.pad(v, (0, HEAD_DIM_QK - HEAD_DIM_V)).detach().requires_grad_(v.requires_grad)
+    return functools.partial(function, q, k, v, causal=True)
+
+
+def functions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Whole calls by name, a library's own function before our call of the backend."""
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found: dict[str, Callable[[], object]] = {ATTEND: functools.partial(attend, *heads_first, is_causal=True)}
     for name in BACKENDS:
+        ours = functools.partial(mla_plugin.attention, q, k, v, backend=name)
         try:
-            mla_plugin.attention(q, k, v, backend=name)
+            ours()
         except mla_plugin.NoBackendError:
             continue
-        found[f"mla_plugin.attention, {name}"] = lambda name=name: mla_plugin.attention(q, k, v, backend=name)  # type: ignore[misc]
+        own = own_function(name, q, k, v) if q.is_cuda else None
+        if own is not None:
+            found[OWN[name]] = own
+        found[f"mla_plugin.attention, {name}"] = ours
     return found
+
+
+def shares(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, calls: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Of each backend's call: the way to its hook, the hook, and the hook above the library's own function."""
+    found = {}
+    tensors = AttentionTensors(q, k, v, HEAD_DIM_QK**-0.5)
+    for name in BACKENDS:
+        whole = calls.get(f"mla_plugin.attention, {name}")
+        if whole is None:
+            continue
+        known = known_of(tensors, CallOptions(), name)
+        assert known.plan is not None
+        vars(tensors)["kept"] = known.kept
+        hook = microseconds(functools.partial(dispatch.forward, known.plan, tensors))
+        found[name] = {"the way to the hook": whole - hook, "the hook": hook}
+        own = calls.get(OWN[name] if q.is_cuda else ATTEND)
+        if own is not None:
+            found[name]["the hook above the library's own function"] = hook - own
+    return found
+
+
+def backward(call: Callable[[], object], inputs: Sequence[torch.Tensor]) -> float:
+    """The backward of one call, again and again."""
+    out = call()
+    out = out[0] if isinstance(out, tuple) else out
+    assert isinstance(out, torch.Tensor)
+    dout = torch.randn_like(out)
+    return microseconds(lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True, allow_unused=True))
 
 
 def main() -> None:
@@ -138,12 +196,18 @@ def main() -> None:
     with torch.no_grad():
         parts = layers(q, k, v)
         rows |= {name: microseconds(call) for name, call in functions(q, k, v).items()}
+        of_backends = shares(q, k, v, rows)
     trained = [x.clone().requires_grad_() for x in (q, k, v)]
-    gradients = {name: microseconds(call) for name, call in functions(*trained).items()}
+    calls = functions(*trained)
+    gradients = {name: microseconds(call) for name, call in calls.items()}
+    backwards = {name: backward(call, trained) for name, call in calls.items() if "aten." not in name}
     for name, value in parts.items():
         print(f"{name:<52} {value:7.2f} us")
     for name, value in rows.items():
-        print(f"{name:<52} {value:7.1f} us, with gradients {gradients.get(name, float('nan')):7.1f} us")
+        others = (gradients.get(name, float("nan")), backwards.get(name, float("nan")))
+        print(f"{name:<52} {value:7.1f} us, with gradients {others[0]:7.1f} us, backward {others[1]:7.1f} us")
+    for name, shared in of_backends.items():
+        print(f"{name}: " + ", ".join(f"{part} {value:.1f} us" for part, value in shared.items()))
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
@@ -154,6 +218,8 @@ def main() -> None:
         "layers": {name: round(value, 2) for name, value in parts.items()},
         "calls": {name: round(value, 1) for name, value in rows.items()},
         "calls_with_gradients": {name: round(value, 1) for name, value in gradients.items()},
+        "backwards": {name: round(value, 1) for name, value in backwards.items()},
+        "backends": {name: {x: round(us, 1) for x, us in shared.items()} for name, shared in of_backends.items()},
         "limit": LIMIT_US,
         "gpu": card,
         "python": platform.python_version(),

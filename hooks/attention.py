@@ -178,17 +178,17 @@ class AttentionRequest:
         """Which keys a query sees, lengths and ``arbitrary`` masks aside."""
         return Band(*self.window_size, bool(self.bottom_right_diagonal))
 
-    @property
+    @functools.cached_property
     def layout(self) -> Layout:
         """The axes of q, k, v and out."""
         return LAYOUTS[self.qkv_format]
 
-    @property
+    @functools.cached_property
     def is_causal(self) -> bool:
         """True when no query sees a key beyond the diagonal."""
         return self.band.is_causal
 
-    @property
+    @functools.cached_property
     def has_padding(self) -> bool:
         """True when sequence lengths differ from the tensors' extent."""
         return "padding" in self.attn_mask_type

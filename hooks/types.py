@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,18 @@ class Platform:
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or None."""
         return dict(self.packages).get(distribution)
+
+    def __hash__(self) -> int:
+        """The hash of the attributes, computed once: backends look up at every call what they found for a platform."""
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            value = hash(tuple(getattr(self, field.name) for field in fields(self)))
+            object.__setattr__(self, "_hash", value)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes alone: hashes of texts differ between processes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)

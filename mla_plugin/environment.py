@@ -146,7 +146,15 @@ VARIABLES: tuple[Variable, ...] = (
         "and multiplies it back; the result is unchanged.",
         "construction",
     ),
-    _te("NVTE_BATCH_MHA_P2P_COMM", _integer, _INT, 0, "Context parallelism sends and receives in one batch.", "call"),
+    _te(
+        "NVTE_BATCH_MHA_P2P_COMM",
+        _integer,
+        _INT,
+        1,
+        "Context parallelism by p2p sends and receives in one batch. 0, TransformerEngine's default, does so one by "
+        "one, but never between 2 ranks before compute capability 10.0.",
+        "call",
+    ),
     _te("NVTE_UnfusedDPA_Emulate_FP8", _is_one, _ONE, False, "FP8 only; FP8 is refused here.", "selection"),
     _te(
         "NVTE_DISABLE_TRITON_AUTOTUNING",
@@ -190,7 +198,8 @@ VARIABLES: tuple[Variable, ...] = (
         _ONE,
         False,
         "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU, and in each "
-        "context-parallel call whether it failed on another rank; every such call then waits for the device.",
+        "context-parallel call whether the ranks make the same one and whether it failed on another rank; every such "
+        "call then waits for the device. Set it on all ranks.",
         "call",
         "mla-plugin",
     ),
@@ -322,6 +331,11 @@ def is_batch_invariance_requested() -> bool:
 def is_value_check_requested() -> bool:
     """True when MLA_PLUGIN_CHECK is "1"."""
     return _may_be_set("MLA_PLUGIN_CHECK") and bool(read("MLA_PLUGIN_CHECK"))
+
+
+def is_p2p_batch_allowed() -> bool:
+    """False when NVTE_BATCH_MHA_P2P_COMM is 0."""
+    return not _may_be_set("NVTE_BATCH_MHA_P2P_COMM") or bool(read("NVTE_BATCH_MHA_P2P_COMM"))
 
 
 def _may_be_set(name: str) -> bool:

@@ -7,6 +7,14 @@ from collections.abc import Callable
 
 ADAPTERS = ("megatron", "transformer_engine", "transformers")
 """Frameworks that have an adapter in ``mla_plugin.compat``."""
+IMPORTED_BY_USERS = {
+    "transformer_engine": "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
+    "transformers": "transformers.modeling_utils",
+}
+"""Host to a module that every program imports which uses the host's attention; then the adapter can register.
+
+TransformerEngine's is where DotProductAttention is defined, in every supported version.
+"""
 
 
 class Registration:

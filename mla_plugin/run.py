@@ -1,8 +1,14 @@
-"""``python -m mla_plugin.run train.py ...``: run a program with this library inside its TransformerEngine.
+"""``python -m mla_plugin.run train.py ...``: run a program with this library plugged into the frameworks that it uses.
 
-It is ``mla_plugin.register("transformer_engine")`` for a program that cannot be edited, and works under launchers that
-start a module: ``torchrun --nproc-per-node 8 -m mla_plugin.run train.py ...``. Processes that the program itself
-spawns start without it.
+It is ``mla_plugin.register(host)`` for a program that cannot be edited, and works under launchers that start a module:
+``torchrun --nproc-per-node 8 -m mla_plugin.run train.py ...``. Processes that the program itself spawns start without
+it.
+
+Without ``--host`` TransformerEngine and transformers are registered as soon as the program imports them; a version that
+is too old is a warning. What then runs on us is said as without this program: to transformers by
+``attn_implementation="mla_plugin"``, which many programs take as an argument, to TransformerEngine by
+``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered by ``--host megatron`` alone, because all its
+layers attend through us from then on.
 """
 
 from __future__ import annotations
@@ -10,36 +16,74 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import mla_plugin
+from mla_plugin.import_hook import when_imported
+from mla_plugin.registration import ADAPTERS, IMPORTED_BY_USERS
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mla_plugin.run",
-        description="Run a program with mla-plugin inside its TransformerEngine; NVTE_MLA_TRITON=1 and "
-        "MLA_PLUGIN_TE=fill say what it may do there.",
-        usage="%(prog)s [-h] {script.py | -m module} [argument ...]",
+        description="Run a program with mla-plugin registered in the frameworks that it imports.",
+        usage="%(prog)s [-h] [--host HOST] {script.py | -m module} [argument ...]",
+        epilog="example: python -m mla_plugin.run -m trl sft --attn_implementation mla_plugin ...",
+    )
+    parser.add_argument(
+        "--host",
+        action="append",
+        choices=ADAPTERS,
+        help="register this host before the program starts, and no other; may be given more than once. "
+        f"Default: {' and '.join(sorted(IMPORTED_BY_USERS))}, when the program imports them",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name, not a file")
     parser.add_argument("program", help="a Python file, or with -m a module; what follows are its own arguments")
     return parser
 
 
+def _count_of_ours(given: Sequence[str]) -> int:
+    """How many leading arguments are ours, the program included; argparse would take some of those behind it."""
+    position = 0
+    while position < len(given) and given[position].startswith("-"):
+        if given[position] in ("-m", "-h", "--help"):
+            position += 1
+            if given[position - 1] == "-m":
+                break
+        else:
+            position += 2 if given[position] == "--host" else 1
+    return position + 1
+
+
+def _register_when_imported(host: str) -> None:
+    def register(_: ModuleType) -> None:
+        try:
+            mla_plugin.register(host)
+        except ImportError as error:
+            warnings.warn(f"mla-plugin is not registered with {host}: {error}", stacklevel=2)
+
+    when_imported(IMPORTED_BY_USERS[host], register)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Register with TransformerEngine, then run the program as ``__main__`` in this process.
+    """Register, then run the program as ``__main__`` in this process.
 
     Raises:
-        ImportError: TransformerEngine is not installed or older than 2.10.
+        ImportError: a host that ``--host`` names is not installed or too old.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    ours = 2 if given[:1] == ["-m"] else 1  # as for Python itself; argparse would drop a "--" behind the program
+    ours = _count_of_ours(given)
     options = _parser().parse_args(given[:ours])
     if not options.is_module and not Path(options.program).is_file():
         _parser().error(f"no file {options.program!r}; for a module, put -m before its name")
-    mla_plugin.register("transformer_engine")
+    if options.host is None:
+        for host in IMPORTED_BY_USERS:
+            _register_when_imported(host)
+    for host in options.host or ():
+        mla_plugin.register(host)
     sys.argv = [options.program, *given[ours:]]
     if options.is_module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)

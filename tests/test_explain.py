@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 import mla_plugin
 from mla_plugin.operations.attention import known
 from mla_plugin.operations.attention.api import request_of_call
+from mla_plugin.operations.explain import asked_by_latent_attention
+from mla_plugin.operations.latent import expansion
 from tests.requests import H100, mla_request
 
 LENGTHS = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -157,3 +160,63 @@ def test_errors_say_what_is_accepted(subject, arguments, error, message):
     with pytest.raises(error) as caught:
         mla_plugin.explain(*subject, **arguments)
     assert message in str(caught.value)
+
+
+def latents(layout="bshd", *, tokens=9, device="cpu", grad=False, **arguments):
+    lead = (tokens, 5) if layout == "thd" else (2, tokens, 5)
+    options = {"device": device, "requires_grad": grad}
+    given = [torch.zeros(*lead, 24, **options)]
+    given += [torch.zeros(*lead[:-1], width, **options) for width in (20, 8)]
+    given += [torch.zeros(5, width, 20, **options) for width in (16, 12)]
+    return given, {"qkv_format": layout, **arguments}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        latents(),
+        latents(grad=True),
+        latents("thd", tokens=8, cu_seqlens_q=LENGTHS, max_seqlen_q=5),
+        latents(backend="sdpa"),
+    ],
+)
+def test_groups_of_heads_that_latent_attention_asks_for(call, grad, resolved, monkeypatch):
+    monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", 18 * 36 * 4 * 2)
+    given, arguments = call
+    with torch.set_grad_enabled(grad):
+        found = asked_by_latent_attention(*given, **arguments)
+        text = mla_plugin.explain(mla_plugin.latent_attention, *given, **arguments)
+        mla_plugin.latent_attention(*given, **arguments)
+    assert sorted(resolved, key=hash) == sorted(found.requests, key=hash)
+    assert text == "\n\n".join(mla_plugin.explain(request, backend=found.backend) for request in found.requests)
+
+
+def test_latents_and_caches_of_the_meta_device():
+    given, arguments = latents(tokens=1 << 20, device="meta", grad=True)
+    text = mla_plugin.explain(mla_plugin.latent_attention, *given, **arguments)
+    assert "lengths 1048576 x 1048576, 2 heads, head dims 24/12, causal, training" in text  # of 5, for 1.25 GiB
+    queries = [torch.zeros(2, 3, 5, width, device="meta") for width in (16, 8)]
+    cache = torch.zeros(2, 1 << 20, 24, device="meta")
+    text = mla_plugin.explain(mla_plugin.decode, *queries, cache, softmax_scale=0.1)
+    assert "lengths 3 x 1048576, 5 heads, kv_lora_rank 16, rope 8, contiguous cache, causal" in text
+
+
+def test_nothing_to_compute():
+    given, _ = latents(tokens=0)
+    assert mla_plugin.explain(mla_plugin.latent_attention, *given).startswith("=> no backend: a call without queries")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "kind", "text"),
+    [
+        (mla_plugin.latent_attention, {"cp_grp": None}, TypeError, "accepted are the arguments of mla_plugin.latent"),
+        (mla_plugin.decode, {"scale": 1.0}, TypeError, "accepted are the arguments of mla_plugin.decode"),
+        (mla_plugin.latent_attention, {"qkv_format": "shbd"}, ValueError, "qkv_format='shbd'; accepted: "),
+        (print, {}, TypeError, "explain() got builtins.builtin_function_or_method; accepted are"),
+    ],
+)
+def test_errors_of_calls(function, arguments, kind, text):
+    given, _ = latents()
+    with pytest.raises(kind, match=re.escape(text)):
+        mla_plugin.explain(function, *given, **arguments)

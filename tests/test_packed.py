@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.layout import LAYOUTS, addressable
 from mla_plugin.conformance import Case
 from mla_plugin.kernels.prefill import padding
-from mla_plugin.plugins.shared.packed import Rows, addressable
+from mla_plugin.plugins.shared.packed import Rows
 
 
 @pytest.fixture(autouse=True)

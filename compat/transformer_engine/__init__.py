@@ -14,7 +14,7 @@ are read at every call.
 
 =========================  ============================================================================================
 ``NVTE_MLA_TRITON=1``      the Triton kernels, where the conditions of NVIDIA/TransformerEngine pull request 2950 hold
-``MLA_PLUGIN_TE=fill``     the table in ``gaps``: only where TransformerEngine has no backend, or its quadratic one
+``MLA_PLUGIN_TE=fill``     the tables in ``gaps``: only where TransformerEngine fails, or runs its quadratic attention
 =========================  ============================================================================================
 
 Every other call is TransformerEngine's, with the arguments untouched. ``call`` lists what that is.
@@ -34,14 +34,11 @@ import threading
 from packaging.version import Version
 
 from mla_plugin import environment
-from mla_plugin.compat.transformer_engine.arrival import when_imported
 from mla_plugin.compat.transformer_engine.wrapper import Wrapper
-from mla_plugin.registration import Registration
+from mla_plugin.import_hook import when_imported
+from mla_plugin.registration import IMPORTED_BY_USERS, Registration
 
 MINIMUM_VERSION = Version("2.10")
-MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-"""Where DotProductAttention is defined, in every supported version."""
-
 _registration: Registration | None = None
 _registering = threading.Lock()
 
@@ -59,7 +56,7 @@ def register() -> Registration:
     with _registering:
         if _registration is None:
             wrapper = Wrapper(_installed_version())
-            forget = when_imported(MODULE, wrapper.install)
+            forget = when_imported(IMPORTED_BY_USERS["transformer_engine"], wrapper.install)
 
             def undo() -> None:
                 global _registration

@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,6 +25,8 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 _FORMATS = ("bshd", "sbhd", "thd")
 _SIDES = ("q", "kv")
+_COMM_TYPES = ("p2p", "all_gather", "a2a")
+_CONTEXT_PARALLEL = "context parallelism"
 _NO_WINDOW = (None, (-1, -1), (-1, 0))
 """What TransformerEngine turns into (-1, 0) under a causal mask and into (-1, -1) under any other."""
 
@@ -40,6 +42,20 @@ _READ = {
 """Parameters that this module reads."""
 
 
+class Ranks(NamedTuple):
+    """The ranks that share a call's sequences.
+
+    Attributes:
+        group: more than one rank.
+        size: of the group.
+        comm_type: ``p2p``, ``all_gather`` or ``a2a``.
+    """
+
+    group: torch.distributed.ProcessGroup
+    size: int
+    comm_type: str
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that our kernels could take.
@@ -48,11 +64,13 @@ class Call:
         tensors: as given; q, k and v are [B, S, H, D] (bshd), [S, B, H, D] (sbhd) or [T, H, D] (thd).
         request: made of them.
         is_self_attention: the module says so, and the longest sequences of queries and keys are equal.
+        ranks: None for one process. Over several, q, k and v are this rank's tokens, offsets those of whole sequences.
     """
 
     tensors: AttentionTensors
     request: AttentionRequest
     is_self_attention: bool
+    ranks: Ranks | None = None
 
 
 class Signature:
@@ -172,7 +190,7 @@ KEPT: tuple[tuple[str, Callable[[Any, Arguments], bool]], ...] = (
     ("dropout", lambda module, arguments: module.attention_dropout != 0.0),
     ("an attention mask tensor", _is_masked),
     ("a sliding window", _is_windowed),
-    ("context parallelism", _is_context_parallel),
+    (_CONTEXT_PARALLEL, _is_context_parallel),
     ("FP8", _is_fp8),
     ("ONNX export", _is_exported),
     ("torch.func and forward-mode derivatives", _is_transformed),
@@ -180,12 +198,21 @@ KEPT: tuple[tuple[str, Callable[[Any, Arguments], bool]], ...] = (
 """What TransformerEngine keeps: a name, and how to see it in the module and the arguments."""
 
 
-def kept_for(module: Any, arguments: Arguments) -> str | None:
-    """Why TransformerEngine keeps the call; None when it need not."""
-    return next((name for name, applies in KEPT if applies(module, arguments)), None)
+def kept_for(module: Any, arguments: Arguments, but: str | None = None) -> str | None:
+    """Why TransformerEngine keeps the call, one reason left out; None when it need not."""
+    return next((name for name, applies in KEPT if name != but and applies(module, arguments)), None)
 
 
-def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | None:
+def _ranks(module: Any) -> Ranks | None:
+    """The module's ranks; None for one process, and where TransformerEngine has two levels of groups."""
+    group, comm_type = module.cp_group, module.cp_comm_type
+    if not isinstance(group, torch.distributed.ProcessGroup) or comm_type not in _COMM_TYPES:
+        return None
+    size = torch.distributed.get_world_size(group)
+    return Ranks(group, size, comm_type) if size > 1 else None
+
+
+def read(module: Any, arguments: Arguments, compares_offsets: bool, over_ranks: bool = False) -> Call | None:
     """The call in our words; None when TransformerEngine keeps it, or would reject it.
 
     Args:
@@ -193,9 +220,11 @@ def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | No
         arguments: of its forward.
         compares_offsets: this version finds padding between sequences by the values of the offsets, not by which
             tensors were given.
+        over_ranks: read calls over several ranks too.
     """
     qkv_format, mask = format_of(module, arguments), _mask(module, arguments)
-    if kept_for(module, arguments) or qkv_format not in _FORMATS:
+    ranks = _ranks(module) if over_ranks else None
+    if kept_for(module, arguments, None if ranks is None else _CONTEXT_PARALLEL) or qkv_format not in _FORMATS:
         return None
     is_packed = LAYOUTS[qkv_format].is_packed
     if is_packed != ("padding" in mask):  # thd needs lengths; in the other formats they are in a mask tensor
@@ -226,7 +255,7 @@ def read(module: Any, arguments: Arguments, compares_offsets: bool) -> Call | No
     if is_packed:
         request, tensors = _as_found(request, tensors, arguments, compares_offsets)
     is_self = module.attention_type == "self" and request.max_seqlen_q == request.max_seqlen_kv
-    return Call(tensors, request, is_self)
+    return Call(tensors, request, is_self, ranks)
 
 
 def _bottom_right(module: Any, arguments: Arguments) -> bool | None:

@@ -3,6 +3,9 @@
 A gap is filled when its version range holds TransformerEngine's version, its condition holds for the call, the
 selection of TransformerEngine itself (or of a plugin in its slot) leaves neither FlashAttention nor cuDNN, and the
 backend that this library would choose for the same call anywhere else is one of those that the gap names.
+
+Over several ranks TransformerEngine's backends go through its own context parallelism, so a call that fails there fails
+whatever was selected. Those gaps are filled by ours, with any backend for its sections.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class Gap:
         condition: holds for the calls concerned.
         runs: backends of this library that may run instead.
         source: where the gap is described.
+        is_selected_too: TransformerEngine fails even where its selection has left a backend.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Gap:
     condition: Callable[[Call], bool]
     runs: tuple[str, ...]
     source: str
+    is_selected_too: bool = False
 
 
 def _is_padded(call: Call) -> bool:
@@ -52,6 +57,18 @@ def _is_packed_causal_self_attention(call: Call) -> bool:
     request = call.request
     is_causal = request.attn_mask_type == "padding_causal"
     return request.layout.is_packed and is_causal and call.is_self_attention and not request.pad_between_seqs
+
+
+def _is_grouped_mla(call: Call) -> bool:
+    request, ranks = call.request, call.ranks
+    is_mla = request.head_dim_qk != request.head_dim_v
+    is_ring = ranks is not None and ranks.comm_type == "p2p"
+    return is_mla and is_ring and request.num_heads != request.num_kv_heads
+
+
+def _is_mla_without_ring(call: Call) -> bool:
+    ranks = call.ranks
+    return call.request.head_dim_qk != call.request.head_dim_v and ranks is not None and ranks.comm_type != "p2p"
 
 
 _NO_BACKEND = "ValueError: no dot product attention backend is available"
@@ -101,18 +118,50 @@ GAPS: tuple[Gap, ...] = (
     ),
 )
 
+GAPS_OVER_RANKS: tuple[Gap, ...] = (
+    Gap(
+        name="grouped heads with head_dim_qk != head_dim_v, p2p",
+        versions=SpecifierSet(">=2.10,<2.15"),
+        without="RuntimeError: it views the output as V's heads",
+        condition=_is_grouped_mla,
+        runs=(),
+        source="NVIDIA/TransformerEngine issue 2868",
+        is_selected_too=True,
+    ),
+    Gap(
+        name="head_dim_qk != head_dim_v, all_gather and a2a",
+        versions=SpecifierSet(">=2.10,<2.15"),
+        without="AssertionError: context parallelism does not support MLA with these",
+        condition=_is_mla_without_ring,
+        runs=(),
+        source="NVIDIA/TransformerEngine issue 1552",
+        is_selected_too=True,
+    ),
+    Gap(
+        name="padding between packed sequences",
+        versions=SpecifierSet(">=2.10"),
+        without=_NO_BACKEND,
+        condition=_is_padded,
+        runs=(),
+        source="NVIDIA/TransformerEngine pull request 2596",
+    ),
+)
+"""Gaps of calls over several ranks; backends are not named, for a call has several sections."""
+
 
 def candidates(call: Call, version: Version) -> list[Gap]:
     """The gaps that the call may fall into."""
-    return [gap for gap in GAPS if gap.versions.contains(version, prereleases=True) and gap.condition(call)]
+    gaps = GAPS if call.ranks is None else GAPS_OVER_RANKS
+    return [gap for gap in gaps if gap.versions.contains(version, prereleases=True) and gap.condition(call)]
 
 
 def parameters(module: Any, call: Call) -> dict[str, Any]:
     """What TransformerEngine's selection is asked about the call, in every version's words; all values are hashable."""
     from transformer_engine.pytorch.graph import is_graph_capturing
 
-    request, tensors = call.request, call.tensors
-    is_packed = request.layout.is_packed
+    request, tensors, ranks = call.request, call.tensors, call.ranks
+    is_packed, size = request.layout.is_packed, 1 if ranks is None else ranks.size
+    times = 1 if is_packed else size  # offsets are of whole sequences already
     return {
         "qkv_type": torch.Tensor,
         "qkv_dtype": request.dtype,
@@ -120,8 +169,8 @@ def parameters(module: Any, call: Call) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "num_heads": request.num_heads,
         "num_gqa_groups": request.num_kv_heads,
-        "max_seqlen_q": request.max_seqlen_q,
-        "max_seqlen_kv": request.max_seqlen_kv,
+        "max_seqlen_q": request.max_seqlen_q * times,
+        "max_seqlen_kv": request.max_seqlen_kv * times,
         "num_tokens_q": tensors.q.shape[0] if is_packed else 0,
         "num_tokens_kv": tensors.k.shape[0] if is_packed else 0,
         "head_dim_qk": request.head_dim_qk,
@@ -134,7 +183,9 @@ def parameters(module: Any, call: Call) -> dict[str, Any]:
         "core_attention_bias_shape": None,
         "core_attention_bias_requires_grad": False,
         "pad_between_seqs": request.pad_between_seqs,
+        "context_parallel": size > 1,
         "cp_comm_type": module.cp_comm_type,
+        "cp_size": size,
         "deterministic": module.deterministic,
         "is_training": module.training,
         "cuda_graph": is_graph_capturing(),

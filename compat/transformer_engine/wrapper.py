@@ -14,8 +14,9 @@ from packaging.version import Version
 
 import mla_plugin
 from mla_plugin import environment
+from mla_plugin.arguments.options import CallOptions
 from mla_plugin.compat.transformer_engine import gaps
-from mla_plugin.compat.transformer_engine.call import Arguments, Call, Signature, format_of, read
+from mla_plugin.compat.transformer_engine.call import Arguments, Call, Ranks, Signature, format_of, read
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import NoBackendError
@@ -111,11 +112,12 @@ class Wrapper:
         """The attention on our kernels; None when TransformerEngine runs the call."""
         if format_of(module, arguments) == "thd" and not wants_filling:  # no case for NVTE_MLA_TRITON
             return None
-        call = read(module, arguments, compares_offsets=self._version < _COMPARES_OFFSETS_BEFORE)
+        is_by_value = self._version < _COMPARES_OFFSETS_BEFORE
+        call = read(module, arguments, compares_offsets=is_by_value, over_ranks=wants_filling)
         if call is None:
             return None
         is_mla = call.request.head_dim_qk != call.request.head_dim_v
-        if wants_triton and is_mla and _chosen(call.request, _circumstances()) == "triton":
+        if wants_triton and is_mla and call.ranks is None and _chosen(call.request, _circumstances()) == "triton":
             return _attend(call, "triton")
         return self._fill(module, call) if wants_filling else None
 
@@ -132,6 +134,10 @@ class Wrapper:
         if not found:
             return None
         circumstances = _circumstances()
+        if call.ranks is not None:
+            if any(gap.is_selected_too for gap in found) or self._is_left_unfused(module, call, circumstances):
+                return _attend_over_ranks(call, call.ranks)
+            return None
         call = replace(call, request=_as_elsewhere(call.request))
         backend = _chosen(call.request, circumstances)
         if backend is None or not any(backend in gap.runs for gap in found):
@@ -154,3 +160,27 @@ def _attend(call: Call, backend: str) -> torch.Tensor:
     """Run the call and merge heads and head_dim_v, as TransformerEngine returns them: [..., H * head_dim_v]."""
     with torch.autocast(call.request.device_type, enabled=False):  # TransformerEngine computes in its inputs' dtype
         return run(call.request, call.tensors, backend=backend).out.flatten(-2)
+
+
+def _attend_over_ranks(call: Call, ranks: Ranks) -> torch.Tensor | None:
+    """The same through our context parallelism; None where it does not take the call, on every rank alike."""
+    from mla_plugin.context_parallel import api
+    from mla_plugin.context_parallel.checks import checked_request
+
+    request, tensors = call.request, call.tensors
+    is_packed = request.layout.is_packed
+    options = CallOptions(
+        qkv_format=request.qkv_format,
+        attn_mask_type=request.attn_mask_type,
+        max_seqlen_q=request.max_seqlen_q if is_packed else None,
+        max_seqlen_kv=request.max_seqlen_kv if is_packed else None,
+        pad_between_seqs=request.pad_between_seqs,
+        deterministic=request.deterministic,
+    )
+    try:
+        checked_request(tensors, options.completed(tensors), ranks.size, ranks.comm_type)
+    except ValueError as error:
+        logger.warning("TransformerEngine keeps a call over %d ranks: %s", ranks.size, error)
+        return None
+    with torch.autocast(request.device_type, enabled=False):
+        return api.attention(tensors, options, None, ranks.group, ranks.comm_type).out.flatten(-2)

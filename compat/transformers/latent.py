@@ -31,6 +31,9 @@ NAME = "mla_plugin"
 COST_OF_ABSORBED = 2
 """Measured with DeepSeek-V3's dims over 1024 keys on a CPU, bfloat16: both take the same time at 64 queries."""
 
+LEAST_KEYS = 64
+"""Measured likewise, with one query: below, the two products around absorbed attention cost more than it saves."""
+
 _VERSION = Version(transformers.__version__)
 _DENSE_CACHE_LATENTS = Version("5.15") <= _VERSION
 _SPARSE_CACHE_LATENTS = Version("5.18") <= _VERSION
@@ -55,8 +58,10 @@ def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_h
         absorbed   S_q R D + S_q S_kv 2 R
 
     The expanded ones are large matrix products, which run about ``COST_OF_ABSORBED`` times as fast. With DeepSeek-V3's
-    dims the limit is 64 queries at 1024 keys, and 73 at most; a single query is a decode from 3 keys on.
+    dims the limit is 64 queries at 1024 keys, and 73 at most. Over fewer than ``LEAST_KEYS`` keys nothing is a decode.
     """
+    if s_kv < LEAST_KEYS:
+        return False
     expanded_dims = qk_nope_head_dim + v_head_dim
     expanded = s_kv * expanded_dims * (kv_lora_rank + s_q)
     absorbed = s_q * kv_lora_rank * (expanded_dims + 2 * s_kv)
@@ -78,16 +83,24 @@ def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch
     return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv(module, c_kv, k_rope))
 
 
-def hand_over_latents(module: Any) -> None:
+def hand_over_latents(module: Any, *tensors: torch.Tensor) -> None:
     """Let the layer pass latents on from its next call.
 
     Not where its cache has none, nor where someone else replaced the method, nor while gradients are wanted: a model
     that only trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
+
+    Args:
+        module: the layer.
+        *tensors: what it attends with.
     """
-    if torch.is_grad_enabled() or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
+    if _want_gradients(*tensors) or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
         return
     if caches_latents(module.config):
         module.expand_kv = functools.partial(expand_kv, module)
+
+
+def _want_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def gets_latents(module: Any) -> bool:
@@ -124,7 +137,9 @@ def attend(
         plain projection, which the log says once.
     """
     dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
-    if torch.is_grad_enabled() or not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
+    if not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
+        return None
+    if _want_gradients(query, c_kv, k_rope, *module.kv_b_proj.parameters()):
         return None
     if not _is_absorbable(module, query, c_kv, k_rope):
         return None
@@ -249,9 +264,9 @@ def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: tor
     expected = (query.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), c_kv.shape[3])
     if weight.shape != expected:
         yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
-    dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)}
-    if len(dtypes) > 1 or autocast_dtype(query.device.type) is not None:
-        yield f"the dtypes differ, or autocast is on: {', '.join(sorted(map(str, dtypes)))}"
+    dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)} | {autocast_dtype(query.device.type) or weight.dtype}
+    if len(dtypes) > 1:
+        yield f"the dtypes of queries, cache, kv_b_proj and autocast differ: {', '.join(sorted(map(str, dtypes)))}"
 
 
 def _is_wrapped(projection: torch.nn.Linear) -> bool:

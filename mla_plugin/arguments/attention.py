@@ -89,14 +89,13 @@ def lengths_of_both(
     cu_seqlens_kv: torch.Tensor | None,
     cu_seqlens_q_padded: torch.Tensor | None,
     cu_seqlens_kv_padded: torch.Tensor | None,
-) -> dict[str, torch.Tensor | None]:
-    """The four offsets by their names, in the order of ``LENGTHS``; the keys' default to the queries'."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The four offsets in the order of ``LENGTHS``; the keys' default to the queries'."""
     if cu_seqlens_kv is None:
         cu_seqlens_kv = cu_seqlens_q
     if cu_seqlens_kv is cu_seqlens_q and cu_seqlens_kv_padded is None:
         cu_seqlens_kv_padded = cu_seqlens_q_padded
-    given = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    return dict(zip(LENGTHS, given, strict=True))
+    return cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded
 
 
 def check_types(tensors: AttentionTensors) -> None:

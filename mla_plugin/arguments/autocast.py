@@ -28,6 +28,8 @@ def autocast(*tensors: Any, cast: Callable[[torch.Tensor, torch.dtype], torch.Te
         tensors: of a call; the first says the device. None stays None.
         cast: how; the default is ``.to`` for those that are castable.
     """
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return tensors
     first = tensors[0]
     if not isinstance(first, torch.Tensor) or (dtype := autocast_dtype(first.device.type)) is None:
         return tensors
@@ -42,3 +44,10 @@ def is_castable(x: Any) -> bool:
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype) if is_castable(x) else x
+
+
+def as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What ``autocast`` makes of a tensor, but for the values: one number stands for all of them."""
+    if not is_castable(x) or x.dtype == dtype:
+        return x
+    return x.new_empty((), dtype=dtype).expand(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())

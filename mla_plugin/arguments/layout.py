@@ -1,4 +1,7 @@
-"""The memory layouts of q, k, v and out: which axis is which, and views between them. Only ``aligned`` copies."""
+"""The memory layouts of q, k, v and out: which axis is which, and views between them.
+
+Only ``aligned`` and ``addressable`` copy.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Layout:
     heads: int
     tokens: int
 
-    @property
+    @functools.cached_property
     def is_packed(self) -> bool:
         """Sequences lie one after the other along the tokens, and only offsets tell them apart."""
         return self.batch is None
@@ -131,9 +134,25 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """x itself where hardware that copies tiles by their strides can read it, otherwise a contiguous copy.
+
+    It wants what ``aligned`` wants, and no dimension that is broadcast.
+    """
+    if x.data_ptr() % 16 == 0 and _are_addressable(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format) if x.is_contiguous() else x.contiguous()
+
+
 @functools.lru_cache(maxsize=4096)
 def _are_aligned(strides: tuple[int, ...]) -> bool:
     return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    is_broadcast = any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
+    return _are_aligned(strides) and not is_broadcast
 
 
 def are_joined(left: torch.Tensor, right: torch.Tensor) -> bool:

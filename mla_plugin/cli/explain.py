@@ -17,6 +17,7 @@ from mla_plugin.arguments.attention import BIAS_TYPES
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.arguments.options import HOSTS
+from mla_plugin.cli import ranks
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
@@ -117,6 +118,10 @@ def add_parser(commands: Any) -> None:
     _add_request(parser.add_argument_group("request"))
     _add_decode(
         parser.add_argument_group("decode", "with --decode; --seqlen-q is 1 then, --mask no_mask sees all keys")
+    )
+    ranks.add_arguments(
+        parser.add_argument_group("context parallelism and latents", "sequence lengths are those of whole sequences"),
+        _count,
     )
     _add_platform(parser.add_argument_group("platform"))
     parser.add_argument("--backend", metavar="NAME", help="ask for this backend and no other")
@@ -292,8 +297,8 @@ def _differences(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields if getattr(value, f.name) != f.default}
 
 
-def as_json(decision: Decision | DecodeDecision, why: Why | None = None) -> str:
-    """The decision as JSON: request, platform, cascade, trace in the order tried, the plan or the error, and why."""
+def as_json(decision: Decision | DecodeDecision, why: Why | None = None) -> dict[str, Any]:
+    """The decision for JSON: request, platform, cascade, trace in the order tried, the plan or the error, and why."""
     content: dict[str, Any] = {"request": _differences(decision.request), "platform": _differences(decision.platform)}
     if isinstance(decision, Decision):
         content["transformer_engine"] = dataclasses.asdict(decision.cascade) if decision.cascade else None
@@ -306,34 +311,50 @@ def as_json(decision: Decision | DecodeDecision, why: Why | None = None) -> str:
     content["error"] = decision.error
     if why is not None:
         content["why"] = why.as_dict()
-    return json.dumps(
-        content, indent=2, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value)
-    )
+    return content
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the decision; 0 when a backend takes the request, 1 when none does."""
+    """Print the decision; 0 when a backend takes the request, or each section of it, 1 when none does."""
     platform = platform_of(arguments)
     environ = dict(environment.gates()) | dict(arguments.env)
     options: dict[str, Any] = {"backend": arguments.backend, "platform": platform, "environ": environ}
-    decision: Decision | DecodeDecision
-    request: AttentionRequest | DecodeRequest
+    whole: AttentionRequest | DecodeRequest
     if arguments.decode:
         if arguments.te_release is not None:
             raise ValueError("--te-release has no meaning with --decode: TransformerEngine has no absorbed decode")
-        request = decode_request_of(arguments, platform.device_type)
-        decision = survey_decode(request, **options)
-        text = describe_decode(decision)
+        whole = decode_request_of(arguments, platform.device_type)
     else:
         options["te_release"] = arguments.te_release
-        request = request_of(arguments, platform.device_type)
-        decision = survey(request, **options)
-        text = describe(decision)
-    why = None if arguments.why is None else ask_why(arguments.why, request, **options)
+        whole = request_of(arguments, platform.device_type)
+    asked = ranks.asked_of_rank(arguments, whole)
+    found = [_decided(request, arguments.why, options) for request in asked.requests]
+    contents = [as_json(decision, why) for decision, why in found]
+    texts = [_text(decision) if why is None else why.text for decision, why in found]
+    if asked.heading is not None:
+        contents = [{"context_parallel": asked.heading, "sections": contents}]
+        texts = [asked.heading, *texts]
     if arguments.json:
-        print(as_json(decision, why))
+        content = contents[0] if len(contents) == 1 else {"sections": contents}
+        print(json.dumps(content, indent=2, default=_plain))
     else:
-        print(text if why is None else why.text)
-    if why is not None:
-        return 0 if why.state in ("runs", "behind") else 1
-    return 0 if decision.plan else 1
+        print("\n\n".join(texts))
+    runs = (decision.plan if why is None else why.state in ("runs", "behind") for decision, why in found)
+    return 0 if all(runs) else 1
+
+
+def _decided(
+    request: AttentionRequest | DecodeRequest, why: str | None, options: dict[str, Any]
+) -> tuple[Decision | DecodeDecision, Why | None]:
+    decision: Decision | DecodeDecision
+    decision = survey_decode(request, **options) if isinstance(request, DecodeRequest) else survey(request, **options)
+    return decision, None if why is None else ask_why(why, request, **options)
+
+
+def _text(decision: Decision | DecodeDecision) -> str:
+    return describe_decode(decision) if isinstance(decision, DecodeDecision) else describe(decision)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for."""
+    return sorted(value) if isinstance(value, frozenset) else str(value)

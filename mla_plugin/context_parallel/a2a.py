@@ -17,7 +17,7 @@ from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
-from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
+from mla_plugin.context_parallel.order import by_rank, in_order, order_of
 from mla_plugin.context_parallel.transport import exchange
 from mla_plugin.hooks.attention import AttentionRequest
 
@@ -88,22 +88,14 @@ def _tensors(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> A
 
 def orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where the slots of the packed queries and keys lie; None in dense layouts."""
-    tensors, size = call.tensors, call.group.size
-    if not call.layout.is_packed:
-        return None, None
-    starts = [
-        padded if padded is not None else cu
-        for padded, cu in (
-            (tensors.cu_seqlens_q_padded, tensors.cu_seqlens_q),
-            (tensors.cu_seqlens_kv_padded, tensors.cu_seqlens_kv),
-        )
-    ]
-    assert starts[0] is not None  # packed sequences have offsets
-    assert starts[1] is not None
-    of_q = packed_order(starts[0], size, tensors.q.shape[0])
-    if starts[1] is starts[0] and tensors.k.shape[0] == tensors.q.shape[0]:
+    tensors, layout, size = call.tensors, call.layout, call.group.size
+    of_q = order_of(tensors.q, layout, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded, size)
+    is_shared = tensors.cu_seqlens_q is tensors.cu_seqlens_kv and (
+        tensors.cu_seqlens_q_padded is tensors.cu_seqlens_kv_padded
+    )
+    if is_shared and tensors.k.shape[0] == tensors.q.shape[0]:
         return of_q, of_q
-    return of_q, packed_order(starts[1], size, tensors.k.shape[0])
+    return of_q, order_of(tensors.k, layout, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded, size)
 
 
 class Heads:

@@ -16,7 +16,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
-from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, packed_order
+from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, order_of
 from mla_plugin.context_parallel.p2p import differing_lengths
 from mla_plugin.context_parallel.sections import Offsets, cumulative, half
 from mla_plugin.context_parallel.transport import exchange, gather
@@ -94,11 +94,7 @@ def _owned(call: Call, total: torch.Tensor, received: torch.Tensor, inverse: tor
 
 def _order(call: Call) -> torch.Tensor | None:
     tensors = call.tensors
-    if not call.layout.is_packed:
-        return None
-    starts = tensors.cu_seqlens_kv if tensors.cu_seqlens_kv_padded is None else tensors.cu_seqlens_kv_padded
-    assert starts is not None  # packed sequences have offsets
-    return packed_order(starts, call.group.size, tensors.k.shape[0])
+    return order_of(tensors.k, call.layout, tensors.cu_seqlens_kv, tensors.cu_seqlens_kv_padded, call.group.size)
 
 
 def _whole(call: Call, x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -8,11 +8,10 @@ import torch.distributed as dist
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.context_parallel.call import Call
-from mla_plugin.context_parallel.checks import WAYS, checked_request
-from mla_plugin.context_parallel.group import Group, process_group_of
+from mla_plugin.context_parallel.checks import checked_request
+from mla_plugin.context_parallel.group import process_group_of
 from mla_plugin.context_parallel.operator import context_parallel_forward
-from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, request_of
+from mla_plugin.hooks.attention import AttentionOutput
 from mla_plugin.operations.attention import operator as plain
 from mla_plugin.operations.attention.run import is_traced, run_said
 
@@ -53,22 +52,3 @@ def attention(
     arguments = plain.Call(tensors, options, backend).arguments
     out, lse, _ = context_parallel_forward(*arguments, process_group.group_name, cp_comm_type)
     return AttentionOutput(out, lse)
-
-
-def sections_of_call(
-    tensors: AttentionTensors,
-    options: CallOptions,
-    cp_group: dist.ProcessGroup | DeviceMesh,
-    cp_comm_type: str,
-) -> tuple[str | None, tuple[AttentionRequest, ...]]:
-    """What ``attention`` would ask backends for on this rank, and the way in words; arguments and errors as there.
-
-    Nothing is sent or computed. A group of one rank makes the plain request, and there is no way to name.
-    """
-    if process_group_of(cp_group).size() == 1:
-        return None, (request_of(tensors, options),)
-    group = Group.of(cp_group)
-    request = checked_request(tensors, options, group.size, cp_comm_type)
-    asked = WAYS[cp_comm_type].requests(Call(group, tensors, request, None))
-    sections = "1 section" if len(asked) == 1 else f"{len(asked)} kinds of sections"
-    return f"context parallel, {cp_comm_type}, rank {group.rank} of {group.size}: {sections}", asked

@@ -25,11 +25,11 @@ from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.context_parallel import transport
-from mla_plugin.context_parallel.agreement import agree, is_agreed
+from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, terms_of
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
-from mla_plugin.hooks.decode import DecodeOutput
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.operations.decode.operator import run as run_alone
 
 __all__ = [
@@ -65,12 +65,11 @@ def run(
     known, group = known_of(tensors), Group.named(cp_group)
     check_lengths(tensors)
     q = tensors.q_nope_abs
+    watch = Watch(group, q.device)
+    call = None if known.has_no_query else watch.attempt(local_call, tensors, group, interleave)
+    watch.begin(_terms(tensors, host, backend, group, interleave))
     if known.has_no_query:
         return q.new_zeros(q.shape), _no_keys(tensors)
-    watch = Watch(group, "decode", q.device)
-    call = watch.attempt(local_call, tensors, group, interleave)
-    watch.begin()
-    _agree(tensors, host, backend, group, interleave, watch)
     part = None if call is None else watch.attempt(_part, call, tensors.lse_shape, host, backend)
     if part is None:  # the others wait for something of the right shape
         part = DecodeOutput(q.new_zeros(q.shape), _no_keys(tensors))
@@ -133,7 +132,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
         ValueError: lengths that the host may read do not fit this rank's cache.
     """
     batch, seqlen_q = tensors.q_nope_abs.shape[:2]
-    is_split = tensors.causal and seqlen_q > 1 and tensors.capacity > 0
+    is_split = _is_split(tensors.causal, seqlen_q, tensors.capacity)
 
     def local(lengths: torch.Tensor, *, are_ends: bool = False) -> torch.Tensor:
         """Rows of this rank in so many first tokens, for each sequence of the call."""
@@ -170,6 +169,23 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
         leftpad_kv=None if tensors.leftpad_kv is None else local(tensors.leftpad_kv),
         lengths=lengths,
     )
+
+
+def _is_split(causal: bool, seqlen_q: int, capacity: int) -> bool:
+    return causal and seqlen_q > 1 and capacity > 0
+
+
+def local_request(request: DecodeRequest, capacity: int) -> DecodeRequest:
+    """What ``local_call`` asks backends for.
+
+    Args:
+        request: of this rank's tensors.
+        capacity: tokens that its cache has room for in a sequence.
+    """
+    if _is_split(request.causal, request.seqlen_q, capacity):
+        pages = capacity if request.page_size is None else request.page_size
+        request = request.replace(batch_size=request.batch_size * request.seqlen_q, seqlen_q=1, page_size=pages)
+    return request.replace(causal=False, return_lse=True)
 
 
 class _LocalLengths:
@@ -214,22 +230,40 @@ def _no_keys(tensors: DecodeTensors) -> torch.Tensor:
     return q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
 
 
-def _agree(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int, watch: Watch) -> None:
+def _terms(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int) -> Terms:
     q = tensors.q_nope_abs
-    settings = {
-        "q_nope_abs.shape": tuple(q.shape),
-        "dtype": q.dtype,
-        "qk_rope_head_dim": tensors.q_rope.shape[-1],
-        "softmax_scale": tensors.softmax_scale,
-        "causal": tensors.causal,
-        "leftpad_kv": "none" if tensors.leftpad_kv is None else "given",
-        "cp_interleave": interleave,
-        "backend": backend,
-        "host": host,
-    }
-    kind = ("decode", *settings.values())
-    if not is_agreed(group, kind):
-        agree(group, kind, settings, watch.error, q.device)
+    key = (
+        *("decode", tuple(q.shape), q.dtype, tensors.q_rope.shape[-1], float(tensors.softmax_scale), tensors.causal),
+        *("none" if tensors.leftpad_kv is None else "given", interleave, backend, host),
+    )
+    return terms_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
+
+
+_COMPARED = (
+    *("q_nope_abs.shape", "dtype", "qk_rope_head_dim", "softmax_scale", "causal"),
+    *("leftpad_kv", "cp_interleave", "backend", "host"),
+)
+
+
+def _values(tensors: DecodeTensors) -> Values:
+    """The lengths, as far as the host knows them."""
+    if tensors.lengths is not None and tensors.leftpad_kv is None:
+        return tensors.lengths.schedule("context_parallel", _KnownLengths).values  # once for all layers of a step
+    given = {"seqlens_kv": tensors.seqlens_kv, "leftpad_kv": tensors.leftpad_kv}
+    known = {name: x.tolist() for name, x in given.items() if x is not None and decode_checks.may_read(x)}
+    return Values.of(known) if known else NO_VALUES
+
+
+class _KnownLengths:
+    """The lengths of a step as ranks compare them; they follow ``DecodeLengths.update``."""
+
+    def __init__(self, whole: DecodeLengths) -> None:
+        self.renew(whole)
+
+    def renew(self, whole: DecodeLengths) -> bool:
+        """As ``Schedule.renew``."""
+        self.values = Values.of({"seqlens_kv": whole.host.tolist()})
+        return True
 
 
 def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

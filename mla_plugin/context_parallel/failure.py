@@ -3,7 +3,10 @@
 A rank whose backend raises keeps the error, sends and receives to the end (``Watch.attempt``), and says so when one
 number is reduced over the group (``Watch.close``). The error's text goes through the group's store.
 
-On the CPU the number is read at once: all ranks raise in the call that failed. On a CUDA device reading it would make
+The same goes for ranks that make different calls: a number of what they must have in common (``agreement``) is reduced
+with the status, and beforehand where the host may wait or calls of the kind have not been compared yet.
+
+On the CPU numbers are read at once: all ranks raise in the call that failed. On a CUDA device reading them would make
 the host wait, so the rank that failed raises at once and the others when their next call or backward on the group
 begins, before its first message; ``MLA_PLUGIN_CHECK=1`` makes them wait in the call itself. While a CUDA graph is
 captured nothing is reduced.
@@ -12,6 +15,7 @@ captured nothing is reduced.
 from __future__ import annotations
 
 import datetime
+import functools
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from mla_plugin import environment
+from mla_plugin.context_parallel.agreement import Terms, difference, is_agreed, note
 from mla_plugin.context_parallel.group import Group
 
 _PATIENCE = datetime.timedelta(seconds=30)
@@ -36,18 +41,19 @@ class ContextParallelError(RuntimeError):
 
 
 class _Status(NamedTuple):
-    """The reduced number of a call that is over, on its way to the host."""
+    """The reduced numbers of a call that is over, on their way to the host."""
 
-    number: torch.Tensor
+    numbers: torch.Tensor
     arrived: torch.cuda.Event
     key: str
+    terms: Terms
 
 
 @dataclass
 class _State:
-    """Of one group: how many calls were closed, and statuses that nobody has looked at."""
+    """Of one group: how many numbers were reduced, and statuses that nobody has looked at."""
 
-    closed: int = 0
+    reduced: int = 0
     unread: list[_Status] = field(default_factory=list)
 
 
@@ -64,13 +70,20 @@ def is_left_unread(device: torch.device) -> bool:
     return device.type == "cuda" and not environment.is_value_check_requested()
 
 
-def _on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy of the number on the host, and the event after which it is there."""
-    on_host = torch.empty(1, dtype=torch.int32, pin_memory=True)
-    on_host.copy_(number, non_blocking=True)
+def _on_its_way(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """A copy of the numbers on the host, and the event after which it is there."""
+    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    on_host.copy_(numbers, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     return on_host, arrived
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(device: torch.device) -> torch.Tensor:
+    """Times a number, what is reduced by its maximum: no failure, and the number from above and from below."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, 1, -1], device=device)
 
 
 class Watch:
@@ -78,29 +91,53 @@ class Watch:
 
     Args:
         group: of the call.
-        what: the call in a word, for the error's text.
         device: of its tensors.
     """
 
-    def __init__(self, group: Group, what: str, device: torch.device) -> None:
-        self._group, self._what, self._device = group, what, device
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
         self._state = _states.setdefault(group.process_group, _State())
+        self._terms: Terms | None = None
         self.error: Exception | None = None
 
-    def begin(self) -> None:
+    def begin(self, terms: Terms) -> None:
         """Before the first message, and after everything that needs none: the host may have to wait here.
 
+        Args:
+            terms: what this rank is about to run.
+
         Raises:
-            ContextParallelError: an earlier call on the group failed on another rank.
+            ContextParallelError: the ranks are about to run different things, one of them cannot run its own, or an
+                earlier call on the group failed on another rank.
+            RuntimeError: a CUDA graph is being captured, and the ranks have not compared such a call.
         """
+        self._terms = terms
+        is_new = not is_agreed(self._group, terms.kind)
         if is_capturing(self._device):
+            if is_new:
+                raise RuntimeError(
+                    "this kind of context-parallel call is captured in a CUDA graph before the ranks have compared it; "
+                    "run the same call once before the capture"
+                )
             return
+        self._read()
+        if is_new or not is_left_unread(self._device):
+            key, numbers = self._reduced(terms, "before")
+            if self.error is not None:
+                raise self.error
+            self._check(numbers, key, terms)
+        note(self._group, terms.kind)
+
+    def _read(self) -> None:
+        """Look at the statuses of earlier calls."""
         while self._state.unread:
             status = self._state.unread.pop(0)
             status.arrived.synchronize()
-            if failed := int(status.number):
+            try:
+                self._check(status.numbers, status.key, status.terms)
+            except ContextParallelError:
                 self._state.unread.clear()
-                self._raise(status.key, failed)
+                raise
 
     def attempt(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -119,36 +156,75 @@ class Watch:
         """Tell the other ranks, after the last message.
 
         Raises:
-            ContextParallelError: something failed, here or on another rank; the text names the rank.
+            ContextParallelError: something failed, here or on another rank, whose rank the text names; or the ranks
+                have run different things.
         """
+        assert self._terms is not None  # it was begun
         if is_capturing(self._device):
             if self.error is not None:
                 raise self.error
             return
-        group, self._state.closed = self._group, self._state.closed + 1
-        key = f"mla_plugin/failure/{self._state.closed}"
-        if self.error is not None:
-            said = f"context parallel {self._what} failed on rank {group.rank} of {group.size}: "
-            said += f"{type(self.error).__name__}: {self.error}"
-            _store_of(group).set(f"{key}/{group.rank}", said)
-        failed = 0 if self.error is None else group.rank + 1
-        number = torch.full((1,), failed, dtype=torch.int32, device=self._device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group.process_group)
+        key, numbers = self._reduced(self._terms, "at the end of")
         if not is_left_unread(self._device):
-            failed = int(number)
-        elif not failed:
-            self._state.unread.append(_Status(*_on_its_way(number), key))
-        if failed:
-            self._raise(key, failed)
+            self._check(numbers, key, self._terms)
+        elif self.error is None:
+            self._state.unread.append(_Status(*_on_its_way(numbers), key, self._terms))
+        else:
+            self._raise_failure(key, self._group.rank)
 
-    def _raise(self, key: str, failed: int) -> NoReturn:
-        store, key = _store_of(self._group), f"{key}/{failed - 1}"
+    def _reduced(self, terms: Terms, when: str) -> tuple[str, torch.Tensor]:
+        """Reduce over the group what this rank has to say; its error, if it has one, goes to the store before.
+
+        Returns:
+            the key of what is in the store; int64 [3] with the highest rank that failed + 1, the largest number of
+            terms, and minus the smallest.
+        """
+        group, self._state.reduced = self._group, self._state.reduced + 1
+        key, numbers = f"mla_plugin/call/{self._state.reduced}", _signs(self._device) * terms.number
+        if self.error is not None:
+            said = f"context parallel {terms.what} failed on rank {group.rank} of {group.size}: "
+            said += f"{type(self.error).__name__}: {self.error}"
+            _store_of(group).set(f"{key}/failure/{group.rank}", said)
+            numbers[0] = group.rank + 1
         try:
-            store.wait([key], _PATIENCE)
-            said = store.get(key).decode()
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.process_group)
+        except RuntimeError as error:  # gloo, when the group's timeout is over
+            raise ContextParallelError(
+                f"rank {group.rank} of {group.size} waited for the other ranks {when} a context parallel {terms.what}; "
+                f"one is gone or makes fewer calls. This call is {terms.text}. {error}"
+            ) from error
+        return key, numbers
+
+    def _check(self, numbers: torch.Tensor, key: str, terms: Terms) -> None:
+        """Raise what reduced numbers say; all ranks do, or none."""
+        failed, largest, minus_smallest = numbers.tolist()
+        if failed:
+            self._raise_failure(key, failed - 1)
+        if largest != -minus_smallest:
+            self._raise_difference(key, terms)
+
+    def _raise_failure(self, key: str, rank: int) -> NoReturn:
+        try:
+            (said,) = self._told([f"{key}/failure/{rank}"])
         except RuntimeError as error:
-            said = f"a context parallel call failed on rank {failed - 1}, whose error is not in the store: {error}"
+            said = f"a context parallel call failed on rank {rank}, whose error is not in the store: {error}"
         raise ContextParallelError(said) from self.error
+
+    def _raise_difference(self, key: str, terms: Terms) -> NoReturn:
+        group = self._group
+        try:
+            _store_of(group).set(f"{key}/terms/{group.rank}", terms.text)
+            said = difference(self._told([f"{key}/terms/{rank}" for rank in range(group.size)]))
+        except RuntimeError as error:
+            said = f"the ranks of cp_group make different calls, and not all are in the store: {error}; rank "
+            said += f"{group.rank} has {terms.text}"
+        raise ContextParallelError(said)
+
+    def _told(self, keys: list[str]) -> list[str]:
+        """Texts of the group's store."""
+        store = _store_of(self._group)
+        store.wait(keys, _PATIENCE)
+        return [store.get(key).decode() for key in keys]
 
 
 def _store_of(group: Group) -> torch._C._distributed_c10d.Store:

@@ -43,6 +43,11 @@ class Group:
         return cls._of_process_group(torch._C._distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
     @classmethod
+    def supposed(cls, size: int, rank: int) -> Group:
+        """A group that there is not: to be asked about, not to send to."""
+        return cls(None, size, rank)  # type: ignore[arg-type]
+
+    @classmethod
     def _of_process_group(cls, process_group: dist.ProcessGroup) -> Group:
         group = _groups.get(process_group)
         if group is None:

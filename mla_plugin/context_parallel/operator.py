@@ -19,6 +19,7 @@ from mla_plugin.context_parallel import run
 from mla_plugin.context_parallel.checks import checked_request
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.operations.attention import operator as plain
+from mla_plugin.operations.edges import edge_to
 
 _HINTS = get_type_hints(AttentionTensors)
 _NAMES = tuple(field.name for field in fields(AttentionTensors))
@@ -88,7 +89,7 @@ class _Attention(torch.autograd.Function):
     """The gradient of ``context_parallel_forward``; what a way keeps takes the place of q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, edge: torch.Tensor | None, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, kept = context_parallel_forward(*args)
         given = dict(zip(_DECLARED, args, strict=True))
@@ -96,30 +97,35 @@ class _Attention(torch.autograd.Function):
         ctx.lengths, ctx.shapes = tuple(lengths), tuple(given[name].shape for name in "qkv")
         ctx.values = {name: x for name, x in given.items() if name not in lengths and name not in ("q", "k", "v")}
         saved = kept or [*args[:3], out, lse]
-        ctx.save_for_backward(*saved, *lengths.values())
+        ctx.save_for_backward(*saved, edge, *lengths.values())
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors  # asked for once: recomputation gives it once
-        saved, lengths = list(tensors[:5]), dict(zip(ctx.lengths, tensors[5:], strict=True))
+        saved, edge, lengths = list(tensors[:5]), tensors[5], dict(zip(ctx.lengths, tensors[6:], strict=True))
         q_shape, _, v_shape = ctx.shapes
         if dout is None:  # the other ranks wait for messages even where no gradient comes
             dout = saved[0].new_zeros((*q_shape[:-1], v_shape[-1]))
         number = saved[0].new_empty(())
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
-            number.requires_grad_()
+            number = number.requires_grad_() if edge is None else number + edge.sum()
         stands = [number.expand(shape) for shape in ctx.shapes]
         given = dict(zip("qkv", stands, strict=True)) | ctx.values | lengths
         gradients = context_parallel_backward(dout, dlse, saved, *(given[name] for name in _DECLARED))
-        return (*gradients, *(None,) * (len(_DECLARED) - 3))
+        return (None, *gradients, *(None,) * (len(_DECLARED) - 3))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         raise NotImplementedError(
             "attention has no forward-mode derivative (jvp); use reverse mode: torch.autograd.grad or backward()"
         )
+
+
+def _edge(*args: Any) -> torch.Tensor | None:
+    """To q, k and v, where the way keeps something in their place."""
+    return edge_to(*args[:3]) if args[-1] == "a2a" else None
 
 
 def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -130,7 +136,7 @@ def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torc
                 "torch.func's grad, vjp, jvp and what is made of them do not go through attention; use "
                 "torch.autograd.grad or backward()"
             )
-        return *_Attention.apply(*args), []  # type: ignore[no-untyped-call]
+        return *_Attention.apply(_edge(*args), *args), []  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return context_parallel_forward(*args)  # type: ignore[no-any-return]
 

@@ -36,6 +36,17 @@ def packed_order(cu_seqlens_padded: torch.Tensor, size: int, tokens: int) -> tor
     return rank * tokens + start // size + local
 
 
+def order_of(
+    x: torch.Tensor, layout: Layout, cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None, size: int
+) -> torch.Tensor | None:
+    """``packed_order`` of a rank's packed tokens x, by the offsets of whole sequences; None in dense layouts."""
+    if not layout.is_packed:
+        return None
+    starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    assert starts is not None  # packed sequences have offsets
+    return packed_order(starts, size, x.shape[0])
+
+
 def in_order(parts: torch.Tensor, layout: Layout, order: torch.Tensor | None) -> torch.Tensor:
     """Whole sequences out of every rank's tokens.
 

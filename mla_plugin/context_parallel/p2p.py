@@ -17,7 +17,7 @@ from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.merge import merge
 from mla_plugin.context_parallel.sections import Section, half, section, sections_of
-from mla_plugin.context_parallel.transport import Hop, Pending, hop, ring_hop
+from mla_plugin.context_parallel.transport import Hop, Pending, hop, is_batched, ring_hop
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 
 
@@ -58,11 +58,12 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
     group, tensors = call.group, call.tensors
     here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _Sums(call)
+    batched = is_batched(group, tensors.q.device)
     for step in range(group.size):
         there, pending = here, Pending()
         if step + 1 < group.size:
             there = buffers.next()
-            pending = hop(group, [ring_hop(group, here, there)])
+            pending = hop(group, [ring_hop(group, here, there)], batched=batched)
         watch.attempt(sums.add, (group.rank - step) % group.size, *here)
         pending.wait()
         here = there
@@ -74,6 +75,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     group = call.group
     here: Sequence[torch.Tensor] = (saved.k.contiguous(), saved.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _GradientSums(call, saved, dout, dlse, here)
+    batched = is_batched(group, dout.device)
     for step in range(group.size + 1):
         there, hops = here, []
         if step + 1 < group.size:
@@ -81,7 +83,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
             hops.append(ring_hop(group, here, there))
         if step >= 2:  # the gradients of the step before; those of step 0 are this rank's own
             hops.append(sums.homeward(step - 1))
-        pending = hop(group, hops)
+        pending = hop(group, hops, batched=batched)
         if step < group.size:
             watch.attempt(sums.add, step, *here)
         pending.wait()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.context_parallel.agreement import agree, is_agreed
+from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, terms_of
 from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.checks import WAYS, check_values, checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
+from mla_plugin.context_parallel.transport import is_batched
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.operations.attention.compute import reads_lengths
 
 _OF_TENSORS: tuple[str, ...] = (
@@ -44,17 +47,16 @@ def forward(
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """
     request = checked_request(tensors, options, group.size, cp_comm_type)
-    if reads_lengths(request):
-        check_values(tensors, request, group.size)
+    values = lengths_read(tensors, request, group.size)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
-    if _is_empty(tensors):
+    watch, is_empty = Watch(group, tensors.q.device), _is_empty(tensors)
+    if not is_empty:
+        watch.attempt(call.prepare, way.requests(call))
+    watch.begin(terms_of_call(call, cp_comm_type, "forward", values))
+    if is_empty:
         q = tensors.q
         lse = q.new_full(call.layout.lse_shape(q.shape), -torch.inf, dtype=call.wide)
         return q.new_zeros((*q.shape[:-1], tensors.v.shape[-1])), lse, []
-    watch = Watch(group, "forward", tensors.q.device)
-    watch.attempt(call.prepare, way.requests(call))
-    watch.begin()
-    agree_on(call, cp_comm_type, watch)
     found: Forward | None = way.forward(call, watch, wants_lse=options.return_lse)
     watch.close()
     assert found is not None  # or the watch has an error, and has raised
@@ -84,12 +86,13 @@ def backward(
     """
     request = checked_request(tensors, options, group.size, cp_comm_type)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
-    if _is_empty(tensors):
+    watch, is_empty = Watch(group, dout.device), _is_empty(tensors)
+    if not is_empty:
+        watch.attempt(call.prepare, way.requests(call))
+    watch.begin(terms_of_call(call, cp_comm_type, "backward", values_of_backward(cp_comm_type, dlse)))
+    if is_empty:
         dq, dk, dv = (x.new_zeros(x.shape) for x in (tensors.q, tensors.k, tensors.v))
         return dq, dk, dv
-    watch = Watch(group, "backward", dout.device)
-    watch.attempt(call.prepare, way.requests(call))
-    watch.begin()
     found: Backward | None = way.backward(call, Saved.of(saved), dout, dlse, watch)
     watch.close()
     assert found is not None  # or the watch has an error, and has raised
@@ -101,34 +104,58 @@ def _is_empty(tensors: AttentionTensors) -> bool:
     return tensors.q.numel() == 0 or tensors.k.numel() == 0
 
 
-def agree_on(call: Call, cp_comm_type: str, watch: Watch, more: Mapping[str, Any] | None = None) -> None:
-    """Compare a call with those of the other ranks, where calls of its kind have not been compared before.
+def lengths_read(tensors: AttentionTensors, request: AttentionRequest, size: int) -> Values:
+    """The offsets, checked, where values are read; they must be the same on all ranks.
+
+    Raises:
+        ValueError: they are wrong.
+    """
+    if not reads_lengths(request):
+        return NO_VALUES
+    check_values(tensors, request, size)
+    given = ((name, getattr(tensors, name)) for name in LENGTHS)
+    return Values.of({name: x.tolist() for name, x in given if x is not None})
+
+
+def values_of_backward(cp_comm_type: str, dlse: torch.Tensor | None) -> Values:
+    """What the messages of a backward depend on beside its forward's terms: ``a2a`` sends for a gradient of lse."""
+    return _dlse(dlse is not None) if cp_comm_type == "a2a" else NO_VALUES
+
+
+@functools.cache
+def _dlse(is_given: bool) -> Values:
+    return Values.of({"gradient of lse": "given" if is_given else "none"})
+
+
+def terms_of_call(
+    call: Call, cp_comm_type: str, what: str, values: Values, more: Mapping[str, Any] | None = None
+) -> Terms:
+    """What the other ranks must be about to run too.
 
     Args:
         call: what this rank is about to run.
         cp_comm_type: the way.
-        watch: of the call, with what this rank cannot do.
+        what: ``forward`` or ``backward``.
+        values: of this call.
         more: what must be equal besides, by its name; hashable values.
-
-    Raises:
-        ContextParallelError: settings differ, or another rank has an error.
     """
-    tensors, more = call.tensors, more or {}
+    tensors, more = call.tensors, dict(more or {})
+    if cp_comm_type == "p2p":
+        more["NVTE_BATCH_MHA_P2P_COMM"] = int(is_batched(call.group, tensors.q.device))
     shapes = (tuple(tensors.q.shape), tuple(tensors.k.shape), tuple(tensors.v.shape))
-    kind = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
-    if not is_agreed(call.group, kind):
-        device = tensors.q.device
-        settings = {**_settings(shapes, call, cp_comm_type), **more}
-        agree(call.group, kind, settings, watch.error, device)
+    key = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
+    return terms_of(call.group, what, key, lambda: {**_settings(shapes, call, cp_comm_type), **more}, values)
 
 
 def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:
     """What must be equal on all ranks, by the name that a caller knows."""
     names = CallOptions._fields + _OF_TENSORS
     settings = {name: getattr(call.request, name) for name in names}
+    for name in ("max_seqlen_q", "max_seqlen_kv"):  # of whole sequences, as the caller says them
+        settings[name] *= call.group.size
     settings |= dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))
     return settings | {
         "cp_comm_type": cp_comm_type,
         "backend": call.backend,
-        "softmax_scale": call.tensors.softmax_scale,
+        "softmax_scale": float(call.tensors.softmax_scale),
     }

@@ -1,17 +1,18 @@
 """Messages between the ranks of a group: a hop of sends and receives, an all-to-all, an all-gather.
 
 Every rank of a group must make the same messages in the same order. Each hop is one batch that is alike on all ranks,
-on one communicator: unbatched pairs create communicators one by one, and asymmetric batches can wait for each other.
+on one communicator: asymmetric batches can wait for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from mla_plugin import environment
 from mla_plugin.context_parallel.group import Group
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,14 +47,42 @@ class Pending:
         self._works.clear()
 
 
-def hop(group: Group, hops: Iterable[Hop]) -> Pending:
-    """Start hops, all in one batch: every rank makes as many, with the same distances."""
+def is_batched(group: Group, device: torch.device) -> bool:
+    """Hops are one batch each, and not sends and receives one by one, as NVTE_BATCH_MHA_P2P_COMM=0 asks for.
+
+    TransformerEngine sends one by one unless asked otherwise, but never between two ranks before compute capability
+    10.0. One by one each pair of ranks gets a communicator of its own when they first meet, which may be in the middle
+    of a step; so here a batch is the default.
+
+    Raises:
+        EnvironmentVariableError: the variable is no integer.
+    """
+    if environment.is_p2p_batch_allowed():
+        return True
+    return group.size == 2 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (10, 0)
+
+
+def hop(group: Group, hops: Iterable[Hop], *, batched: bool = True) -> Pending:
+    """Start hops: every rank makes as many, with the same distances, and all ranks in one batch or none."""
     process_group = group.process_group
-    operations = []
+    operations: list[tuple[Any, torch.Tensor, int]] = []
     for to, send, source, receive in hops:
-        operations += [dist.P2POp(dist.isend, x, group=process_group, group_peer=to) for x in send]
-        operations += [dist.P2POp(dist.irecv, x, group=process_group, group_peer=source) for x in receive]
-    return Pending(dist.batch_isend_irecv(operations) if operations else ())
+        sends = [(dist.isend, x, to) for x in send]
+        receives = [(dist.irecv, x, source) for x in receive]
+        # where two ranks exchange, one of them sends first: one by one, their messages are in one queue
+        operations += sends + receives if batched or group.rank < to else receives + sends
+    if not batched:
+        return Pending([_alone(process_group, *operation) for operation in operations])
+    if not operations:
+        return Pending()
+    batch = [dist.P2POp(start, x, group=process_group, group_peer=peer) for start, x, peer in operations]
+    return Pending(dist.batch_isend_irecv(batch))
+
+
+def _alone(process_group: dist.ProcessGroup, start: Any, x: torch.Tensor, peer: int) -> dist.Work:
+    work = start(x, group=process_group, **{"group_dst" if start is dist.isend else "group_src": peer})
+    assert work is not None  # this process is in the group
+    return work  # type: ignore[no-any-return]
 
 
 def ring_hop(group: Group, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Hop:

@@ -6,7 +6,8 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, overload
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
@@ -14,7 +15,9 @@ from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.operations.attention.api import DescribedCall, described_call
+from mla_plugin.operations.attention import api as attention_api
+from mla_plugin.operations.decode import api as decode_api
+from mla_plugin.operations.latent import api as latent_api
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
 from mla_plugin.resolver.explanation import describe
@@ -27,7 +30,8 @@ _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 
 _ACCEPTED = (
     "accepted are an AttentionRequest, a DecodeRequest, the tensors q, k, v with the arguments of "
-    "mla_plugin.attention, or a model: a transformers PreTrainedModel or a Megatron-Core module such as GPTModel"
+    "mla_plugin.attention, the function latent_attention or decode with its arguments, or a model: a transformers "
+    "PreTrainedModel or a Megatron-Core module such as GPTModel"
 )
 
 
@@ -69,14 +73,27 @@ def explain(
     environ: Mapping[str, str] | None = None,
     te_release: str | None = None,
 ) -> str: ...
+@overload
+def explain(
+    call: Callable[..., Any],
+    /,
+    *tensors: torch.Tensor,
+    why: str | None = None,
+    platform: Platform | None = None,
+    environ: Mapping[str, str] | None = None,
+    te_release: str | None = None,
+    **arguments: Any,
+) -> str: ...
 def explain(*subject: Any, **arguments: Any) -> str:
     """Which backend runs and why, in words. Nothing is computed; tensors and models of the meta device will do.
 
-    Three things can be asked about:
+    Four things can be asked about:
 
     - ``explain(request)``: an ``AttentionRequest`` or a ``DecodeRequest``;
     - ``explain(q, k, v, **arguments of attention)``: exactly the call that ``mla_plugin.attention`` would make, with
       its defaults, under the same autocast, with a backward where a tensor requires grad;
+    - ``explain(latent_attention, q, c_kv, ..., **arguments)``, ``explain(decode, q_nope_abs, ..., **arguments)``: the
+      same of these functions; with ``cp_group`` the sections that this rank computes;
     - ``explain(model, batch_size=1, seqlen=4096)``: every kind of layer of a transformers ``PreTrainedModel`` or of a
       Megatron-Core module: training, or prefill and the next token for a model in evaluation; what runs, and what
       would be faster and why it does not run.
@@ -107,8 +124,10 @@ def explain(*subject: Any, **arguments: Any) -> str:
     first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
     if isinstance(first, (AttentionRequest, DecodeRequest)):
         return _bound(explain_request, "request", subject, arguments)
-    if isinstance(first, torch.Tensor) or "q" in arguments or len(subject) > 1:
-        return _explain_call(*subject, **arguments)
+    if isinstance(first, FunctionType) and first in _CALLS:
+        return _explain_call(_CALLS[first], *subject[1:], **arguments)
+    if isinstance(first, torch.Tensor) or "q" in arguments or (len(subject) > 1 and not callable(first)):
+        return _explain_call(asked_by_attention, *subject, **arguments)
     if _adapter(first) is not None:
         return _bound(_explain_model, "model", subject, arguments)
     raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
@@ -131,6 +150,7 @@ def _kind_of(given: object) -> str:
 
 
 def _explain_call(
+    ask: Callable[..., Asked],
     *tensors: Any,
     why: str | None = None,
     platform: Platform | None = None,
@@ -138,24 +158,66 @@ def _explain_call(
     te_release: str | None = None,
     **arguments: Any,
 ) -> str:
-    call = described_call(*tensors, **arguments)
-    if not (call.tensors.q.numel() and call.tensors.k.numel()):
+    asked = ask(*tensors, **arguments)
+    if not asked.requests:
         return "=> no backend: a call without queries or keys has nothing to compute"
-    heading, requests = _asked_by(call)
-    options: dict[str, Any] = {"platform": platform, "environ": environ, "te_release": te_release}
-    text = [
-        explain_request(_on_device(request, platform), backend=call.backend, why=why, **options) for request in requests
-    ]
-    return "\n\n".join(text if heading is None else [heading, *text])
+    options: dict[str, Any] = {"backend": asked.backend, "why": why, "platform": platform, "environ": environ}
+    options |= {"te_release": te_release}
+    text = [explain_request(_on_device(request, platform), **options) for request in asked.requests]
+    return "\n\n".join(text if asked.heading is None else [asked.heading, *text])
 
 
-def _asked_by(call: DescribedCall) -> tuple[str | None, tuple[AttentionRequest, ...]]:
-    """What backends are asked for in a call; several requests with a heading where a group of ranks shares it."""
+class Asked(NamedTuple):
+    """What a call asks backends for.
+
+    Attributes:
+        heading: the way in words where ranks of a group share the call.
+        requests: each kind once; none where there is nothing to compute.
+        backend: the one that the call names.
+    """
+
+    heading: str | None
+    requests: tuple[AttentionRequest | DecodeRequest, ...]
+    backend: str | None
+
+
+def asked_by_attention(*tensors: Any, **arguments: Any) -> Asked:
+    """Of ``attention``, with its arguments."""
+    call = attention_api.described_call(*tensors, **arguments)
+    if not (call.tensors.q.numel() and call.tensors.k.numel()):
+        return Asked(None, (), call.backend)
     if call.cp_group is None:
-        return None, (request_of(call.tensors, call.options),)
-    from mla_plugin.context_parallel.api import sections_of_call
+        return Asked(None, (request_of(call.tensors, call.options),), call.backend)
+    from mla_plugin.context_parallel import described
 
-    return sections_of_call(call.tensors, call.options, call.cp_group, call.cp_comm_type)
+    return Asked(*described.of_attention(*call[:2], call.cp_group, call.cp_comm_type), call.backend)
+
+
+def asked_by_latent_attention(*tensors: Any, **arguments: Any) -> Asked:
+    """Of ``latent_attention``, with its arguments."""
+    from mla_plugin.context_parallel import described
+
+    call, cp_group, cp_comm_type = latent_api.described_call(*tensors, **arguments)
+    if not (call.tensors.q.numel() and call.tensors.c_kv.numel()):
+        return Asked(None, (), call.backend)
+    return Asked(*described.of_latents(call, cp_group, cp_comm_type), call.backend)
+
+
+def asked_by_decode(*tensors: Any, **arguments: Any) -> Asked:
+    """Of ``decode``, with its arguments."""
+    from mla_plugin.context_parallel import described
+
+    call = decode_api.described_call(*tensors, **arguments)
+    if not call.tensors.q_nope_abs.numel():
+        return Asked(None, (), call.backend)
+    return Asked(*described.of_decode(call.tensors, call.host, call.cp_group, call.cp_interleave), call.backend)
+
+
+_CALLS: dict[object, Callable[..., Asked]] = {
+    attention_api.attention: asked_by_attention,
+    latent_api.latent_attention: asked_by_latent_attention,
+    decode_api.decode: asked_by_decode,
+}
 
 
 def _on_device(
@@ -236,8 +298,9 @@ def _each_asked(
     if isinstance(call, DecodeRequest):
         yield what, call
         return
-    heading, requests = _asked_by(described_call(*call.tensors, **call.arguments))
-    yield from ((what if heading is None else f"{what}, {heading}", request) for request in requests)
+    asked = asked_by_attention(*call.tensors, **call.arguments)
+    heading = what if asked.heading is None else f"{what}, {asked.heading}"
+    yield from ((heading, request) for request in asked.requests)
 
 
 def _survey(request: AttentionRequest | DecodeRequest, options: dict[str, Any]) -> Decision | DecodeDecision:

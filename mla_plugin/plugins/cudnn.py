@@ -4,6 +4,10 @@ What it takes is the intersection of two rule books, so that the kernel is never
 PyTorch's own checks before it calls cuDNN (``can_use_cudnn_attention`` in aten's ``sdp_utils.cpp``), and those of
 TransformerEngine (``nvte_get_fused_attn_backend`` in ``fused_attn.cpp``). Each refusal names its source.
 
+PyTorch passes cuDNN no alignment but top-left, so a causal mask that ends at the last key of more keys than queries is
+computed as two parts, which the kernel takes: the keys that every query sees, and the square behind them. The parts are
+merged by their log-sum-exp; in the backward each is given the out and the log-sum-exp of the whole.
+
 The kernel has no input for the gradient of the log-sum-exp and, at 192/128, no spare column to carry it, so a request
 that trains on lse gets its backward from ``sdpa``.
 """
@@ -11,16 +15,16 @@ that trains on lse gets its backward from ``sdpa``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import Layout, aligned
+from mla_plugin.arguments.layout import addressable, aligned
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.shared.packed import addressable
 from mla_plugin.plugins.shared.refusals import (
     NO_DECODE,
     accepted_without_dlse,
@@ -34,6 +38,7 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 BROKEN_CUDNN = ((9, 10, 0), (9, 10, 1))
 MAX_GRID = 65_535
+LEAST_KEYS = 2
 
 
 def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
@@ -86,11 +91,15 @@ def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
     if request.has_sliding_window:
         yield f"window_size={request.window_size}, accepted is (-1, -1) or (-1, 0): PyTorch passes no window"
     if request.is_causal and len_q != len_kv:
-        yield f"a causal mask with max_seqlen_q={len_q} != max_seqlen_kv={len_kv}: alignments differ"
+        found = f"a causal mask with max_seqlen_q={len_q}, max_seqlen_kv={len_kv}"
+        if not request.bottom_right_diagonal:
+            yield f"{found}, expected are equal lengths or attn_mask_type='causal_bottom_right'"
+        elif len_q != 1 and len_kv - len_q < LEAST_KEYS:
+            yield f"{found}, expected are at least {LEAST_KEYS} keys more than queries [PyTorch]"
     if not len_q or not request.batch_size:
         yield f"batch_size={request.batch_size}, max_seqlen_q={len_q}, accepted is at least 1 [PyTorch]"
-    if len_kv < 2:
-        yield f"max_seqlen_kv={len_kv} < 2 [PyTorch]"
+    if len_kv < LEAST_KEYS:
+        yield f"max_seqlen_kv={len_kv} < {LEAST_KEYS} [PyTorch]"
     if max(request.batch_size, request.num_heads) > MAX_GRID:
         yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, accepted is up to {MAX_GRID} [PyTorch]"
 
@@ -126,18 +135,37 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     return accepted_without_dlse(request)
 
 
-def _kernel_input(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """x as [B, H, S, D], copied where it is not aligned or a dimension is broadcast: cuDNN wants real strides."""
-    return addressable(layout.to_bhsd(x))
+def _parts(request: AttentionRequest) -> tuple[tuple[int, int, bool], ...]:
+    """First key, number of keys and whether the mask is causal, of each call of the kernel."""
+    before = request.max_seqlen_kv - request.max_seqlen_q
+    if not before or not request.is_causal or request.max_seqlen_q == 1:  # a single query sees every key
+        return ((0, request.max_seqlen_kv, request.is_causal and not before),)
+    return (0, before, False), (before, request.max_seqlen_q, True)
+
+
+def _merged(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
+    """Out and log-sum-exp [B, H, S_q, 1] of both parts' keys; every query sees keys of both."""
+    lse = torch.logaddexp(first[1], second[1])
+    out = first[0] * (first[1] - lse).exp_()  # float32
+    return out.addcmul_(second[0], (second[1] - lse).exp_()).to(first[0].dtype), lse
 
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention; cuDNN's softmax statistics are the natural-log log-sum-exp, [B, H, S_q] in float32."""
-    request = plan.request
-    q, k, v = (_kernel_input(x, request.layout) for x in (tensors.q, tensors.k, tensors.v))
-    out, lse, *_ = _forward(q, k, v, None, True, 0.0, request.is_causal, False, scale=tensors.softmax_scale)
-    return AttentionOutput(request.layout.from_bhsd(out).contiguous(), lse.view(q.shape[:-1]))
+    request, layout = plan.request, plan.request.layout
+    q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+    q, k, v = addressable(q), addressable(k), addressable(v)  # cuDNN wants real strides
+    scale, parts = tensors.softmax_scale, _parts(request)
+    if len(parts) == 1:
+        out, lse, *_ = _forward(q, k, v, None, True, 0.0, parts[0][2], False, scale=scale)
+    else:
+        found = (
+            _forward(q, k.narrow(2, *keys), v.narrow(2, *keys), None, True, 0.0, is_causal, False, scale=scale)[:2]
+            for *keys, is_causal in parts
+        )
+        out, lse = _merged(*found)
+    return AttentionOutput(layout.from_bhsd(out).contiguous(), lse.squeeze(-1))
 
 
 @hookimpl
@@ -152,26 +180,20 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
         ValueError: dlse is given; a request with return_lse=True plans its backward on ``sdpa``.
     """
     refuse_dlse("cudnn", dlse)
-    request, tensors = plan.request, residuals.tensors
+    request, layout, tensors = plan.request, plan.request.layout, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (request.layout.to_bhsd(aligned(x.contiguous())) for x in inputs)
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    dq, dk, dv = _backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        residuals.lse.contiguous().unsqueeze(-1),
-        no_seed,
-        no_seed,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        request.is_causal,
-        scale=tensors.softmax_scale,
-    )
-    return Gradients(*(request.layout.from_bhsd(x).contiguous() for x in (dq, dk, dv)))
+    dout, q, k, v, out = [layout.to_bhsd(aligned(x.contiguous())) for x in inputs]
+    lse = residuals.lse.contiguous().unsqueeze(-1)
+    no_seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
+    found = []
+    for first, length, is_causal in _parts(request):
+        of_part = [x.narrow(2, first, length) for x in (k, v)]
+        sizes = (q.shape[2], length, 0.0, is_causal)
+        unused = (no_seed, no_seed, None, None, None)
+        found.append(_backward(dout, q, *of_part, out, lse, *unused, *sizes, scale=tensors.softmax_scale))
+    from_bhsd = layout.from_bhsd
+    dq, dk, dv = found[0]
+    if len(found) == 2:
+        dq = (dq.float() + found[1][0]).to(dq.dtype)
+        dk, dv = (torch.cat(pair, 2) for pair in zip(found[0][1:], found[1][1:], strict=True))
+    return Gradients(from_bhsd(dq).contiguous(), from_bhsd(dk).contiguous(), from_bhsd(dv).contiguous())

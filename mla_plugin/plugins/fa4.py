@@ -23,13 +23,14 @@ import torch
 from packaging.version import Version
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import addressable
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
-from mla_plugin.plugins.shared.packed import Rows, addressable
+from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import (
     NO_DECODE,
     accepted_without_dlse,
@@ -232,7 +233,7 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention by keyword: ``qv`` is the fourth positional argument of the library's functions."""
     request, library = plan.request, _library()
     rows = Rows.of(request, tensors)
-    q, k = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k))
+    q, k = addressable(rows.of_tensor(tensors.q)), addressable(rows.of_tensor(tensors.k))
     v = rows.clean_keys(tensors.v)
     function = library.flash_attn_func if rows.q is None else library.flash_attn_varlen_func
     options, window = _options(request, tensors.softmax_scale, rows)
@@ -250,8 +251,8 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     refuse_dlse("fa4", dlse)
     request, tensors = plan.request, residuals.tensors
     rows = Rows.of(request, tensors)
-    dout, q = (rows.clean_queries(x) for x in (dout, tensors.q))
-    k, v = (rows.clean_keys(x) for x in (tensors.k, tensors.v))
+    dout, q = rows.clean_queries(dout), rows.clean_queries(tensors.q)
+    k, v = rows.clean_keys(tensors.k), rows.clean_keys(tensors.v)
     options, (left, right) = _options(request, tensors.softmax_scale, rows)
     dq, dk, dv, *_ = _library()._flash_attn_bwd(
         q,

@@ -315,3 +315,61 @@ def test_help_says_how_a_running_program_is_asked(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1" in out
     assert "NVTE_DEBUG_LEVEL=2" in out
+
+
+def test_the_sections_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = explain(capsys, *A100, "--cp-size", "4", "--cp-rank", "1")
+    assert status == 0
+    assert out.startswith(
+        "context parallel, p2p, rank 1 of 4: 3 kinds of sections\n\nbshd bfloat16, batch 2, lengths 1024"
+    )
+    assert out.count("=> forward: ") == 3
+    found = decision(capsys, *A100, "--cp-size", "4", "--cp-comm-type", "a2a")
+    assert found["context_parallel"] == "context parallel, a2a, rank 0 of 4: 1 section"
+    (section,) = found["sections"]
+    assert (section["request"]["num_heads"], section["request"]["max_seqlen_q"]) == (32, 4096)
+    assert section["plan"]["backward"] == "triton"
+    packed = "--format thd --mask padding_causal --pad-between-seqs --cp-size 2 --batch-size 3 --host megatron"
+    *_, back = decision(capsys, *A100, *packed.split())["sections"]
+    assert back["request"]["max_seqlen_kv"] == 2048
+    assert back["request"]["pad_between_seqs"]
+
+
+def test_latents(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = decision(capsys, *A100, "--latent", "--seqlen-q", "131072")["request"]["num_heads"]
+    assert heads == 8  # 2 x 131072 tokens of 320 numbers in 2 bytes are 160 MiB a head
+    found = decision(capsys, *A100, "--latent", "--cp-size", "8", "--format", "bhsd", "--inference")
+    assert found["context_parallel"] == "context parallel, latent all_gather, rank 0 of 8: 2 kinds of sections"
+    assert [s["request"]["max_seqlen_kv"] for s in found["sections"]] == [256, 4096]
+
+
+def test_decode_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--decode --cp-size 4 --cp-rank 3 --cp-interleave 64 --seqlen-q 2 --seqlen-kv 1000 --leftpad --no-host-lengths"
+    )
+    found = decision(capsys, *A100, *flags.split())
+    (section,) = found["sections"]
+    wanted = {"batch_size": 4, "seqlen_q": 1, "max_seqlen_kv": 256, "return_lse": True, "has_leftpad_kv": True}
+    assert wanted.items() <= section["request"].items()
+    assert not section["request"].get("has_host_lengths")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--cp-size 4 --cp-rank 4", "--cp-rank 4 with --cp-size 4; 0 to 3 is accepted"),
+        ("--cp-size 4 --seqlen-q 12", "--seqlen-q 12 over 4 ranks; a multiple of 8 is accepted"),
+        ("--cp-size 4 --mask causal_bottom_right", "cp_comm_type='all_gather' or 'a2a' takes it"),
+        ("--cp-size 4 --cp-comm-type ring", "cp_comm_type='ring'; accepted: p2p, all_gather, a2a"),
+        ("--cp-size 4 --dropout 0.5", "dropout_p=0.5; context parallelism takes 0"),
+        ("--cp-size 4 --bias post_scale_bias", "--bias post_scale_bias with --cp-size or --latent"),
+        ("--latent --cp-size 2 --cp-comm-type p2p", "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),
+        ("--latent --kv-heads 4", "--kv-heads have no meaning with --latent"),
+        ("--latent --rope 192", "--rope 192 with --head-dim-qk 192"),
+        ("--decode --cp-comm-type a2a", "--latent and --cp-comm-type have no meaning with --decode"),
+    ],
+)
+def test_what_ranks_cannot_do_is_status_2(capsys: pytest.CaptureFixture[str], flags: str, text: str) -> None:
+    status, out, err = explain(capsys, "--device", "cpu", *flags.split())
+    assert (status, out) == (2, "")
+    assert text in err

@@ -10,13 +10,15 @@ import torch
 import mla_plugin
 from mla_plugin import AttentionRequest, device
 from mla_plugin.compat.transformer_engine import wrapper as wrapper_module
+from mla_plugin.context_parallel import api as context_parallel
+from mla_plugin.hooks.attention import AttentionOutput
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Platform
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.operations.attention.run import run
 from mla_plugin.resolver import asking
 from tests.compat import te_host
-from tests.compat.te_parts import D_QK, D_V, PARAMETERS, VERSION, attention, te, tensors, with_gradients
+from tests.compat.te_parts import D_QK, D_V, ORIGINAL, PARAMETERS, VERSION, attention, te, tensors, with_gradients
 
 
 def packed(lengths=(4, 5), slots=None, **options) -> dict:
@@ -52,14 +54,103 @@ def test_fills_packed_causal_self_attention(te_calls, fill, monkeypatch, mask) -
     assert attention()(q, k, v, **arguments) == 7.0
 
 
-@pytest.mark.parametrize(("size", "is_filled"), [(2, False), (1, True)])
-def test_no_gap_is_filled_over_several_ranks(te_calls, fill, monkeypatch, size, is_filled) -> None:
+def test_a_group_of_one_rank_is_filled_as_none(te_calls, fill, monkeypatch) -> None:
     module = attention()
-    group = Mock(size=size)
-    module.set_context_parallel_group(group, list(range(size)), Mock(), "p2p")
+    module.set_context_parallel_group(Mock(size=1), [0], Mock(), "p2p")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
     module(*tensors(12, qkv_format="thd"), **packed((4, 5), (5, 7)), pad_between_seqs=True)
-    assert bool(te_calls) is not is_filled
+    assert not te_calls
+
+
+@pytest.fixture
+def over_ranks(te_calls, fill, monkeypatch: pytest.MonkeyPatch):
+    """A module of rank 1 of 2; what would run through our context parallelism is kept instead, and answered by 1."""
+    group = Mock(spec=torch.distributed.ProcessGroup)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda given: 2)
+    ran = []
+
+    def answer(tensors, options, backend, given, comm_type):
+        ran.append((options, comm_type))
+        assert given is group
+        assert backend is None
+        return AttentionOutput(torch.ones(*tensors.q.shape[:-1], D_V), torch.zeros(1))
+
+    monkeypatch.setattr(context_parallel, "attention", answer)
+
+    def module(comm_type: str = "p2p", groups: int = 2, **options) -> torch.nn.Module:
+        made = attention(groups=groups, **options)
+        made.set_context_parallel_group(group, [0, 1], Mock(), comm_type)
+        return made
+
+    module.ran = ran
+    return module
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mla_over_ranks_where_it_fails(over_ranks, te_calls, comm_type, groups) -> None:
+    """Whatever is selected: p2p fails for grouped heads (issue 2868), the others for all, up to 2.14."""
+    is_gap = release() < (2, 15) and (comm_type != "p2p" or groups == 1)
+    is_ours = is_gap and not (comm_type == "a2a" and groups == 1)  # 1 head over 2 ranks, which is neither's
+    out = over_ranks(comm_type, groups)(*tensors(6, groups=groups))
+    assert bool(te_calls) is not is_ours
+    if is_ours:
+        assert out.shape == (2, 6, 2 * D_V)
+        ((options, ran),) = over_ranks.ran
+        assert (ran, options.qkv_format, options.attn_mask_type) == (comm_type, "bshd", "causal")
+
+
+@pytest.mark.parametrize("is_selected", [False, True])
+def test_padding_between_sequences_over_ranks(over_ranks, te_calls, monkeypatch, is_selected) -> None:
+    """Rank 1 has half of each padded sequence; lengths are those of whole sequences."""
+    asked = []
+
+    def select(params):
+        asked.append(params)
+        return False, None, is_selected, 1, False, []
+
+    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
+    arguments = packed((7, 9), (8, 12), max_seqlen_q=12, max_seqlen_kv=12)
+    over_ranks()(*tensors(10, qkv_format="thd", dims=(D_QK, D_V)), **arguments)
+    assert bool(te_calls) is is_selected
+    assert asked[0].context_parallel
+    assert asked[0].max_seqlen_q == 12
+    if not is_selected:
+        ((options, _),) = over_ranks.ran
+        assert (options.max_seqlen_q, options.pad_between_seqs) == (12, True)
+
+
+@pytest.mark.parametrize("how", ["two levels", "odd", "strict", "unset"])
+def test_calls_over_ranks_that_stay(over_ranks, te_calls, monkeypatch, how) -> None:
+    module = over_ranks("p2p", groups=1)
+    if how == "two levels":
+        module.cp_comm_type, module.cp_group = "a2a+p2p", [module.cp_group] * 2
+    if how in ("strict", "unset"):
+        monkeypatch.delenv("MLA_PLUGIN_TE")
+    if how == "strict":
+        monkeypatch.setenv("NVTE_MLA_TRITON", "1")
+    module(*tensors(5 if how == "odd" else 6, groups=1))
+    assert te_calls
+    assert not over_ranks.ran
+
+
+def test_the_selection_over_ranks_is_asked_as_transformer_engine_asks_it(over_ranks, te_calls, monkeypatch) -> None:
+    """Every field of its AttentionParams, by TransformerEngine's own forward and by us."""
+    asked = []
+
+    def select(params):
+        asked.append({name: value for name, value in vars(params).items() if name not in ("fp8_meta", "qkv_type")})
+        return False, None, False, None, False, []
+
+    monkeypatch.setattr(te.dpa_utils, "get_attention_backend", select)
+    module, t = over_ranks(), tensors(10, qkv_format="thd", kind=te_host.OnDevice)
+    arguments = packed((7, 9), (8, 12), max_seqlen_q=12, max_seqlen_kv=12)
+    module(*t, **arguments)
+    monkeypatch.setattr(te, "get_distributed_world_size", lambda given: 2)
+    with te_host.CudaIsCpu(), pytest.raises(ValueError, match="No dot product attention backend"):
+        ORIGINAL(module, *t, **arguments)
+    ours, its_own = asked
+    assert ours == its_own
 
 
 def test_the_filled_gap_equals_transformer_engines_unfused_attention(fill, monkeypatch) -> None:

@@ -210,13 +210,30 @@ def test_a_projection_that_cannot_be_absorbed_over_a_static_cache(padding, spy):
     assert torch.equal(found, generate(eager, padding, cache_implementation="static"))
 
 
-def test_autocast_is_expanded(spy):
-    model = fresh()
-    past = prefill(model)
-    spy.calls.clear()
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_autocast_decodes_over_latents_of_its_own_dtype(weights, spy):
+    model = fresh().to(weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        past = prefill(model)
+        spy.calls.clear()
         step(model, past)
-    assert spy.calls == {"expanded": 2}
+    assert spy.calls == {"absorbed" if weights is torch.bfloat16 else "expanded": 2}
+
+
+def test_a_frozen_model_decodes_over_latents_with_gradients_enabled(spy):
+    model, eager = fresh().requires_grad_(False), fresh(implementation="eager")
+    past, other = prefill(model), prefill(eager)
+    spy.calls.clear()
+    with torch.enable_grad():
+        found = model(torch.tensor([[5]] * 3), past_key_values=past).logits
+    assert spy.calls == {"absorbed": 2}
+    with torch.no_grad():
+        torch.testing.assert_close(found, eager(torch.tensor([[5]] * 3), past_key_values=other).logits)
+
+
+def test_a_few_keys_are_expanded(monkeypatch):
+    monkeypatch.setattr(latent, "LEAST_KEYS", 64)
+    assert [latent.is_decode(1, s_kv, 512, 128, 128) for s_kv in (3, 63, 64)] == [False, False, True]
 
 
 def test_copies_and_pickles_have_weights_of_their_own(spy):

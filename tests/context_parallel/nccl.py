@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.context_parallel.nccl [NAME ...]
 
-Every way against float64 on each backend that takes it, a rank that fails, CUDA graphs with other lengths at replay,
-torch.compile with inductor, several groups. It prints one line for each check and ends with an error if one failed.
-Without a GPU it runs over gloo, to try the checks themselves; name those that need none.
+Every way against float64 on each backend that takes it, ranks that fail or differ, CUDA graphs with other lengths at
+replay, torch.compile with inductor, several groups. It prints one line for each check and ends with an error if one
+failed. Without a GPU it runs over gloo, to try the checks themselves; name those that need none.
 """
 
 from __future__ import annotations
@@ -99,6 +99,37 @@ def failures() -> None:
         mla_plugin.attention(*given, **options).sum().backward()
 
 
+def disagreements() -> None:
+    """One rank calls with another scale, as it did before: all raise when they go on; then all is well."""
+    for way in WAYS:
+        given, options = draw(way)
+        for scale in (0.1, 0.2):
+            mla_plugin.attention(*given, **options, softmax_scale=scale).sum().backward()
+        said, other = None, dist.get_rank() == dist.get_world_size() - 1
+        try:
+            mla_plugin.attention(*given, **options, softmax_scale=0.2 if other else 0.1)
+            mla_plugin.attention(*given, **options, softmax_scale=0.1)
+        except ContextParallelError as error:
+            said = str(error)
+        assert said, "no error"
+        assert "different softmax_scale: rank 0 has 0.1" in said, said
+        mla_plugin.attention(*given, **options).sum().backward()
+
+
+def capture(step: Callable[[], list[torch.Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of a step that has run before, and the tensors that it writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured
+
+
 def graphs() -> None:
     """Forward and backward captured, replayed with other numbers and, packed, with other lengths."""
     size = dist.get_world_size()
@@ -116,15 +147,7 @@ def graphs() -> None:
             out = mla_plugin.attention(*given, **options)
             return [out, *torch.autograd.grad(out, given, dout)]
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = capture(step)
         with torch.no_grad():
             for x in (*given, dout):
                 x.normal_()
@@ -171,7 +194,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-CHECKS: tuple[Callable[[], None], ...] = (accuracy, failures, groups, compiled, graphs)
+CHECKS: tuple[Callable[[], None], ...] = (accuracy, failures, disagreements, groups, compiled, graphs)
 
 
 def main(names: list[str]) -> None:

@@ -24,7 +24,7 @@ from mla_plugin.hooks.types import NoBackendError
 from tests.context_parallel import nccl, pool
 from tests.context_parallel.case import offsets
 from tests.context_parallel.latent_case import LatentCase, run
-from tests.context_parallel.nccl import BACKENDS, say
+from tests.context_parallel.nccl import BACKENDS, capture, say
 from tests.latent_calls import LatentCall, draw
 
 WAYS = ("all_gather", "a2a")
@@ -79,15 +79,7 @@ def _capture(given: LatentCall, options: dict[str, Any], layout: str, size: int)
         out = mla_plugin.latent_attention(**given.inputs(), **options)
         return [out, *torch.autograd.grad(out, leaves, dout)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     with torch.no_grad():
         for x in (*leaves, dout):
             x.normal_()

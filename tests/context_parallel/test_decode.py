@@ -14,7 +14,7 @@ import mla_plugin
 from mla_plugin import DecodeLengths, DecodeTensors, reference
 from mla_plugin.context_parallel import ContextParallelError, held_positions, held_tokens, transport
 from tests.context_parallel import pool as workers
-from tests.context_parallel.test_failures import Fails
+from tests.context_parallel.test_failures import Fails, left_unread
 
 H, R, DR, SCALE = 5, 16, 8, 0.3
 LENGTHS = (29, 2, 13, 0, 1)
@@ -192,7 +192,7 @@ def wrong(name: str) -> None:
     changes, kind, text = ERRORS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "gather", None)
-        patch.setattr(dist, "all_gather_object", None)
+        patch.setattr(dist, "all_reduce", None)
         with pytest.raises(kind) as found:
             mla_plugin.decode(**small(**changes))
     assert text in str(found.value), found.value
@@ -214,6 +214,8 @@ def fail(how: str) -> str | None:
         changes = {"kv_cache": torch.randn(2, 5, R + DR)}
     if how == "setting":  # of a kind that was not compared before
         changes = {"softmax_scale": (0.7, 0.1)[rank]}
+    if how == "lengths":
+        changes = {"seqlens_kv": torch.tensor([12, (3, 4)[rank]], dtype=torch.int32)}
     try:
         with pytest.raises((ContextParallelError, ValueError)) as found:
             mla_plugin.decode(**small(**changes))
@@ -233,12 +235,45 @@ def fail(how: str) -> str | None:
             "seqlens_kv=[12, 3] with cp_interleave=1 are [6, 1] tokens on rank 1 of 2; its cache has room for 0 to 5",
         ),
         ("setting", "different softmax_scale: rank 0 has 0.7, rank 1 has 0.1"),
+        ("lengths", "different seqlens_kv: rank 0 has [12, 3], rank 1 has [12, 4]"),
     ],
 )
 def test_all_ranks_raise(pool, how, words):
     found = [text for text in pool.run(fail, how=how) if text is not None]
     assert len(found) == 2
     assert all(words in text for text in found), found
+
+
+def differ_later(how: str) -> str | None:
+    """In a process of the pool, as on a CUDA device: such calls were compared, and now ranks differ."""
+    if (rank := dist.get_rank(workers.groups[2])) < 0:
+        return None
+    lengths = DecodeLengths([12, 3], device="cpu")
+    arguments = small(q_nope_abs=torch.randn(2, 1, H, R), q_rope=torch.randn(2, 1, H, DR), seqlens_kv=lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        left_unread(patch)
+        for scale in (0.25, 0.5):
+            mla_plugin.decode(**arguments | {"softmax_scale": scale})
+        if how == "lengths" and rank:
+            lengths.update([5, 3])
+        mla_plugin.decode(**arguments | {"softmax_scale": (0.25, 0.5)[rank] if how == "scale" else 0.25})
+        with pytest.raises(ContextParallelError) as found:
+            mla_plugin.decode(**arguments)
+    run(Decode(2))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("scale", "different softmax_scale: rank 0 has 0.25, rank 1 has 0.5"),
+        ("lengths", "different seqlens_kv: rank 0 has [12, 3], rank 1 has [5, 3]"),
+    ],
+)
+def test_ranks_that_differ_later(pool, how, words):
+    found = {text for text in pool.run(differ_later, how=how) if text is not None}
+    assert len(found) == 1
+    assert words in found.pop()
 
 
 def nothing() -> None:
@@ -265,9 +300,10 @@ def layers() -> None:
     for is_inference in (True, False):  # what is made under inference_mode can be updated outside of it
         with torch.inference_mode(is_inference):
             mla_plugin.decode(**arguments | {"seqlens_kv": lengths})
-    (schedule,) = lengths._schedules.values()
+    schedules = dict(lengths._schedules)
+    (schedule,) = (found for found in schedules.values() if hasattr(found, "lengths"))
     lengths.update([5, 8])
-    assert list(lengths._schedules.values()) == [schedule]
+    assert lengths._schedules == schedules
     wanted = torch.tensor([3, 4] if rank == 0 else [2, 4], dtype=torch.int32)
     assert torch.equal(schedule.lengths.host, wanted)
     assert torch.equal(schedule.lengths.seqlens_kv, wanted)

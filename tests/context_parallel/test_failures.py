@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -94,15 +95,20 @@ class _Event:
         pass
 
 
+def left_unread(patch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device: numbers are looked at when the next call begins."""
+    patch.setattr(failure, "is_left_unread", lambda device: True)
+    patch.setattr(failure, "_on_its_way", lambda numbers: (numbers, _Event()))
+
+
 def fail_unread(way: str, hook: str) -> list[str] | None:
-    """As on a CUDA device: the status of a call is looked at when the next one begins."""
+    """In a process of the pool: a rank fails where its status is looked at late."""
     group = workers.groups[3]
     if (rank := dist.get_rank(group)) < 0:
         return None
     said, plugin = [], Fails(hook, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failure, "is_left_unread", lambda device: True)
-        patch.setattr(failure, "_on_its_way", lambda number: (number, _Event()))
+        left_unread(patch)
         if rank == 1:
             get_manager().register(plugin, "fails")
         for _ in range(2):  # steps of a program that goes on after an error
@@ -143,10 +149,12 @@ def refuse(size: int, guilty: int) -> str | None:
         with pytest.raises(RuntimeError) as found:
             mla_plugin.attention(**small(size, tokens=10), cp_group=group)
     mla_plugin.attention(**small(size, tokens=10), cp_group=group)
-    with pytest.MonkeyPatch.context() as patch:  # the kind of call is known now, so it is drained
+    with pytest.MonkeyPatch.context() as patch:  # such calls were compared: this one is drained
+        left_unread(patch)
         if rank == guilty:
             patch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
-        with pytest.raises(RuntimeError) as drained:
+        with pytest.raises(RuntimeError) as drained:  # noqa: PT012 the others raise when they call again
+            mla_plugin.attention(**small(size, tokens=10), cp_group=group)
             mla_plugin.attention(**small(size, tokens=10), cp_group=group)
     mla_plugin.attention(**small(size, tokens=10), cp_group=group)
     return f"{type(found.value).__name__}: {found.value} {type(drained.value).__name__}"
@@ -156,7 +164,7 @@ def test_a_backend_that_is_missing_on_one_rank(pool):
     found = [answer for answer in pool.run(refuse, size=3, guilty=2) if answer]
     assert found[2].startswith("NoBackendError: ")
     for text in found[:2]:
-        assert text.startswith("ContextParallelError: context parallelism: rank 2 of 3 cannot run the call: NoBackend")
+        assert text.startswith("ContextParallelError: context parallel forward failed on rank 2 of 3: NoBackendError: ")
     assert all(text.endswith("ContextParallelError") for text in found)
 
 
@@ -220,3 +228,104 @@ def test_ranks_that_disagree(pool, name):
     assert len(found) == 4
     assert len(set(found)) == 1
     assert f"different {name}: rank 0 has " in found[0]
+
+
+def other_than_before(how: str, *, is_late: bool) -> str | None:
+    """In a process of the pool: calls that were all compared before, but rank 2 of 3 makes another one of them now."""
+    group = workers.groups[3]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    torch.manual_seed(rank)
+    is_other, offsets = rank == 2, {"cu_seqlens_q": torch.tensor([0, 6, 18], dtype=torch.int32)}
+    thd = {"attn_mask_type": "padding_causal", "qkv_format": "thd"}
+    calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "tokens": ({}, {"tokens": 4}),
+        "dtype": ({}, {"dtype": torch.float32}),
+        "way": ({}, {"cp_comm_type": "a2a"}),
+        "scale": ({}, {"softmax_scale": 0.5}),
+        "lengths": (offsets | thd, {"cu_seqlens_q": torch.tensor([0, 12, 18], dtype=torch.int32)} | thd),
+        "nothing": ({}, {"tokens": 0}),
+    }
+
+    def call(changes: dict[str, Any]) -> torch.Tensor:
+        changes = dict(changes)
+        inputs = small(3, **{name: changes.pop(name) for name in ("tokens", "dtype") if name in changes})
+        if "qkv_format" in changes:
+            inputs = {name: x[0] for name, x in inputs.items()}
+        return mla_plugin.attention(**inputs, cp_group=group, **changes)
+
+    usual, other = calls.get(how, ({}, {"softmax_scale": 0.5}))
+    with pytest.MonkeyPatch.context() as patch:
+        if is_late:
+            left_unread(patch)
+        for changes in (usual, other, usual):
+            out = call(changes)
+            out.sum().backward()
+        with pytest.raises(ContextParallelError) as found:  # noqa: PT012 it raises in one of the calls
+            if how == "backward":
+                out, later = call(usual), call(other)
+                (later if is_other else out).sum().backward()
+            else:
+                call(other if is_other else usual)
+            call(usual)
+        call(usual)
+    run(Case(size=3))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("tokens", "max_seqlen_q: rank 0 has 18, rank 1 has 18, rank 2 has 12"),
+        ("dtype", "dtype: rank 0 has torch.float64, rank 1 has torch.float64, rank 2 has torch.float32"),
+        ("way", "cp_comm_type: rank 0 has 'p2p', rank 1 has 'p2p', rank 2 has 'a2a'"),
+        ("lengths", "cu_seqlens_q: rank 0 has [0, 6, 18], rank 1 has [0, 6, 18], rank 2 has [0, 12, 18]"),
+        ("nothing", "max_seqlen_q: rank 0 has 18, rank 1 has 18, rank 2 has 0"),
+        ("backward", "softmax_scale: rank 0 has 0.3535533905932738, rank 1 has 0.3535533905932738, rank 2 has 0.5"),
+    ],
+)
+def test_a_rank_that_calls_with_something_else_later(pool, how, words):
+    found = {text for text in pool.run(other_than_before, how=how, is_late=False) if text}
+    assert len(found) == 1
+    assert words in found.pop()
+
+
+@pytest.mark.parametrize("how", ["scale", "backward"])
+def test_where_messages_fit_each_other_it_is_seen_late(pool, how):
+    found = {text for text in pool.run(other_than_before, how=how, is_late=True) if text}
+    assert len(found) == 1
+    assert "different softmax_scale: rank 0 has 0.35" in found.pop()
+
+
+def out_of_step() -> str | None:
+    """In a process of the pool: one rank is in its backward while the other makes its next call."""
+    group = workers.groups[2]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+    out = mla_plugin.attention(**small(2), cp_group=group)
+    with pytest.raises(ContextParallelError) as found:
+        out.sum().backward() if rank else mla_plugin.attention(**small(2), cp_group=group)
+    run(Case())
+    return str(found.value)
+
+
+def test_a_backward_on_one_rank_alone(pool):
+    found = {text for text in pool.run(out_of_step) if text}
+    assert len(found) == 1
+    assert "different the call: rank 0 has 'forward', rank 1 has 'backward'" in found.pop()
+
+
+def alone() -> str | None:
+    """In a process of the pool: a rank makes a call that the other one never makes."""
+    members = [0, 1]
+    group = dist.new_group(members, timeout=datetime.timedelta(milliseconds=300))
+    if dist.get_rank() != 0:
+        return None
+    with pytest.raises(ContextParallelError) as found:
+        mla_plugin.attention(**small(2), cp_group=group)
+    return str(found.value)
+
+
+def test_a_rank_that_waits_says_for_what(pool):
+    (text,) = (text for text in pool.run(alone) if text)
+    assert text.startswith("rank 0 of 2 waited for the other ranks before a context parallel forward")

@@ -78,7 +78,7 @@ def wrong(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for sender in ("exchange", "gather"):
             patch.setattr(latents, sender, None)
-        patch.setattr(dist, "all_gather_object", None)
+        patch.setattr(dist, "all_reduce", None)
         with pytest.raises(kind) as found:
             mla_plugin.latent_attention(**arguments)
     assert text in str(found.value), found.value
@@ -300,3 +300,21 @@ def test_the_order_of_tokens_is_a_permutation():
     for size, tokens in ((2, 44), (8, 11)):
         found = order.packed_order(starts, size, tokens)
         assert torch.equal(found.sort().values, torch.arange(size * tokens))
+
+
+def second(way: str) -> None:
+    """In a process of the pool: a second derivative in each tensor, of each gradient."""
+    if rank_of(2) < 0:
+        return
+    call = draw(heads=4, lengths=(6, 6))
+    leaves = list(call.tensors.values())
+    out = mla_plugin.latent_attention(**call.inputs(), cp_group=workers.groups[2], cp_comm_type=way)
+    for gradient in torch.autograd.grad(out.sum(), leaves, create_graph=True):
+        for x in leaves:
+            with pytest.raises(NotImplementedError, match="latent_attention has no second derivative"):
+                torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_second_derivative(pool, way):
+    pool.run(second, way=way)

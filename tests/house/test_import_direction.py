@@ -14,7 +14,7 @@ from tests.house.project import ROOT
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}
 """What a call and its answer are made of."""
-SHARED = {"operations.decisions"}
+SHARED = {"operations.decisions", "operations.edges"}
 PASSES = {"operations.attention", "operations.latent", "operations.decode"}
 ENTRIES = {f"{passes}.api" for passes in PASSES}
 OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
+    "mla_plugin.import_hook": set(),
     "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
@@ -59,11 +60,15 @@ ALLOWED: dict[str, set[str]] = {
         for host in ("megatron", "transformers")
     },
     "mla_plugin.compat.transformer_engine": {
-        *(API, *OPERATIONS, "hooks.manager", "registration", "environment"),
+        *(API, *OPERATIONS, "context_parallel"),
+        *("hooks.manager", "registration", "import_hook", "environment"),
         *VALUES,
     },
-    "mla_plugin.run": {API},
-    "mla_plugin.cli": {API, "resolver", "hooks.manager", "environment", "device", *VALUES},
+    "mla_plugin.run": {API, "registration", "import_hook"},
+    "mla_plugin.cli": {
+        *(API, "operations", "context_parallel"),
+        *("resolver", "hooks.manager", "environment", "device", *VALUES),
+    },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
 """Layers whose other imports are limited too, beside the standard library."""

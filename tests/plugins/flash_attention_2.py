@@ -145,9 +145,58 @@ def _flash_attn_varlen_backward(
     return torch.empty(0)
 
 
+def _flash_attn_forward(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+    window = (window_size_left, window_size_right)
+    out, lse = _call(q, k, v, softmax_scale, causal, window, (None, None), (None, None)).forward(torch.inf)
+    return out, lse, torch.empty(0), torch.empty(2)
+
+
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+):
+    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    window = (window_size_left, window_size_right)
+    out, lse = _call(q, k, v, softmax_scale, causal, window, starts, longest).forward(torch.inf)
+    return out, lse, torch.empty(0), torch.empty(2)
+
+
 MEMBERS = {
     "flash_attn_func": flash_attn_func,
     "flash_attn_varlen_func": flash_attn_varlen_func,
+    "_flash_attn_forward": _flash_attn_forward,
+    "_flash_attn_varlen_forward": _flash_attn_varlen_forward,
     "_flash_attn_backward": _flash_attn_backward,
     "_flash_attn_varlen_backward": _flash_attn_varlen_backward,
 }

@@ -155,6 +155,24 @@ def _write(gradients: Tensors, values: Tensors) -> None:
         gradient[written] = value[written]
 
 
+def operator_forward(*arguments: Any) -> Tensors:
+    """``flash_attn_3::fwd``; PyTorch leaves out what is at its default at the end."""
+    q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, longest_q, longest_k, *rest = arguments
+    assert all(x is None for x in (k_new, v_new, q_v, out, cu_k_new, *rest[:9]))
+    scale, causal, left, right, chunk, softcap, _, metadata, splits, *extra = rest[9:]
+    assert (chunk, softcap, metadata, splits) == (0, 0.0, None, 1), "0 splits would be a number of the kernel's choice"
+    assert not any(extra)
+    longest = (longest_q, longest_k)
+    call = _call(q, k, v, scale, causal, (left, right), (cu_q, cu_k), (used_q, used_k), longest)
+    return (*call.forward(torch.inf), torch.empty(0), torch.empty(0))
+
+
+def operator_backward(dout, q, k, v, out, lse, dq, dk, dv, *rest: Any) -> Tensors:
+    """``flash_attn_3::bwd``."""
+    _flash_attn_backward(dout, q, k, v, out, lse, *rest[:6], dq, dk, dv, *rest[6:])
+    return tuple(torch.empty(0) for _ in range(5))
+
+
 def older_flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1)):
     """Before August 2025: lse always, and no argument for it."""
     return _call(q, k, v, softmax_scale, causal, window_size).forward(torch.inf)

@@ -37,8 +37,10 @@ REFUSES = {
     "padding_masks": "attn_mask_type='padding",
     "arbitrary": "attn_mask_type='arbitrary'",
     "window": "window_size=",
-    "unequal_lengths causal_masks": "max_seqlen_q=",
+    "unequal_lengths causal": "expected are equal lengths or attn_mask_type='causal_bottom_right'",
+    "more_queries causal_bottom_right": "expected are at least 2 keys more than queries",
     "unequal_lengths window_without_causal_mask": "=",
+    "lengths_2_3-causal_bottom_right-bf16": "expected are at least 2 keys more than queries",
     **{
         f"lengths_{q}_1-{mask}-bf16": "max_seqlen_kv=1 < 2"
         for q in (1, 67)
@@ -232,7 +234,12 @@ def test_a_gradient_of_lse_is_an_error() -> None:
         (H100, {"dtype": torch.float32}, "dtype=torch.float32"),
         (H100, {"deterministic": True, "is_training": True}, "deterministic=True in training"),
         (H100, {"dropout_p": 0.1}, "dropout_p=0.1, accepted is 0"),
-        (H100, {"max_seqlen_kv": 4096}, "max_seqlen_q=2048 != max_seqlen_kv=4096"),
+        (H100, {"max_seqlen_kv": 4096}, "max_seqlen_q=2048, max_seqlen_kv=4096, expected are equal lengths or"),
+        (
+            H100,
+            {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal": True, "max_seqlen_kv": 2049},
+            "max_seqlen_q=2048, max_seqlen_kv=2049, expected are at least 2 keys more than queries",
+        ),
         (H100, {"window_size": (128, 0)}, "window_size=(128, 0)"),
         (H100, {"attn_mask_type": "no_mask", "max_seqlen_kv": 1, "window_size": (-1, -1)}, "max_seqlen_kv=1 < 2"),
         (H100, {"max_seqlen_q": 0, "max_seqlen_kv": 0}, "max_seqlen_q=0"),

@@ -134,6 +134,15 @@ TRAINING = {"is_training": True}
         (card((12, 0), "2.8.3"), {"head_dim_qk": 256, "head_dim_v": 256} | TRAINING, []),
         (A100, {"head_dim_qk": 100, "head_dim_v": 104}, []),
         (A100, {"window_size": (64, 64), "attn_mask_type": "no_mask"}, []),
+        (A100, {"batch_size": 341} | TRAINING, []),
+        (A100, {"batch_size": 342}, []),
+        (A100, THD | {"batch_size": 342} | TRAINING, []),
+        (PACKAGE, {"batch_size": 342} | TRAINING, ["addresses 2151677952 elements with 32 bits"]),
+        (
+            A100,
+            {"batch_size": 5462, "max_seqlen_q": 63, "max_seqlen_kv": 63} | TRAINING,
+            ["max_seqlen_q=63, num_heads=16 in"],
+        ),
         (A100, TRAINING | {"deterministic": True}, ["flash-attn from 2.7.0 below 2.8.4 does"]),
         (Platform(), {"device_type": "cpu"}, ["device_type='cpu', accepted is 'cuda'"]),
         (Platform(), {}, ["device_type='cpu', accepted is 'cuda'"]),
@@ -273,3 +282,15 @@ def test_a_package_that_does_not_import() -> None:
         fa2.forward(plan, tensors)
     with pytest.raises(RuntimeError, match="cannot be imported"):
         fa2.backward(plan, Residuals(tensors, v, torch.zeros(2, 2, 8)), v, None)
+
+
+@pytest.mark.parametrize("small", [0, fa2.SMALL])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 128), (7, 3, 128), (1, 1, 1, 128), (2, 1, 4, 128)])
+def test_added_columns_are_zero(small: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa2, "SMALL", small)
+    x = torch.randn(*shape[:-1], 200)[..., 8:136]
+    wide = fa2._widened(x, 192)
+    assert wide.is_contiguous()
+    assert torch.equal(wide[..., :128], x)
+    assert not wide[..., 128:].any()
+    assert fa2._widened(wide, 192) is wide

@@ -24,6 +24,7 @@ from tests.plugins.flash_cases import packed_cases
 from tests.plugins.flash_libraries import install
 from tests.plugins.flash_road import REFUSES, FlashConformance, covering, few, road
 from tests.plugins.test_sdpa import NanPadding, with_padding
+from tests.plugins.test_signatures import RECORDED
 from tests.requests import mla_request
 
 
@@ -47,8 +48,15 @@ NO_WINDOWS = {"window": "with vllm, whose kernel leaves tiles of a window unmask
 
 
 @pytest.fixture
-def newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "flash_attn_interface", **library.NEWER)
+def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A build that has registered them; its module's functions are not looked at."""
+    install(monkeypatch, "flash_attn_interface")
+    operators = torch.library.Library("flash_attn_3", "DEF")
+    for name, kernel in (("fwd", library.operator_forward), ("bwd", library.operator_backward)):
+        operators.define(name + list(RECORDED["fa3"][f"flash_attn_3::{name}"])[-1])
+        operators.impl(name, kernel, "CPU")
+    yield
+    operators._destroy()
 
 
 @pytest.fixture
@@ -72,7 +80,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     operators._destroy()
 
 
-@pytest.mark.usefixtures("newer")
+@pytest.mark.usefixtures("operators")
 class TestFlashAttn3(FlashConformance):
     backend = "fa3"
     refuses = few(REFUSES | DIMS, CASES)
@@ -244,7 +252,9 @@ def test_a_build_that_keeps_lse_to_itself(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_operator_with_other_names_is_an_error() -> None:
     arguments = [SimpleNamespace(name="query", type="Tensor", has_default_value=lambda: False)]
     with pytest.raises(RuntimeError, match="has no argument q"):
-        providers.call_by_schema(Operator(arguments), query=1, q=2)
+        providers.ByPlace(Operator(arguments), ("query", "q"))
+    with pytest.raises(RuntimeError, match="has no argument num_splits"):
+        providers.ByPlace(Operator(arguments), ("query",), num_splits=1)
 
 
 class Operator:
@@ -262,9 +272,11 @@ def test_a_longer_schema_is_filled_with_what_changes_nothing() -> None:
     operators.define(f"{library.VLLM_SCHEMA.removesuffix(') -> Tensor[]')}, bool batch_invariant) -> Tensor[]")
     schema = torch.ops.mla_plugin_test_fa3.fwd.default._schema
     operators._destroy()
-    filled = providers.call_by_schema(Operator(list(schema.arguments)), q=1, softmax_scale=0.5)
+    operator = providers.ByPlace(Operator(list(schema.arguments)), ("q", "softmax_scale"), window_size_left=-1)
+    operator(2, 0.25)
+    filled = operator(1, 0.5)  # nothing is left of the call before
     assert filled["q"] == 1
-    assert filled["softmax_scale"] == 0.5
+    assert (filled["softmax_scale"], filled["softcap"], filled["window_size_left"]) == (0.5, 0.0, -1)
     assert (filled["batch_invariant"], filled["num_splits"], filled["cp_world_size"], filled["cp_rank"]) == (0, 1, 1, 0)
     assert filled["s_aux"] is filled["page_table"] is filled["pack_gqa"] is filled["max_seqlen_q"] is None
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_plugin
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.mask import OPEN, Band
 from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
-from mla_plugin.plugins.sdpa import batches
+from mla_plugin.plugins.sdpa import batches, tiles
 from tests.plugins.calls import both_passes, request, tensors
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -110,6 +111,9 @@ def test_parts_and_neighbours_change_nothing(
     starts = (2, 8, 17, 24, 24, 36, 53, 60) if has_room else None
     call, given = packed_call(lengths, starts, attn_mask_type=mask, dtype=dtype, **changes)
     results = []
+    monkeypatch.setattr(tiles, "FORWARD_SIDE", 4)
+    monkeypatch.setattr(tiles, "BACKWARD_SIDE", 3)
+    monkeypatch.setattr(tiles, "ROWS_PER_THREAD", 1)
     for sizes in (None, batches.Sizes(1, 600, 600), ONE_BY_ONE):
         if sizes:
             monkeypatch.setattr(batches, "COPIED", sizes)
@@ -120,6 +124,43 @@ def test_parts_and_neighbours_change_nothing(
     for other in results[1:]:
         for found, expected in zip(other, results[0], strict=True):
             torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("band", [OPEN, Band(-1, 0, bottom_right=False), Band(-1, 0, bottom_right=True)])
+def test_tiles_have_every_visible_score_once(band: Band) -> None:
+    for len_q, len_kv, side in ((7, 7, 3), (8, 3, 3), (3, 8, 2), (12, 5, 4), (5, 12, 5), (4, 4, 9), (1, 6, 2)):
+        seen = torch.zeros(len_q, len_kv, dtype=torch.int64)
+        for tile in tiles.tiles(len_q, len_kv, band, side):
+            shape = seen[tile.queries, tile.keys].shape
+            assert max(shape) <= side
+            assert not tile.is_causal or shape[0] == shape[1]
+            seen[tile.queries, tile.keys] += torch.ones(shape, dtype=torch.int64).tril(0 if tile.is_causal else side)
+        hidden = band.hides(torch.arange(len_q)[:, None], torch.arange(len_kv), band.offset(len_q, len_kv))
+        assert torch.equal(seen, torch.ones_like(seen) if hidden is None else (~hidden).long())
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_the_same_in_tiles(poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = request(batch_size=1, max_seqlen_q=19, max_seqlen_kv=19, num_heads=2, num_kv_heads=1)
+    given = tensors(call)
+    given.k[0, 11, 0, 3] = poison
+    torch.manual_seed(1)  # of dout
+    results = [both_passes(call, given, dlse=torch.ones(1, 2, 19))]
+    monkeypatch.setattr(batches, "AS_GIVEN", ONE_BY_ONE)
+    monkeypatch.setattr(batches, "COPIED", ONE_BY_ONE)
+    for name in ("FORWARD_SIDE", "BACKWARD_SIDE"):
+        monkeypatch.setattr(tiles, name, 4)
+    monkeypatch.setattr(tiles, "ROWS_PER_THREAD", 1)
+    monkeypatch.setattr(batches, "_terms_of_tiny", lambda *_: None)
+    torch.manual_seed(1)
+    results.append(both_passes(call, given, dlse=torch.ones(1, 2, 19)))
+    for name in ("out", "lse"):
+        at_once, in_tiles = (getattr(output, name) for output, _ in results)
+        torch.testing.assert_close(in_tiles, at_once, equal_nan=True)
+    for name in ("dq", "dk", "dv"):  # the kernel multiplies what is hidden by 0: tiles spread NaN less
+        at_once, in_tiles = (getattr(gradients, name) for _, gradients in results)
+        is_finite = at_once.isfinite()
+        torch.testing.assert_close(in_tiles[is_finite], at_once[is_finite])
 
 
 def test_dropout_is_the_same_in_both_passes_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +205,14 @@ def peak(call: Callable[[], Any]) -> int:
     return highest
 
 
-@pytest.mark.parametrize(("count", "length"), [(128, 32), (16, 256), (2, 1024)])
-def test_packed_bfloat16_takes_little_more_memory_than_pytorch(count: int, length: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "length", "heads", "head_dim"),
+    [(128, 32, 16, 32), (16, 256, 16, 32), (2, 1024, 16, 32), (1, 4096, 2, 64), (1, 2048, 4, 128)],
+)
+def test_packed_bfloat16_takes_little_more_memory_than_pytorch(
+    count: int, length: int, heads: int, head_dim: int
+) -> None:
     """At most 1.5 times the peak of F.scaled_dot_product_attention on the same tokens, inputs left out."""
-    heads, head_dim = 16, 32
     q, k, v, dout = (torch.randn(count * length, heads, head_dim, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dense = [x.detach().view(count, length, heads, head_dim).transpose(1, 2).contiguous() for x in (q, k, v, dout)]

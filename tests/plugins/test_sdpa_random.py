@@ -11,7 +11,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionRequest, Plan, Residuals
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
-from mla_plugin.plugins.sdpa import batches, blocked, efficient
+from mla_plugin.plugins.sdpa import batches, blocked, efficient, tiles
 from tests.plugins import emulation, plain
 from tests.plugins.random_calls import poison_padding, random_call
 
@@ -72,5 +72,8 @@ def test_a_random_call(seed: int, road: str, monkeypatch: pytest.MonkeyPatch) ->
         sizes = batches.Sizes(1, 1, 1) if seed % 3 == 1 else batches.Sizes(1, 900, 900)
         monkeypatch.setattr(batches, "COPIED", sizes)
         monkeypatch.setattr(batches, "AS_GIVEN", sizes)
+        monkeypatch.setattr(tiles, "FORWARD_SIDE", 1 + seed % 7)
+        monkeypatch.setattr(tiles, "BACKWARD_SIDE", 1 + seed % 5)
+        monkeypatch.setattr(tiles, "ROWS_PER_THREAD", 1)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     check(*random_call(seed, dtypes), road)

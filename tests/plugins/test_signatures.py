@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from mla_plugin.plugins.fa2 import providers as fa2
 from mla_plugin.plugins.fa3 import providers as fa3
 from mla_plugin.plugins.flashinfer import plan as planning
 from mla_plugin.plugins.flashmla import providers as flashmla
-from mla_plugin.plugins.shared.flash_family import Options
+from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher
 from tests.plugins import flash_attention_2, flash_attention_3, flash_attention_4
-from tests.plugins.data.record_signatures import FLASH_MLA_FUNCTIONS, LIBRARIES
+from tests.plugins.data import record_flash_mla
+from tests.plugins.data.record_signatures import LIBRARIES
 from tests.plugins.flash_libraries import install
 from tests.plugins.flashinfer_emulation import hopper
 
@@ -48,6 +50,8 @@ def stand_ins(library: str, release: str, answer: Callable[[str, dict[str, Any]]
     """Functions of the signatures that the release has; ``answer`` is given the function's name and its arguments."""
     functions = {}
     for name, signatures in RECORDED[library].items():
+        if "::" in name:
+            continue
         for text in [text for text, having in signatures.items() if release in having]:
             scope: dict[str, Any] = {"answer": answer}
             exec(f"def function{text}:\n    return answer({name!r}, locals())", scope)
@@ -129,19 +133,32 @@ def wanted(options: Options, tensors: tuple[torch.Tensor, ...], *, is_backward: 
     return found
 
 
+def sides(options: Options) -> dict[str, int]:
+    """The window as functions below the public ones take it."""
+    return dict(zip(("window_size_left", "window_size_right"), options.window_size, strict=True))
+
+
 BOTH = pytest.mark.parametrize("options", [DENSE, packed_options()], ids=["dense", "packed"])
 
 
 @BOTH
+@pytest.mark.parametrize("has_inner", [False, True])
 @pytest.mark.parametrize("release", releases("fa2"))
-def test_flash_attn(release: str, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn(release: str, has_inner: bool, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function below autograd, and by the public one where a release should not have that."""
     assert fa2.find(Platform("cuda", (8, 0), (("flash-attn", release),))).name == f"flash-attn {release}"
     calls, tensors = Calls("fa2", release), drawn(options)
+    place = "varlen_" if options.cu_seqlens_q is not None else ""
+    inner, given = f"_flash_attn_{place}forward", wanted(options, tensors, is_backward=False)
+    if not has_inner:
+        del calls.functions[inner]
     install(monkeypatch, "flash_attn.flash_attn_interface", **calls.functions)
     library = fa2.FlashAttn(release)
-    place = "varlen_" if options.cu_seqlens_q is not None else ""
     library.forward(*tensors[:3], options)
-    calls.check(f"flash_attn_{place}func", wanted(options, tensors, is_backward=False) | {"return_attn_probs": True})
+    if has_inner:
+        calls.check(inner, given | sides(options) | {"return_softmax": False})
+    else:
+        calls.check(f"flash_attn_{place}func", given | {"return_attn_probs": True})
     q, k, v, out, dout, lse = tensors
     gradients = library.backward(dout, q, k, v, out, lse, options)
     given = wanted(options, tensors, is_backward=True)
@@ -169,6 +186,61 @@ def test_flash_attn_3(release: str, options: Options, monkeypatch: pytest.Monkey
     given |= {"sequed_q": options.seqused_q, "sequed_k": options.seqused_k}  # so it is spelt there
     given |= options.named("max_seqlen_q", "max_seqlen_k")
     calls.check("_flash_attn_backward", given)
+
+
+def test_what_an_operator_runs_is_called_without_it() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    made = torch.library.custom_op("mla_plugin_test::below", mutates_args=())(function)
+    assert below_dispatcher(made) is below_dispatcher(function) is function
+
+
+class Schema:
+    """Stands in for an operator of a recorded schema: it keeps what it is called with, by name."""
+
+    def __init__(self, name: str, text: str, answer: Callable[[dict[str, Any]], Any]) -> None:
+        self.default, self.made = self, list[dict[str, Any]]()
+        self._schema, self._answer = torch._C.parse_schema(name + text), answer
+
+    def __call__(self, *values: Any) -> Any:
+        given = dict(zip((x.name for x in self._schema.arguments), values, strict=True))
+        self.made.append(given)
+        return self._answer(given)
+
+    def check(self, wanted: Mapping[str, Any]) -> None:
+        """One call: what is wanted arrived under its name, and everything else changes nothing."""
+        (given,) = self.made
+        missing = wanted.keys() - given.keys()
+        assert not missing
+        neutral = {x.name: x.default_value if x.has_default_value() else None for x in self._schema.arguments}
+        for argument, found in given.items():
+            value = wanted.get(argument, neutral[argument])
+            assert same(found, value), f"{argument} is {found}, not {value}"
+
+
+@BOTH
+@pytest.mark.parametrize("forward", RECORDED["fa3"]["flash_attn_3::fwd"])
+@pytest.mark.parametrize("backward", RECORDED["fa3"]["flash_attn_3::bwd"])
+def test_flash_attn_3s_operators(
+    forward: str, backward: str, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, out, dout, lse = drawn(options)
+    operators = Schema("fwd", forward, lambda _: (out, lse, None, None)), Schema("bwd", backward, lambda _: ())
+    namespace = SimpleNamespace(**dict(zip(("fwd", "bwd"), operators, strict=True)))
+    monkeypatch.setattr(torch.ops, "flash_attn_3", namespace, raising=False)
+    install(monkeypatch, "flash_attn_interface")
+    library = next(x for x in fa3.PROVIDERS if x.distribution == "flash-attn-3")
+    packed = {} if options.cu_seqlens_q is None else options.offsets | options.named("seqused_q", "seqused_k")
+    common = packed | sides(options) | {"softmax_scale": options.softmax_scale, "is_causal": options.causal}
+    results = library.forward(q, k, v, options)
+    assert results[0] is out
+    assert results[1] is lse
+    operators[0].check(common | {"q": q, "k": k, "v": v, "num_splits": 1})
+    gradients = dict(zip(("dq", "dk", "dv"), (torch.randn_like(x) for x in (q, k, v)), strict=True))
+    library.backward(dout, q, k, v, out, lse, tuple(gradients.values()), options)  # type: ignore[arg-type]
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse, "deterministic": True}
+    operators[1].check(common | gradients | given)
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
@@ -291,13 +363,17 @@ def test_the_emulations_have_the_newest_signatures(library: str, members: dict[s
 
 
 def test_every_function_is_recorded_for_every_release() -> None:
+    days = {x for x in releases("fa3") if x > "2025-05"}  # before it had no operators; the archives lack their source
+    for name in ("fwd", "bwd"):
+        having = {release for each in RECORDED["fa3"][f"flash_attn_3::{name}"].values() for release in each}
+        assert having == days
     for library, (_, _, functions) in LIBRARIES.items():
         for function in functions:
             having = {release for each in RECORDED[library][function].values() for release in each}
             wanted = {x for x in releases(library) if function != "MLAPlanMetadata.csr" or Version(x) >= Version("0.7")}
             assert having == wanted, function
     assert all(len(releases(library)) > 10 for library in RECORDED)
-    for function in FLASH_MLA_FUNCTIONS:
+    for function in record_flash_mla.FUNCTIONS:
         assert {x for each in RECORDED["flashmla"][function].values() for x in each} == set(releases("flashmla"))
 
 

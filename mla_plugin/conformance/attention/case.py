@@ -152,6 +152,7 @@ class Case:
             "head_dim>256": max(self.head_dim_qk, self.head_dim_v) > 256,
             "unequal_lengths": self.seqlens_q != self.seqlens_kv,
             "unequal_extents": self._max_seqlen("q") != self._max_seqlen("kv"),
+            "more_queries": self._max_seqlen("q") > self._max_seqlen("kv"),
             "one_token": 1 in (*self.seqlens_q, *self.seqlens_kv),
             "empty_sequences": 0 in (*self.seqlens_q, *self.seqlens_kv),
             "no_tokens": 0 in (max(self.seqlens_q), max(self.seqlens_kv)),

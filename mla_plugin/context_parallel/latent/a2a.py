@@ -5,18 +5,26 @@ Each rank attends over whole sequences, so any mask goes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from mla_plugin.arguments.latent import LatentSizes
 from mla_plugin.context_parallel import a2a as of_kv
 from mla_plugin.context_parallel.call import Call as KVCall
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.latent.latents import Latents
-from mla_plugin.hooks.attention import AttentionOutput
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 from mla_plugin.operations.latent import compute
 from mla_plugin.operations.latent.call import Call, Gradients
 from mla_plugin.operations.latent.compute import Decision, Part, Wants
+
+
+def requests(call: Call, kv: KVCall) -> tuple[AttentionRequest, ...]:
+    """What this rank will ask backends for: groups of its heads over whole sequences."""
+    tokens = math.prod(Latents(kv.group, call.tensors, call.sizes).leading)
+    return compute.of_groups(of_kv.requests(kv), _own_sizes(call, kv), tokens, kv.request.dtype)
 
 
 def decide(call: Call, kv: KVCall) -> Decision:
@@ -115,12 +123,16 @@ def _backward(
 def _expanded(call: Call, kv: KVCall, q: torch.Tensor) -> compute.Call:
     """This rank's heads over all tokens."""
     tensors = call.tensors
-    sizes = call.sizes._replace(num_heads=call.sizes.num_heads // kv.group.size)
+    sizes = _own_sizes(call, kv)
     leading = Latents(kv.group, tensors, sizes).leading
     (request,) = of_kv.requests(kv)
     parts = (Part(request, {**tensors.lengths, "cu_seqlens_kv": kv.cu_seqlens_kv}),)
     more = (tensors.softmax_scale, sizes, leading, parts)
     return compute.Call.of(q, _own(kv, tensors.w_uk), _own(kv, tensors.w_uv), *more)
+
+
+def _own_sizes(call: Call, kv: KVCall) -> LatentSizes:
+    return call.sizes._replace(num_heads=call.sizes.num_heads // kv.group.size)
 
 
 def _own(kv: KVCall, w: torch.Tensor) -> torch.Tensor:

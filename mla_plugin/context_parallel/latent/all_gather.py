@@ -6,6 +6,7 @@ rank r expands 2 size - r.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +16,15 @@ from mla_plugin.context_parallel import all_gather as of_kv
 from mla_plugin.context_parallel.call import Call as KVCall
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.latent.latents import Latents
-from mla_plugin.hooks.attention import AttentionOutput
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 from mla_plugin.operations.latent import compute
 from mla_plugin.operations.latent.call import Call, Gradients
 from mla_plugin.operations.latent.compute import Decision, Part, Wants
+
+
+def requests(call: Call, kv: KVCall) -> tuple[AttentionRequest, ...]:
+    """What this rank will ask backends for: groups of heads over the keys that each chunk sees."""
+    return compute.of_groups(of_kv.requests(kv), call.sizes, math.prod(_leading(call, kv)), kv.request.dtype)
 
 
 def decide(call: Call, kv: KVCall) -> Decision:
@@ -85,13 +91,11 @@ def _backward(
 def _expanded(call: Call, kv: KVCall, q: torch.Tensor) -> compute.Call:
     """This rank's queries over the keys that they see."""
     tensors, sizes = call.tensors, call.sizes
-    leading = list(tensors.c_kv.shape[:-1])
     keys = _keys(kv)
-    leading[sizes.tokens_axis] = keys.stop - keys.start
     parts = [_part(kv, part, keys, q) for part in of_kv.parts_of(kv)]
     if not sizes.layout.is_packed:
         parts.sort(key=lambda part: part.keys is not None)  # the one over all keys first: the others are added to it
-    more = (tensors.softmax_scale, sizes, tuple(leading), tuple(parts))
+    more = (tensors.softmax_scale, sizes, _leading(call, kv), tuple(parts))
     return compute.Call.of(q, tensors.w_uk, tensors.w_uv, *more)
 
 
@@ -108,6 +112,13 @@ def _part(kv: KVCall, part: of_kv.Part, keys: slice, q: torch.Tensor) -> Part:
         within = slice(part.keys.start - keys.start, part.keys.stop - keys.start)
         seen = None if within == slice(0, keys.stop - keys.start) else within
     return Part(part.request, lengths, queries, seen)
+
+
+def _leading(call: Call, kv: KVCall) -> tuple[int, ...]:
+    """The leading dimensions of the latents that this rank expands."""
+    leading, keys = list(call.tensors.c_kv.shape[:-1]), _keys(kv)
+    leading[call.sizes.tokens_axis] = keys.stop - keys.start
+    return tuple(leading)
 
 
 def _keys(kv: KVCall) -> slice:

@@ -9,7 +9,7 @@ import torch
 from mla_plugin.arguments.latent import LatentSizes, LatentTensors
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.context_parallel.group import Group
-from mla_plugin.context_parallel.order import by_rank, in_order, packed_order
+from mla_plugin.context_parallel.order import by_rank, in_order, order_of
 from mla_plugin.context_parallel.transport import exchange, gather
 from mla_plugin.operations.latent import rows
 
@@ -58,9 +58,5 @@ class Latents:
         return LAYOUTS["bshd"] if self.sizes.layout.name == "bhsd" else self.sizes.layout
 
     def _order(self) -> torch.Tensor | None:
-        tensors = self.tensors
-        if not self.sizes.layout.is_packed:
-            return None
-        starts = tensors.cu_seqlens_kv if tensors.cu_seqlens_kv_padded is None else tensors.cu_seqlens_kv_padded
-        assert starts is not None  # packed sequences have offsets
-        return packed_order(starts, self.group.size, tensors.c_kv.shape[0])
+        given, layout = self.tensors, self.sizes.layout
+        return order_of(given.c_kv, layout, given.cu_seqlens_kv, given.cu_seqlens_kv_padded, self.group.size)

@@ -8,15 +8,15 @@ from types import ModuleType
 import torch
 
 from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.context_parallel.agreement import Terms, Values
 from mla_plugin.context_parallel.call import Call as KVCall
-from mla_plugin.context_parallel.checks import check_values, checked_request
+from mla_plugin.context_parallel.checks import checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.latent import a2a, all_gather
 from mla_plugin.context_parallel.latent.latents import Latents
-from mla_plugin.context_parallel.run import agree_on
-from mla_plugin.hooks.attention import AttentionOutput
-from mla_plugin.operations.attention.compute import reads_lengths
+from mla_plugin.context_parallel.run import lengths_read, terms_of_call, values_of_backward
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 from mla_plugin.operations.latent.call import Call, Forward, Gradients
 from mla_plugin.operations.latent.compute import Decision, Wants
 
@@ -30,20 +30,23 @@ def check(call: Call) -> None:
     _kv_call(call)
 
 
+def requests(call: Call, group: Group | None = None) -> tuple[AttentionRequest, ...]:
+    """What this rank asks backends for, for the group that the call names or another; errors as ``check``."""
+    kv = _kv_call(call, group)
+    return _way(call).requests(call, kv)  # type: ignore[no-any-return]
+
+
 def forward(call: Call) -> Forward:
     """As ``Passes.forward``; ContextParallelError where ranks disagree or one of them fails."""
     kv = _kv_call(call)
-    if reads_lengths(kv.request):
-        check_values(kv.tensors, kv.request, kv.group.size)
+    values = lengths_read(kv.tensors, kv.request, kv.group.size)
     q, sizes = call.tensors.q, call.sizes
-    if _is_empty(call):
+    way, watch, is_empty = _way(call), Watch(kv.group, q.device), _is_empty(call)
+    decision = None if is_empty else watch.attempt(way.decide, call, kv)
+    watch.begin(_terms(call, kv, "forward", values))
+    if is_empty:
         lse = q.new_full(sizes.layout.lse_shape(q.shape), -torch.inf, dtype=kv.wide)
         return Forward(AttentionOutput(q.new_zeros((*q.shape[:-1], sizes.head_dim_v)), lse), [], _NOTHING)
-    way, watch = _way(call), Watch(kv.group, "forward", q.device)
-    decision = watch.attempt(way.decide, call, kv)
-    watch.begin()
-    widths = {"kv_lora_rank": sizes.kv_lora_rank, "qk_rope_head_dim": sizes.qk_rope_head_dim}
-    agree_on(kv, f"latent {call.more[1]}", watch, widths)
     latents = Latents(kv.group, call.tensors, sizes)
     output, kept = way.forward(call, kv, latents, decision, watch)
     watch.close()
@@ -60,11 +63,12 @@ def backward(
 ) -> Gradients:
     """As ``Passes.backward``; the gradients of the latents are always made, for other ranks own parts of them."""
     kv, tensors = _kv_call(call), call.tensors
-    if _is_empty(call):
+    way, watch, is_empty = _way(call), Watch(kv.group, dout.device), _is_empty(call)
+    if not is_empty:
+        decision = decision or watch.attempt(way.decide, call, kv)
+    watch.begin(_terms(call, kv, "backward", values_of_backward(call.more[1], dlse)))
+    if is_empty:
         return Gradients(*(x.new_zeros(x.shape) for x in tensors.differentiable))
-    way, watch = _way(call), Watch(kv.group, "backward", dout.device)
-    decision = decision or watch.attempt(way.decide, call, kv)
-    watch.begin()
     wants = wants._replace(latents=True)
     latents = Latents(kv.group, tensors, call.sizes)
     found = way.backward(call, kv, latents, decision, saved, dout, dlse, wants, watch)
@@ -85,6 +89,11 @@ def kept_shapes(call: Call) -> list[tuple[int, ...]]:
     return [tuple(shape), (*shape[:-1], sizes.head_dim_v), layout.lse_shape(shape)]
 
 
+def _terms(call: Call, kv: KVCall, what: str, values: Values) -> Terms:
+    widths = {"kv_lora_rank": call.sizes.kv_lora_rank, "qk_rope_head_dim": call.sizes.qk_rope_head_dim}
+    return terms_of_call(kv, f"latent {call.more[1]}", what, values, widths)
+
+
 def _way(call: Call) -> ModuleType:
     return WAYS[call.more[1]]
 
@@ -94,7 +103,7 @@ def _is_empty(call: Call) -> bool:
     return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
 
 
-def _kv_call(call: Call) -> KVCall:
+def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     """The call with K and V that this one stands for, checked; their values take no memory.
 
     Raises:
@@ -104,7 +113,7 @@ def _kv_call(call: Call) -> KVCall:
     if not isinstance(way, str) or way not in WAYS:
         ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
         raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
-    group, tensors = Group.named(name), call.check()
+    group, tensors = group or Group.named(name), call.check()
     heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
     if way == "a2a" and heads % group.size:
         raise ValueError(

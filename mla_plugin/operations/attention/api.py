@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both
-from mla_plugin.arguments.autocast import autocast, is_castable
+from mla_plugin.arguments.autocast import as_if_cast, autocast
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
@@ -161,17 +161,17 @@ def _tensors_of(
     cu_seqlens_kv_padded: torch.Tensor | None,
 ) -> AttentionTensors:
     """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
-    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and q.shape[-1]:
-        softmax_scale = q.shape[-1] ** -0.5
+    if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
+        softmax_scale = width**-0.5
     return AttentionTensors(
         q,
         k,
         v,
         1.0 if softmax_scale is None else plain_number(softmax_scale),
-        **lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        attention_mask=attention_mask,
-        bias=bias,
-        dropout_seed=torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
+        *lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attention_mask,
+        bias,
+        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
     )
 
 
@@ -210,19 +210,12 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     check_number("dropout_p", said["dropout_p"])
     q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
-    q, k, v, bias = autocast(q, k, v, bias, cast=_as_if_cast)
+    q, k, v, bias = autocast(q, k, v, bias, cast=as_if_cast)
     call = _tensors_of(q, k, v, bias, scale, 0.0, **of_lengths)
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
     return DescribedCall(call, options.completed(call), backend, group, way)
-
-
-def _as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What ``_cast`` returns, but for the values: one number stands for all of them."""
-    if not is_castable(x) or x.dtype == dtype:
-        return x
-    return x.new_empty((), dtype=dtype).expand(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
 _SIGNATURE = inspect.signature(attention)

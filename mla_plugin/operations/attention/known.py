@@ -96,7 +96,7 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
         facts,
         kind_of(tensors),
         (tensors.q.stride(), tensors.k.stride(), tensors.v.stride()),
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_deterministic_algorithms(),
         environment.gates(),
         get_manager().generation,
     )

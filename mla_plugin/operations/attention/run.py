@@ -76,10 +76,13 @@ def is_observed(*tensors: torch.Tensor) -> bool:
 
     The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
     """
+    if is_traced():
+        return True
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return True
     return (
-        is_traced()
-        or any(type(x) not in _PLAIN for x in tensors)
-        or tensors[0].device.type == "meta"
+        tensors[0].device.type == "meta"
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()

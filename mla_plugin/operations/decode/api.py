@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -139,3 +140,45 @@ def _over_group(
     if isinstance(tensors, DecodeCall):
         return context_parallel.run(tensors, host, backend, name, interleave)
     return context_parallel.run_traced(tensors, host, backend, name, interleave)
+
+
+class DescribedCall(NamedTuple):
+    """A call that is not made: checked tensors, who asks, the backend that it names, the group and the interleave."""
+
+    tensors: DecodeTensors
+    host: str
+    backend: str | None
+    cp_group: ProcessGroup | DeviceMesh | None
+    cp_interleave: int
+
+
+def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
+    """The call ``decode(*tensors, **arguments)``, not made; tensors of the meta device serve as well.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as ``decode``.
+    """
+    try:
+        given = _SIGNATURE.bind(*tensors, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.decode") from None
+    given.apply_defaults()
+    said = given.arguments
+    host, backend = said.pop("host"), said.pop("backend")
+    group, interleave = said.pop("cp_group"), said.pop("cp_interleave")
+    decode_checks.check_options(said["softmax_scale"], said["causal"], said["return_lse"])
+    decode_checks.check_names(host, backend)
+    decode_checks.check_queries(said["q_nope_abs"])
+    seqlen_q, rank = said["q_nope_abs"].shape[1], said["q_nope_abs"].shape[-1]
+    c_kv, k_rope = decode_checks.split_cache(said.pop("kv_cache"), rank)
+    lengths = said["seqlens_kv"] if isinstance(said["seqlens_kv"], DecodeLengths) else None
+    if lengths is not None:
+        said["seqlens_kv"] = lengths.seqlens_kv
+    said["causal"] = said["causal"] and seqlen_q > 1
+    call = DecodeTensors(c_kv=c_kv, k_rope=k_rope, lengths=lengths, **said)
+    decode_checks.check_tensors(call)
+    decode_checks.check_no_gradient(call)
+    return DescribedCall(call, host, backend, group, interleave)
+
+
+_SIGNATURE = inspect.signature(decode)

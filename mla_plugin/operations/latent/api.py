@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mla_plugin.arguments.attention import AttentionTensors, lengths_of_both
-from mla_plugin.arguments.autocast import autocast
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both
+from mla_plugin.arguments.autocast import as_if_cast, autocast
 from mla_plugin.arguments.checks import check_tensor, plain_number
 from mla_plugin.arguments.options import CallOptions
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from mla_plugin.arguments.latent import LatentTensors
+    from mla_plugin.operations.latent.call import Call
 
 
 def latent_attention(
@@ -85,17 +87,10 @@ def latent_attention(
         NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
-    from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
-
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
-    if softmax_scale is None:
-        has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
-        softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
-    lengths = lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), **lengths)
-    options = CallOptions(
+    tensors, options = _said(
+        *(q, c_kv, k_rope, w_uk, w_uv, softmax_scale, backend),
+        (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
         qkv_format=qkv_format,
         attn_mask_type=attn_mask_type,
         window_size=window_size,
@@ -106,10 +101,66 @@ def latent_attention(
         return_lse=return_lse,
         host=host,
     )
+    out, lse = _run(tensors, options, backend, cp_group, cp_comm_type)
+    return (out, lse) if return_lse else out
+
+
+def _said(
+    q: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    softmax_scale: float | None,
+    backend: str | None,
+    offsets: tuple[torch.Tensor | None, ...],
+    **options: Any,
+) -> tuple[LatentTensors, CallOptions]:
+    """The call's tensors and completed options; the offsets are in the order of ``LENGTHS``."""
+    from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
+
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+    if softmax_scale is None:
+        has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
+        softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
+    lengths = lengths_of_both(*offsets)
+    tensors = LatentTensors(q, c_kv, k_rope, w_uk, w_uv, plain_number(softmax_scale), *lengths)
     for name in DIFFERENTIABLE:
         check_tensor(name, getattr(tensors, name))
-    out, lse = _run(tensors, _completed(tensors, options), backend, cp_group, cp_comm_type)
-    return (out, lse) if return_lse else out
+    return tensors, _completed(tensors, CallOptions(**options))
+
+
+class DescribedCall(NamedTuple):
+    """A call that is not made: the call, the group and the way."""
+
+    call: Call
+    cp_group: ProcessGroup | DeviceMesh | None
+    cp_comm_type: str
+
+
+def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
+    """The call ``latent_attention(*tensors, **arguments)``, not made; tensors of the meta device serve as well.
+
+    Raises:
+        ValueError, TypeError: as ``latent_attention``.
+    """
+    from mla_plugin.operations.latent.call import Call
+
+    try:
+        given = _SIGNATURE.bind(*tensors, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.latent_attention") from None
+    given.apply_defaults()
+    said = given.arguments
+    group, way = said.pop("cp_group"), said.pop("cp_comm_type")
+    q, c_kv, k_rope, w_uk, w_uv = (said.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
+    q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv, cast=as_if_cast)
+    scale, backend, offsets = said.pop("softmax_scale"), said.pop("backend"), [said.pop(name) for name in LENGTHS]
+    if getattr(offsets[0], "is_meta", False):  # no memory, by which tensors are told apart
+        said["lengths_may_differ"] = offsets[1] is not None and offsets[1] is not offsets[0]
+    of_call, options = _said(q, c_kv, k_rope, w_uk, w_uv, scale, backend, tuple(offsets), **said)
+    return DescribedCall(Call(of_call, options, backend), group, way)
 
 
 def _run(
@@ -140,3 +191,6 @@ def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
     """With what the tensors say where nothing was said; of the offsets as ``attention``."""
     of_lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
     return options._replace(is_training=tensors.needs_gradient).completed(of_lengths)
+
+
+_SIGNATURE = inspect.signature(latent_attention)

@@ -7,7 +7,7 @@ context-parallel group has one for each of its chunks of queries, over the keys 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -127,6 +127,14 @@ class Decision(NamedTuple):
     def buffers(self, call: Call) -> Buffers:
         """Memory for K and V of the largest group."""
         return Buffers.of(call.q, call.tokens, call.sizes, max(heads.count for heads in self.groups))
+
+
+def of_groups(
+    requests: Iterable[AttentionRequest], sizes: LatentSizes, tokens: int, dtype: torch.dtype
+) -> tuple[AttentionRequest, ...]:
+    """What is asked for by groups of heads, each once; ``tokens`` are those that are expanded."""
+    counts = dict.fromkeys(heads.count for heads in groups_of_heads(sizes, tokens, dtype))
+    return tuple(asked.replace(num_heads=count, num_kv_heads=count) for asked in requests for count in counts)
 
 
 def decide(call: Call, backend: str | None) -> Decision:

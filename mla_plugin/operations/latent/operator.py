@@ -20,6 +20,7 @@ from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.operations.attention.run import is_observed
 from mla_plugin.operations.decisions import Decisions
+from mla_plugin.operations.edges import edge_to
 from mla_plugin.operations.latent import plain
 from mla_plugin.operations.latent.call import Call, Forward, Gradients, Passes
 from mla_plugin.operations.latent.compute import Decision, Wants
@@ -66,7 +67,7 @@ class Operator:
             out, lse, _ = self.forward_operator(*arguments_of(call))
             return out, lse
         if call.options.is_training:
-            return _LatentAttention.apply(self, call, False, *call.tensors.differentiable)  # type: ignore[no-any-return, no-untyped-call]
+            return _LatentAttention.apply(self, call, False, _edge(call), *call.tensors.differentiable)  # type: ignore[no-any-return, no-untyped-call]
         with torch.no_grad():
             output = self.compute(call).output
         return output.out, output.lse
@@ -141,9 +142,15 @@ class Operator:
                     "torch.func's grad, vjp, jvp and what is made of them do not go through latent_attention; use "
                     "torch.autograd.grad or backward()"
                 )
-            return *_LatentAttention.apply(self, call, True, *call.tensors.differentiable), []  # type: ignore[no-untyped-call]
+            differentiable = call.tensors.differentiable
+            return *_LatentAttention.apply(self, call, True, _edge(call), *differentiable), []  # type: ignore[no-untyped-call]
         with torch._C._AutoDispatchBelowAutograd():
             return self.forward_operator(*args)  # type: ignore[no-any-return]
+
+
+def _edge(call: Call) -> torch.Tensor | None:
+    """To q, in whose place passes over a group may keep something else; these are the ones that need more."""
+    return edge_to(call.tensors.q) if call.more else None
 
 
 def call_of(arguments: tuple[Any, ...]) -> Call:
@@ -169,7 +176,12 @@ class _LatentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operator: Operator, call: Call, is_operator: bool, *differentiable: torch.Tensor
+        ctx: Any,
+        operator: Operator,
+        call: Call,
+        is_operator: bool,
+        edge: torch.Tensor | None,
+        *differentiable: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decision = None
         if is_operator:
@@ -179,7 +191,7 @@ class _LatentAttention(torch.autograd.Function):
             (out, lse), kept, decision = _flat(operator.compute(call))
         tensors = call.tensors
         saved = kept or [tensors.q, out, lse]
-        ctx.save_for_backward(*differentiable[1:], *tensors.lengths.values(), *saved)
+        ctx.save_for_backward(*differentiable[1:], *tensors.lengths.values(), edge, *saved)
         ctx.said = (operator, decision, call.options, call.backend, call.more)
         ctx.of_queries = (tensors.softmax_scale, tensors.q.shape, out.shape)
         ctx.set_materialize_grads(False)
@@ -191,11 +203,14 @@ class _LatentAttention(torch.autograd.Function):
         softmax_scale, q_shape, out_shape = ctx.of_queries
         names = (*DIFFERENTIABLE[1:], *LENGTHS)
         everything = ctx.saved_tensors  # to be asked for once, for checkpointing makes it anew
-        given, saved = everything[: len(names)], list(everything[len(names) :])
-        q = saved[0] if saved[0].shape == q_shape else saved[0].new_empty(()).expand(q_shape)
+        given, edge, saved = everything[: len(names)], everything[len(names)], list(everything[len(names) + 1 :])
+        q = saved[0]
+        if q.shape != q_shape:
+            number = q.new_empty(())
+            q = (number if edge is None else number + edge.sum()).expand(q_shape)
         tensors = LatentTensors(q, softmax_scale=softmax_scale, **dict(zip(names, given, strict=True)))
         call = Call(tensors, options, backend, more)
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
         wants = Wants(needed[1] or needed[2], needed[3] or needed[4])
         if dout is None:  # of one output alone; other ranks may wait for messages even where no gradient comes
             dout = q.new_zeros(out_shape)
@@ -205,7 +220,7 @@ class _LatentAttention(torch.autograd.Function):
             found = operator.backward_operator(dout, dlse, saved, *wants, *arguments_of(call))
         else:
             found = operator.differentiate(call, decision, saved, dout, dlse, wants)
-        return None, None, None, *(x if is_needed else None for x, is_needed in zip(found, needed, strict=True))
+        return None, None, None, None, *(x if is_needed else None for x, is_needed in zip(found, needed, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

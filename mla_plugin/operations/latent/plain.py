@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from mla_plugin.hooks.attention import AttentionOutput, request_of
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, request_of
 from mla_plugin.operations.latent import compute, rows
 from mla_plugin.operations.latent.call import Call, Forward, Gradients
 from mla_plugin.operations.latent.compute import Decision, Part, Wants
@@ -15,6 +16,13 @@ from mla_plugin.operations.latent.compute import Decision, Part, Wants
 def check(call: Call) -> None:
     """As ``Passes.check``."""
     request_of(call.check(), call.options)
+
+
+def requests(call: Call) -> tuple[AttentionRequest, ...]:
+    """What backends are asked for; errors as ``check``."""
+    request = request_of(call.check(), call.options)
+    tokens = math.prod(call.tensors.c_kv.shape[:-1])
+    return compute.of_groups((request,), call.sizes, tokens, request.dtype)
 
 
 def forward(call: Call) -> Forward:

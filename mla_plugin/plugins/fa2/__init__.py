@@ -14,7 +14,6 @@ Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``fl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -33,6 +32,10 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_EVERYWHERE = 192
 WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 SMALL_SHARED_MEMORY = (12, 0)
+SMALL = 1 << 20
+"""Elements up to which PyTorch's own padding is the faster way: one call on the host, which writes every zero column
+and every other one twice; that takes the device a microsecond here, and half as long again as need be in long tensors.
+"""
 
 
 def _width(request: AttentionRequest, carries_dlse: bool) -> int:
@@ -80,6 +83,22 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
         yield f"{found} > {MAX_HEAD_DIM_EVERYWHERE} in training on compute_capability={capability} [PyTorch]"
 
 
+def _size_refusals(request: AttentionRequest) -> Iterator[str]:
+    """The dense backward sums dq in a float32 tensor, rows rounded up to 128, whose offsets come round at 32 bits.
+
+    Seen on an H200 with PyTorch 2.11: an illegal memory access. The forward and packed sequences are right there.
+    """
+    if not request.is_training or request.layout.is_packed:
+        return
+    rows = -(-request.max_seqlen_q // 128) * 128
+    elements = request.batch_size * rows * request.num_heads * _width(request, request.return_lse)
+    if elements >= 2**31:
+        yield (
+            f"batch_size={request.batch_size}, max_seqlen_q={request.max_seqlen_q}, num_heads={request.num_heads} in "
+            f"training: its dense backward addresses {elements} elements with 32 bits, expected fewer than 2**31"
+        )
+
+
 def _window_refusals(request: AttentionRequest) -> Iterator[str]:
     """Where queries outnumber keys, the kernel's right side may be another than the caller's.
 
@@ -103,6 +122,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     yield from _head_dim_refusals(request, platform)
     yield from beyond_flash_attention(request)
     yield from beyond_packed_sequences(request)
+    yield from _size_refusals(request)
     yield from _window_refusals(request)
 
 
@@ -127,6 +147,8 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     columns = x.shape[-1]
     if columns == width:
         return aligned(x)
+    if x.numel() <= SMALL:
+        return torch.constant_pad_nd(x, (0, width - columns))
     wide = x.new_empty((*x.shape[:-1], width))
     wide[..., :columns] = x
     wide[..., columns:] = 0
@@ -136,7 +158,7 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
     options = Options.of(request, softmax_scale, rows)
     # With grouped heads and max_seqlen_q = 1 the packed kernel takes T for B; the length only sizes its grid.
-    return options if rows.q is None else replace(options, max_seqlen_q=max(2, options.max_seqlen_q))
+    return options if rows.q is None else options._replace(max_seqlen_q=max(2, options.max_seqlen_q))
 
 
 @hookimpl
@@ -144,10 +166,11 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention over the padded head dimension."""
     request, width = plan.request, _width(plan.request, carries_dlse=False)
     rows = Rows.of(request, tensors)
-    q, k, v = (_widened(rows.of_tensor(x), width) for x in (tensors.q, tensors.k, tensors.v))
+    q, k, v = [_widened(rows.of_tensor(x), width) for x in (tensors.q, tensors.k, tensors.v)]
     options = _options(request, tensors.softmax_scale, rows)
     out, lse = providers.find(plan.platform).forward(q, k, v, options)
-    return AttentionOutput(rows.queries(out[..., : request.head_dim_v]), rows.lse(lse))
+    out = out[..., : request.head_dim_v] if width > request.head_dim_v else out
+    return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 
 @hookimpl
@@ -157,11 +180,14 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     width = _width(request, carries_dlse=dlse is not None)
     rows = Rows.of(request, tensors)
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
-    dout, q, k, v, out = (_widened(rows.of_tensor(x), width) for x in inputs)
+    dout, q, k, v, out = [_widened(rows.of_tensor(x), width) for x in inputs]
     if dlse is not None:  # the width is more than dim_v, so v and dout are fresh tensors
         v[..., dim_v] = 1
         dout[..., dim_v] = dlse.transpose(-1, -2)
     options = _options(request, tensors.softmax_scale, rows)
     dq, dk, dv = providers.find(plan.platform).backward(dout, q, k, v, out, rows.of_lse(residuals.lse), options)
-    dq, dk, dv = dq[..., : request.head_dim_qk], dk[..., : request.head_dim_qk], dv[..., :dim_v]
+    dim_qk = request.head_dim_qk
+    if width > dim_qk:
+        dq, dk = dq[..., :dim_qk], dk[..., :dim_qk]
+    dv = dv[..., :dim_v] if width > dim_v else dv
     return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

@@ -5,6 +5,7 @@ Both take query, key and value of one head dimension, dense [B, S, H, D] or pack
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from packaging.version import Version
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
-from mla_plugin.plugins.shared.flash_family import Options, imported
+from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher, empty_like, imported
 
 # Looked up by attribute, so that a test can stand in for them.
 aten_forward = torch.ops.aten._flash_attention_forward.default
@@ -34,19 +35,37 @@ class FlashAttn:
     def __init__(self, version: str) -> None:
         self.name = f"{DISTRIBUTION} {version}"
 
-    def _function(self, dense: str, packed: str, options: Options) -> Any:
+    def _library(self) -> Any:
         remedy = (
             f"reinstall it for PyTorch {torch.__version__}, or uninstall it: PyTorch's own FlashAttention 2 then takes "
             "its place"
         )
-        library = imported(self.name, MODULE, remedy)
-        return getattr(library, dense if options.cu_seqlens_q is None else packed)
+        return imported(self.name, MODULE, remedy)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Out, and lse [B, H, S_q] or [H, T]."""
-        out, lse, *_ = self._function("flash_attn_func", "flash_attn_varlen_func", options)(
+        library, is_packed = self._library(), options.cu_seqlens_q is not None
+        name = "_flash_attn_varlen_forward" if is_packed else "_flash_attn_forward"
+        function, (left, right) = getattr(library, name, None), options.window_size
+        if function is not None:
+            result = below_dispatcher(function)(
+                q,
+                k,
+                v,
+                **options.offsets,
+                dropout_p=0.0,
+                softmax_scale=options.softmax_scale,
+                causal=options.causal,
+                window_size_left=left,
+                window_size_right=right,
+                softcap=0.0,
+                alibi_slopes=None,
+                return_softmax=False,
+            )
+            return result[0], result[1]
+        result = (library.flash_attn_varlen_func if is_packed else library.flash_attn_func)(
             q,
             k,
             v,
@@ -54,7 +73,7 @@ class FlashAttn:
             **options.named("softmax_scale", "causal", "window_size"),
             return_attn_probs=True,
         )
-        return out, lse
+        return result[0], result[1]
 
     def backward(
         self,
@@ -67,8 +86,11 @@ class FlashAttn:
         options: Options,
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of q, k and v."""
-        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        self._function("_flash_attn_backward", "_flash_attn_varlen_backward", options)(
+        gradients = (empty_like(q), empty_like(k), empty_like(v))
+        library = self._library()
+        is_dense = options.cu_seqlens_q is None
+        function = library._flash_attn_backward if is_dense else library._flash_attn_varlen_backward
+        below_dispatcher(function)(
             dout,
             q,
             k,
@@ -132,6 +154,7 @@ def _keywords(options: Options) -> dict[str, float]:
     return {"scale": options.softmax_scale, "window_size_left": left, "window_size_right": right}
 
 
+@functools.lru_cache(maxsize=256)
 def find(platform: Platform) -> FlashAttn | PyTorch:
     """The package where a suitable version is installed, otherwise PyTorch."""
     version = platform.version(DISTRIBUTION)

@@ -23,13 +23,14 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.layout import addressable
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.plugins.shared.flash_family import Options
-from mla_plugin.plugins.shared.packed import Rows, addressable
+from mla_plugin.plugins.shared.flash_family import Options, empty_like
+from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import accepted_without_dlse, beyond_flash_attention, refuse_dlse
 
 MAX_HEAD_DIM = 256
@@ -92,7 +93,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return decode.forward(plan.platform, tensors)
     request, provider = plan.request, providers.installed(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
-    q, k = (addressable(rows.of_tensor(x)) for x in (tensors.q, tensors.k))
+    q, k = addressable(rows.of_tensor(tensors.q)), addressable(rows.of_tensor(tensors.k))
     v = rows.clean_keys(tensors.v)
     out, lse = provider.forward(q, k, v, Options.of(request, tensors.softmax_scale, rows))
     return AttentionOutput(rows.queries(out), rows.lse(lse))
@@ -108,10 +109,10 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     refuse_dlse("fa3", dlse)
     request, tensors, provider = plan.request, residuals.tensors, providers.installed(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
-    dout, q = (rows.clean_queries(x) for x in (dout, tensors.q))
-    k, v = (rows.clean_keys(x) for x in (tensors.k, tensors.v))
+    dout, q = rows.clean_queries(dout), rows.clean_queries(tensors.q)
+    k, v = rows.clean_keys(tensors.k), rows.clean_keys(tensors.v)
     out = addressable(rows.of_tensor(residuals.out))
-    dq, dk, dv = gradients = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    dq, dk, dv = gradients = (empty_like(q), empty_like(k), empty_like(v))
     options = Options.of(request, tensors.softmax_scale, rows)
     provider.backward(dout, q, k, v, out, rows.of_lse(residuals.lse), gradients, options)
     return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

@@ -61,8 +61,9 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
         seqlens_kv = torch.full(c_kv.shape[:1], c_kv.shape[1], dtype=torch.int32, device=c_kv.device)
     library = provider.library()
     if isinstance(provider, providers.Vllm):
-        call = _VllmOperator.of(torch.ops._vllm_fa3_C.fwd.default)
-        out, lse = call(q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors)
+        queries_and_cache = (q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors.page_table)
+        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
+        out, lse, *_ = operator(*queries_and_cache, tensors.softmax_scale, tensors.causal)
         return DecodeOutput(out, _lse(lse) if tensors.return_lse else None)
     result = library.flash_attn_with_kvcache(
         q_rope,
@@ -85,43 +86,8 @@ def _lse(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == torch.inf, -torch.inf)
 
 
-class _VllmOperator:
-    """vLLM's operator with its 37 arguments in their order: by name they cost twice the time on the host."""
-
-    NAMES = ("q", "k", "v", "q_v", "seqused_k", "page_table", "softmax_scale", "is_causal", "num_splits")
-    CHOOSES_ITSELF = 0
-
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
-        self._neutral = [neutral for _, neutral in providers.neutral_arguments(operator)]
-        names = [name for name, _ in providers.neutral_arguments(operator)]
-        missing = set(self.NAMES) - set(names)
-        if missing:
-            raise RuntimeError(
-                f"{operator} has no argument {', '.join(sorted(missing))}; this build of FlashAttention 3 is unknown"
-            )
-        self._places = [names.index(name) for name in self.NAMES]
-        for name in ("window_size_left", "window_size_right"):
-            self._neutral[names.index(name)] = -1
-
-    @staticmethod
-    @functools.cache
-    def of(operator: Any) -> _VllmOperator:
-        """The one for this operator."""
-        return _VllmOperator(operator)
-
-    def __call__(
-        self,
-        q_rope: torch.Tensor,
-        k_rope: torch.Tensor,
-        c_kv: torch.Tensor,
-        q_nope_abs: torch.Tensor,
-        seqlens_kv: torch.Tensor,
-        tensors: DecodeTensors,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments = self._neutral.copy()
-        given = (q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors.page_table, tensors.softmax_scale)
-        for place, value in zip(self._places, (*given, tensors.causal, self.CHOOSES_ITSELF), strict=True):
-            arguments[place] = value
-        result = self._operator(*arguments)
-        return result[0], result[1]
+@functools.cache
+def _vllm_operator(operator: Any) -> providers.ByPlace:
+    """vLLM's operator, which chooses the number of splits itself."""
+    names = ("q", "k", "v", "q_v", "seqused_k", "page_table", "softmax_scale", "is_causal")
+    return providers.ByPlace(operator, names, window_size_left=-1, window_size_right=-1, num_splits=0)

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,19 @@ def _common(options: Options) -> dict[str, Any]:
 def _lengths(options: Options) -> dict[str, Any]:
     """Keyword arguments for packed sequences."""
     return options.offsets | options.named("seqused_q", "seqused_k")
+
+
+def _packed(options: Options) -> tuple[object, ...]:
+    """What the operators take of packed sequences, in the order of ``_PACKED``."""
+    if options.cu_seqlens_q is None:
+        return _DENSE
+    offsets, used = (options.cu_seqlens_q, options.cu_seqlens_k), (options.seqused_q, options.seqused_k)
+    return (*offsets, *used, options.max_seqlen_q, options.max_seqlen_k)
+
+
+def _mask(options: Options) -> tuple[float, bool, int, int]:
+    """What the operators take of scale and mask, in the order of ``_MASK``."""
+    return (options.softmax_scale, options.causal, *options.window_size)
 
 
 @dataclass(frozen=True)
@@ -84,14 +97,23 @@ class Provider:
 
 
 class FlashAttn3(Provider):
-    """``flash_attn_interface``, built from the hopper folder of FlashAttention's repository."""
+    """``flash_attn_interface``, built from the hopper folder of FlashAttention's repository.
+
+    Its operators ``flash_attn_3::fwd`` and ``bwd``, which builds have since May 2025, are called where they are: the
+    functions above them take 15 us more of the host's time, for an autograd function and an operator of their own.
+    """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``; newer builds return lse only when asked, older ones always."""
+        library = self.library()
+        operators = _operators(library)
+        if operators is not None:
+            result = operators.forward(q, k, v, *_packed(options), *_mask(options))
+            return result[0], result[1]
         if options.cu_seqlens_q is None:
-            function, lengths = self.library().flash_attn_func, {}
+            function, lengths = library.flash_attn_func, {}
         else:
-            function, lengths = self.library().flash_attn_varlen_func, _lengths(options)
+            function, lengths = library.flash_attn_varlen_func, _lengths(options)
         wants_lse = {"return_attn_probs": True} if "return_attn_probs" in _parameters(function) else {}
         result = function(q, k, v, **lengths, **_common(options), **wants_lse)
         if not isinstance(result, tuple):
@@ -113,7 +135,13 @@ class FlashAttn3(Provider):
         options: Options,
     ) -> None:
         """See ``Provider``; the window is one argument in older builds and two in newer ones."""
-        function = self.library()._flash_attn_backward
+        library = self.library()
+        operators = _operators(library)
+        if operators is not None:
+            inputs = (dout, q, k, v, out, lse)
+            operators.backward(*inputs, *gradients, *_packed(options), *_mask(options), options.deterministic)
+            return
+        function = library._flash_attn_backward
         is_one = "window_size" in _parameters(function)
         window = (options.window_size,) if is_one else options.window_size
         softcap = 0.0
@@ -163,17 +191,8 @@ class Vllm(Provider):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
         self.library()
-        result = call_by_schema(
-            torch.ops._vllm_fa3_C.fwd.default,
-            q=q,
-            k=k,
-            v=v,
-            **_lengths(options),
-            softmax_scale=options.softmax_scale,
-            is_causal=options.causal,
-            window_size_left=options.window_size[0],
-            window_size_right=options.window_size[1],
-        )
+        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
+        result = operator(q, k, v, *_packed(options), *_mask(options))
         return result[0], result[1]
 
 
@@ -201,6 +220,7 @@ _ONES = ("num_splits", "cp_world_size")
 _ZEROS = {"int": 0, "float": 0.0, "bool": False}
 
 
+@functools.lru_cache(maxsize=256)
 def find(platform: Platform) -> Provider | None:
     """The first provider whose distribution is installed."""
     return next((provider for provider in PROVIDERS if platform.version(provider.distribution) is not None), None)
@@ -223,43 +243,76 @@ def absence(device_type: str, platform: Platform) -> Iterator[str]:
         yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
 
 
-def call_by_schema(operator: Any, **given: object) -> Any:
-    """Call an operator by its schema's names; what is not given is absent, off or, for counts, 1.
+class ByPlace:
+    """An operator called with some of its arguments: by name PyTorch would look for each of some forty at every call.
 
-    The builds differ in the arguments behind ``sm_margin``, which switch on what nobody asked for here.
+    What is not given is absent, off or, for counts, 1. The builds differ in the arguments behind ``sm_margin``, which
+    switch on what nobody asked for here.
+
+    Args:
+        operator: the overload; its schema says where each argument stands.
+        names: what each call gives, in the order of the calls.
+        fixed: other arguments, the same in every call.
+
+    Raises:
+        RuntimeError: the operator has no such argument.
     """
-    places, neutral = _places(operator)
-    arguments = list(neutral)
-    try:
-        for name, value in given.items():
-            arguments[places[name]] = value
-    except KeyError:
-        unknown = ", ".join(name for name in given if name not in places)
-        raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown") from None
-    return operator(*arguments)  # by name PyTorch would look for each of some forty arguments
+
+    def __init__(self, operator: Any, names: tuple[str, ...], **fixed: object) -> None:
+        arguments = operator._schema.arguments
+        places = {argument.name: place for place, argument in enumerate(arguments)}
+        unknown = ", ".join(name for name in (*names, *fixed) if name not in places)
+        if unknown:
+            raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown")
+        self._operator, self._places = operator, [places[name] for name in names]
+        self._arguments = [fixed.get(argument.name, _neutral(argument)) for argument in arguments]
+
+    def __call__(self, *given: object) -> Any:
+        """Call it; ``given`` is what ``names`` says."""
+        arguments = self._arguments.copy()
+        for place, value in zip(self._places, given, strict=True):
+            arguments[place] = value
+        return self._operator(*arguments)
+
+
+def _neutral(argument: Any) -> object:
+    """The value that changes nothing."""
+    if argument.has_default_value():
+        return argument.default_value
+    return 1 if argument.name in _ONES else _ZEROS.get(str(argument.type))
+
+
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+_DENSE = (None,) * len(_PACKED)
+_MASK = ("softmax_scale", "is_causal", "window_size_left", "window_size_right")
+
+
+class _Operators(NamedTuple):
+    """flash-attn-3's, by what ``FlashAttn3`` gives them."""
+
+    forward: ByPlace
+    backward: ByPlace
 
 
 @functools.cache
-def _places(operator: Any) -> tuple[dict[str, int], tuple[object, ...]]:
-    """Where each argument stands, and what all of them are unless given."""
-    arguments = neutral_arguments(operator)
-    return {name: place for place, (name, _) in enumerate(arguments)}, tuple(value for _, value in arguments)
-
-
-@functools.cache
-def neutral_arguments(operator: Any) -> tuple[tuple[str, object], ...]:
-    """(name, value that changes nothing) of every argument."""
-    return tuple(
-        (
-            argument.name,
-            argument.default_value
-            if argument.has_default_value()
-            else 1
-            if argument.name in _ONES
-            else _ZEROS.get(str(argument.type)),
-        )
-        for argument in operator._schema.arguments
+def _operators(library: Any) -> _Operators | None:
+    """Those that the imported module has registered; None for a build before May 2025, which has functions alone."""
+    namespace = torch.ops.flash_attn_3
+    if not (hasattr(namespace, "fwd") and hasattr(namespace, "bwd")):
+        return None
+    written = ("dq", "dk", "dv")
+    return _Operators(
+        ByPlace(namespace.fwd.default, ("q", "k", "v", *_PACKED, *_MASK), num_splits=1),
+        ByPlace(
+            namespace.bwd.default,
+            ("dout", "q", "k", "v", "out", "softmax_lse", *written, *_PACKED, *_MASK, "deterministic"),
+        ),
     )
+
+
+@functools.cache
+def _vllm_operator(operator: Any) -> ByPlace:
+    return ByPlace(operator, ("q", "k", "v", *_PACKED, *_MASK))
 
 
 @functools.cache

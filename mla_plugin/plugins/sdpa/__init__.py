@@ -4,7 +4,7 @@ It takes TransformerEngine's place of "unfused attention" without its memory: no
 
 Decode has a module of its own. Attention has three routes, by request:
 
-- ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch;
+- ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch, long ones of few heads in ``tiles``;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
 - ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
 
@@ -14,6 +14,7 @@ the layer number and multiplies it back, has no effect on the result and none he
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -68,6 +69,11 @@ def _blocked_because(request: AttentionRequest) -> Iterator[str]:
         yield f"batch_size={request.batch_size} > {MAX_EFFICIENT_BATCH}"
 
 
+@functools.lru_cache(maxsize=4096)
+def _uses_kernel(request: AttentionRequest) -> bool:
+    return not any(_blocked_because(request))
+
+
 @hookimpl
 def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take everything but what ``refusals`` names, and every decode request."""
@@ -109,7 +115,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     request = plan.request
     if _is_empty(tensors):
         return _empty_output(request, tensors)
-    use_kernel = not any(_blocked_because(request))
+    use_kernel = _uses_kernel(request)
     if request.device_type == "cpu":
         return batches.forward(request, tensors, use_kernel=use_kernel)
     if use_kernel:
@@ -123,7 +129,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     request = plan.request
     if _is_empty(residuals.tensors):
         return _empty_gradients(request, residuals.tensors)
-    use_kernel = not any(_blocked_because(request))
+    use_kernel = _uses_kernel(request)
     if request.device_type == "cpu":
         return batches.backward(request, residuals, dout, dlse, use_kernel=use_kernel)
     if use_kernel:

@@ -9,18 +9,25 @@ but not so small that the host's time for a part counts.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import empty_output, lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
-from mla_plugin.plugins.sdpa import blocked, flash
+from mla_plugin.plugins.sdpa import blocked, flash, tiles
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import Terms
+
+_T = torch.Tensor
+Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T, _T | None]
+"""q, k, v, out, lse, dout and dlse of a part."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +46,32 @@ class Sizes:
 
 COPIED = Sizes(16, 1 << 16, 1 << 18)
 """16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
-AS_GIVEN = Sizes(8, 1 << 18, 1 << 19)
+AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
 """Others, of which only the queries are copied."""
+SHARE_OF_CALL = 16
+"""A part that is a smaller share of the call holds less than half of what PyTorch's own attention does."""
 ROWS_PER_THREAD = 256
 """The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
 
 
-def _sizes(request: AttentionRequest, tensors: AttentionTensors) -> tuple[int, Sizes]:
-    """Elements of the call's largest tensor, and how it is cut."""
-    largest = max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
-    is_copied = tensors.q.element_size() < 4 or request.head_dim_qk != request.head_dim_v
-    return largest, COPIED if is_copied else AS_GIVEN
+def _sizes_of(request: AttentionRequest) -> Sizes:
+    """How a call is cut."""
+    is_copied = request.dtype.itemsize < 4 or request.head_dim_qk != request.head_dim_v
+    return COPIED if is_copied else AS_GIVEN
 
 
-def _is_tiny(request: AttentionRequest, tensors: AttentionTensors) -> bool:
-    """The tensors as they are make one part; nothing has to be looked for, which takes as long as the kernel."""
-    largest, sizes = _sizes(request, tensors)
-    return largest <= sizes.least and not is_ragged(request)
+@functools.lru_cache(maxsize=4096)
+def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> Terms | None:
+    """For the flash kernel where the tensors as they are make one part; None where they do not.
+
+    Nothing has to be looked for then, which takes as long as the kernel.
+    """
+    if is_ragged(request):
+        return None
+    tokens_q, tokens_kv = request.max_seqlen_q * request.num_heads, request.max_seqlen_kv * request.num_kv_heads
+    of_keys = tokens_kv * max(request.head_dim_qk, request.head_dim_v)
+    largest = request.batch_size * max(tokens_q * request.head_dim_qk, of_keys)
+    return Terms(softmax_scale, request.band) if largest <= _sizes_of(request).least else None
 
 
 def _parts(
@@ -63,12 +79,10 @@ def _parts(
 ) -> Iterator[Group]:
     """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
-    largest, sizes = _sizes(request, tensors)
-    limit = min(max(largest // sizes.count, sizes.least), sizes.most)
-    head_dim = max(request.head_dim_qk, request.head_dim_v)
+    limit = _limit(request, tensors)
     for group in whole:
-        len_q, len_kv = group.q.length, group.kv.length
-        elements = max(len_q * num_heads, len_kv * num_kv_heads) * head_dim
+        len_q = group.q.length
+        elements = _elements(request, group)
         if elements * len(group.q.firsts) <= limit:
             yield group
         elif not use_kernel or elements <= limit:
@@ -81,6 +95,34 @@ def _parts(
                     yield sequences
                 else:
                     yield from sequences.by_heads(heads, num_heads, num_kv_heads)
+
+
+def _limit(request: AttentionRequest, tensors: AttentionTensors) -> int:
+    """Elements of a part's largest tensor, where a sequence or a head does not have more."""
+    sizes = _sizes_of(request)
+    return min(max(_largest(tensors) // sizes.count, sizes.least), sizes.most)
+
+
+def _most_at_once(request: AttentionRequest, tensors: AttentionTensors) -> int:
+    """A part with more elements is computed in tiles: it exceeds the limit, and its copies count beside the call."""
+    return max(_limit(request, tensors), _largest(tensors) // SHARE_OF_CALL)
+
+
+def _largest(tensors: AttentionTensors) -> int:
+    return max(tensors.q.numel(), tensors.k.numel(), tensors.v.numel())
+
+
+def _elements(request: AttentionRequest, group: Group) -> int:
+    """Of one sequence of a group, in its largest tensor."""
+    heads_q = range(request.num_heads)[group.heads_q or slice(None)]
+    heads_kv = range(request.num_kv_heads)[group.heads_kv or slice(None)]
+    tokens = max(group.q.length * len(heads_q), group.kv.length * len(heads_kv))
+    return tokens * max(request.head_dim_qk, request.head_dim_v)
+
+
+def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A result in the dtype of the inputs, contiguous."""
+    return (x if x.dtype == q.dtype else x.to(q.dtype)).contiguous()
 
 
 def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -100,16 +142,18 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     """Attention of every sequence, by the flash kernel or by blocked mathematics."""
     layout = request.layout
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+    terms = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
+    if terms is not None:
+        rows, lse = flash.forward(q, k, v, terms)
+        return AttentionOutput(_as_given(layout.from_bhsd(rows), q), lse.contiguous())
     terms = Terms.of(request, tensors, wants_dbias=False)
     route = flash.forward if use_kernel else blocked.forward
-    if _is_tiny(request, tensors):
-        rows, lse = route(q, k, v, terms)
-        return AttentionOutput(layout.from_bhsd(rows).to(q.dtype).contiguous(), lse.contiguous())
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
-    if _is_one(parts, q, k):
+    most = _most_at_once(request, tensors) if use_kernel else sys.maxsize
+    if _is_one(parts, q, k) and _elements(request, parts[0]) <= most:
         part_out, part_lse = route(parts[0].queries(q), parts[0].keys(k), parts[0].keys(v), terms)
-        out = layout.from_bhsd(parts[0].q.joined(part_out)).to(q.dtype).contiguous()
+        out = _as_given(layout.from_bhsd(parts[0].q.joined(part_out)), q)
         lse = parts[0].q.joined(part_lse).contiguous()
     else:
         out, lse = empty_output(tensors.q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
@@ -118,6 +162,10 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
             lse.fill_(-torch.inf)
         out_rows = layout.to_bhsd(out)
         for part in parts:
+            if _elements(request, part) > most:
+                inputs = (part.queries(q), part.keys(k), part.keys(v))
+                tiles.forward(*inputs, terms, part.queries(out_rows), part.queries(lse))
+                continue
             results = route(part.queries(q), part.keys(k), part.keys(v), terms.of_part(part))
             part.write_queries(out_rows, results[0])
             part.write_queries(lse, results[1])
@@ -131,35 +179,37 @@ def backward(
     """Gradients of every sequence, by the flash kernel or by blocked mathematics."""
     tensors, layout = residuals.tensors, request.layout
     inputs = (tensors.q, tensors.k, tensors.v)
-    q, k, v, out, dout = (layout.to_bhsd(x) for x in (*inputs, residuals.out, dout))
+    q, k, v, out, dout = [layout.to_bhsd(x) for x in (*inputs, residuals.out, dout)]
+    tiny = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
+    if tiny is not None:
+        results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, tiny)
+        return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
     dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse
     terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=True))
 
-    def gradients_of(part: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (flash.backward if use_kernel else blocked.backward)(
-            part.queries(q),
-            part.keys(k),
-            part.keys(v),
-            part.queries(out),
-            part.queries(lse),
-            part.queries(dout),
-            None if dlse is None else part.queries(dlse),
-            terms.of_part(part),
-        )
+    route = flash.backward if use_kernel else blocked.backward
 
-    if _is_one(parts, q, k):
-        results = gradients_of(parts[0])
+    def inputs_of(part: Group) -> Inputs:
+        of_keys, of_q = (part.keys(k), part.keys(v)), (part.queries(out), part.queries(lse), part.queries(dout))
+        return (part.queries(q), *of_keys, *of_q, None if dlse is None else part.queries(dlse))
+
+    most = _most_at_once(request, tensors) if use_kernel else sys.maxsize
+    if _is_one(parts, q, k) and _elements(request, parts[0]) <= most:
+        results = route(*inputs_of(parts[0]), terms.of_part(parts[0]))
         places = (parts[0].q, parts[0].kv, parts[0].kv)
-        found = [layout.from_bhsd(p.joined(x)).to(q.dtype).contiguous() for p, x in zip(places, results, strict=True)]
+        found = [_as_given(layout.from_bhsd(p.joined(x)), q) for p, x in zip(places, results, strict=True)]
     else:
         make = torch.empty_like if _have_all(whole, q, k) else torch.zeros_like
         found = [make(x, memory_format=torch.contiguous_format) for x in inputs]
         dq, dk, dv = (layout.to_bhsd(x) for x in found)
         for part in parts:
-            results = gradients_of(part)
+            if _elements(request, part) > most:
+                tiles.backward(*inputs_of(part), terms, (part.queries(dq), part.keys(dk), part.keys(dv)))
+                continue
+            results = route(*inputs_of(part), terms.of_part(part))
             part.write_queries(dq, results[0])
             part.write_keys(dk, results[1])
             part.write_keys(dv, results[2])

@@ -15,6 +15,7 @@ The gradient of the log-sum-exp uses one more column, V = 1, out = 0, dout = dls
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -63,25 +64,22 @@ class _Call:
 
     @classmethod
     def of(cls, request: AttentionRequest, tensors: AttentionTensors) -> _Call:
-        band = request.band
-        hides_rows = band.bottom_right and band.right == 0
         if not is_ragged(request):
-            len_q, len_kv = (x.shape[request.layout.tokens] for x in (tensors.q, tensors.k))
-            return cls(request, None, None, max(0, len_q - len_kv) if hides_rows else 0, tensors.softmax_scale)
+            return _dense_call(request, tensors.softmax_scale)
         q, k = ragged(request, tensors)
         if not q.is_packed:
-            skip = (q.lengths - k.lengths).clamp(min=0) if hides_rows else torch.zeros_like(q.lengths)
+            skip = (q.lengths - k.lengths).clamp(min=0) if _hides_rows(request) else torch.zeros_like(q.lengths)
             q = q.after(skip, torch.where(k.lengths > 0, q.lengths - skip, 0))
         return cls(request, q, k, 0, tensors.softmax_scale)
 
-    @property
+    @functools.cached_property
     def mask(self) -> int:
         band = self.request.band
         if band.right < 0:
             return NO_MASK
         return BOTTOM_RIGHT if band.bottom_right else TOP_LEFT
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, float | int | None]:
         """Keyword arguments that both kernels take; the kernel's window counts the diagonal too, ours does not."""
         left = self.request.band.left
@@ -132,7 +130,7 @@ class _Call:
     def from_kernel_lse(self, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """The kernel's [B, H, aligned rows] as the caller's [B, H, S_q] or [H, T]."""
         if self.q is None:
-            lse = lse[..., : q.shape[self.request.layout.tokens] - self.skip]
+            lse = _first(lse, q.shape[self.request.layout.tokens] - self.skip)
             return (F.pad(lse, (self.skip, 0), value=-torch.inf) if self.skip else lse).contiguous()
         lse = self.q.unpad(lse.transpose(1, 2), self.tokens(q).shape, -torch.inf).transpose(1, 2)
         return (lse.squeeze(0) if self.request.layout.is_packed else lse).contiguous()
@@ -140,11 +138,29 @@ class _Call:
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
         """The caller's lse as the kernel's backward wants it."""
         if self.q is None:
-            lse = lse[..., self.skip :]
+            lse = lse[..., self.skip :] if self.skip else lse
         else:
             lse = lse.unsqueeze(0) if self.request.layout.is_packed else lse
             lse = self.q.pad(lse.transpose(1, 2), torch.inf).transpose(1, 2)
-        return F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=torch.inf).contiguous()
+        missing = -lse.shape[-1] % LSE_ALIGNMENT
+        return (F.pad(lse, (0, missing), value=torch.inf) if missing else lse).contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_call(request: AttentionRequest, softmax_scale: float) -> _Call:
+    """Of calls without lengths: it holds no tensor."""
+    skip = max(0, request.max_seqlen_q - request.max_seqlen_kv) if _hides_rows(request) else 0
+    return _Call(request, None, None, skip, softmax_scale)
+
+
+def _hides_rows(request: AttentionRequest) -> bool:
+    """Queries that outnumber the keys of their sequence see none of them."""
+    return request.band.bottom_right and request.is_causal
+
+
+def _first(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns of x; x itself where it has no others."""
+    return x if x.shape[-1] == columns else x[..., :columns]
 
 
 def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -162,9 +178,9 @@ def forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOu
     head_dim_qk, head_dim_v = _rounded(request.head_dim_qk), _rounded(request.head_dim_v)
     q = _widened(call.rows(tensors.q), head_dim_qk)
     k, v = _widened(call.columns(tensors.k), head_dim_qk), _widened(call.columns(tensors.v), head_dim_v)
-    longest_q, longest_kv = _longest(call, q, k)
-    out, lse, *_ = _forward(q, k, v, None, *call.offsets(), longest_q, longest_kv, 0.0, call.mask, True, **call.options)
-    out = call.from_rows(out[..., : request.head_dim_v], tensors.q)
+    lengths = (*call.offsets(), *_longest(call, q, k))
+    out, lse, *_ = _forward(q, k, v, None, *lengths, 0.0, call.mask, True, **call.options)
+    out = call.from_rows(_first(out, request.head_dim_v), tensors.q)
     return AttentionOutput(out, call.from_kernel_lse(lse, tensors.q))
 
 
@@ -182,12 +198,12 @@ def backward(
     call = _Call.of(request, tensors)
     wide_qk, wide_v = _rounded(request.head_dim_qk), _rounded(head_dim_v + (dlse is not None))
     q, k = _widened(call.rows(tensors.q), wide_qk), _widened(call.columns(tensors.k), wide_qk)
-    v, out, dout = (_widened(x, wide_v) for x in (call.columns(tensors.v), call.rows(residuals.out), call.rows(dout)))
+    v, out, dout = [_widened(x, wide_v) for x in (call.columns(tensors.v), call.rows(residuals.out), call.rows(dout))]
     if dlse is not None:  # wide_v > head_dim_v, so v and dout are fresh tensors
         v[..., head_dim_v] = 1
         dlse = dlse.unsqueeze(0) if request.layout.is_packed else dlse
         dout[..., head_dim_v] = call.rows(request.layout.from_bhsd(dlse.unsqueeze(-1))).squeeze(-1)
-    no_seed = torch.zeros((), dtype=torch.int64)
+    no_seed = torch.empty((), dtype=torch.int64)  # read with dropout only
     dq, dk, dv, _ = _backward(
         dout,
         q,
@@ -207,7 +223,7 @@ def backward(
         **call.options,
     )
     return Gradients(
-        call.from_rows(dq[..., : request.head_dim_qk], tensors.q),
-        call.from_columns(dk[..., : request.head_dim_qk], tensors.k),
-        call.from_columns(dv[..., :head_dim_v], tensors.v),
+        call.from_rows(_first(dq, request.head_dim_qk), tensors.q),
+        call.from_columns(_first(dk, request.head_dim_qk), tensors.k),
+        call.from_columns(_first(dv, head_dim_v), tensors.v),
     )

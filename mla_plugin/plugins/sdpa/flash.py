@@ -23,12 +23,12 @@ P * (dout @ V.T - delta)``. One more column with V = 1, out = 0, dout = dlse lea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.mask import Band
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.terms import Terms
@@ -50,7 +50,8 @@ class Piece:
         return self.queries == slice(0, len_q) and (len_kv is None or self.keys == slice(0, len_kv))
 
 
-def pieces(len_q: int, len_kv: int, band: Band) -> Iterator[Piece]:
+@functools.lru_cache(maxsize=4096)
+def pieces(len_q: int, len_kv: int, band: Band) -> tuple[Piece, ...]:
     """Cut what the queries see, none or a causal band, into rectangles and squares without empty ones."""
     if band.right < 0:
         rectangle, square = Piece(slice(0, len_q), slice(0, len_kv)), None
@@ -62,15 +63,14 @@ def pieces(len_q: int, len_kv: int, band: Band) -> Iterator[Piece]:
             rectangle = Piece(square.queries, slice(0, column))
         else:  # the rows below the square, which see all its keys
             rectangle = Piece(slice(side, len_q), square.keys)
-    for piece in (rectangle, square):
-        if piece and piece.queries.start < piece.queries.stop and piece.keys.start < piece.keys.stop:
-            yield piece
+    found = (piece for piece in (rectangle, square) if piece)
+    return tuple(x for x in found if x.queries.start < x.queries.stop and x.keys.start < x.keys.stop)
 
 
 def _widened(x: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
     """x [n, H, S, D] in the compute dtype with zero columns up to head_dim; x itself when nothing changes."""
-    x = x.to(dtype)
-    return F.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
+    x = x if x.dtype == dtype else x.to(dtype)
+    return torch.constant_pad_nd(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
 
 
 def _scaled(q: torch.Tensor, dtype: torch.dtype, softmax_scale: float) -> torch.Tensor:
@@ -114,16 +114,16 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
         zeros in a row that sees one key look the same, and are right both ways.
     """
     given_q, given_k, given_v = q, k, v
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = lse_dtype(q.dtype)
     len_q, len_kv, head_dim_v = q.shape[2], v.shape[2], v.shape[3]
     head_dim = max(q.shape[3], head_dim_v)
     q = _widened(_scaled(q, dtype, terms.softmax_scale), dtype, head_dim)
     k, v = _widened(k, dtype, head_dim), _widened(v, dtype, head_dim)
-    parts = list(pieces(len_q, len_kv, terms.band))
+    parts = pieces(len_q, len_kv, terms.band)
     if len(parts) == 1 and parts[0].has_all_of(len_q):
         out, lse = _attend(q, k, v, parts[0])
         lost = _lost_nan(out, lse)
-        out = out[..., :head_dim_v]
+        out = out[..., :head_dim_v] if head_dim > head_dim_v else out
     else:
         out = q.new_zeros(*q.shape[:3], head_dim_v)
         lse = q.new_full(q.shape[:3], -torch.inf)
@@ -132,8 +132,8 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             part_out, part_lse = _attend(q, k, v, piece)
             lost += _lost_nan(part_out, part_lse)
             rows = (slice(None), slice(None), piece.queries)
-            _merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
-    for i in set(lost):
+            merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
+    for i in dict.fromkeys(lost):
         one = slice(i, i + 1)
         out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
     lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
@@ -143,6 +143,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's out [n, H, rows, D] and lse [n, H, rows] of a piece."""
     num_sequences, num_heads, num_kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    if num_heads == num_kv_heads:
+        q, k, v = _rows(q, piece.queries), _rows(k, piece.keys), _rows(v, piece.keys)
+        return _forward(q, k, v, 0.0, piece.is_causal, scale=1.0)  # type: ignore[no-any-return]
     out, lse = _forward(
         _grouped(_rows(q, piece.queries), num_kv_heads),
         _shared(_rows(k, piece.keys), num_heads),
@@ -167,7 +170,7 @@ def _lost_nan(out: torch.Tensor, lse: torch.Tensor) -> list[int]:
     return found
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Add the attention over further keys to out [n, H, S, D] and lse [n, H, S], in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part_out, (part_lse - total).exp_().unsqueeze(-1))
@@ -185,7 +188,7 @@ def backward(
     terms: Terms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a batch; shapes as ``forward``, lse and dlse [n, H, S_q], results in float32 or float64."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = lse_dtype(q.dtype)
     len_q, head_dim_qk = q.shape[2:]
     len_kv, head_dim_v = v.shape[2:]
     head_dim = max(head_dim_qk, head_dim_v + (dlse is not None))
@@ -194,11 +197,11 @@ def backward(
     if dlse is not None:  # head_dim > head_dim_v, so v and dout are fresh tensors
         v[..., head_dim_v] = 1
         dout[..., head_dim_v] = dlse
-    parts = list(pieces(len_q, len_kv, terms.band))
+    parts = pieces(len_q, len_kv, terms.band)
     if len(parts) == 1 and parts[0].has_all_of(len_q, len_kv):
         dq, dk, dv = _gradients(q, k, v, out, lse, dout, parts[0])
     else:
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         for piece in parts:
             dq_part, dk_part, dv_part = _gradients(q, k, v, out, lse, dout, piece)
             dq[:, :, piece.queries] += dq_part

@@ -33,8 +33,8 @@ class Rows:
     is_packed: bool
 
     def part(self, sequences: slice) -> Rows:
-        """Some of the sequences."""
-        return Rows(self.firsts[sequences], self.length, self.is_packed)
+        """Some of the sequences; one alone is a view."""
+        return Rows(_evenly(self.firsts[sequences]), self.length, self.is_packed)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """The sequences in x [N, H, S, ...] as [n, H, length, ...]."""
@@ -180,8 +180,10 @@ def _alike(lengths: list[tuple[int, int]], *, neighbours_only: bool) -> Iterator
         yield from members.items()
 
 
-def _evenly(firsts: list[int]) -> Sequence[int]:
+def _evenly(firsts: Sequence[int]) -> Sequence[int]:
     """The same numbers as a range, if they are one that grows."""
+    if isinstance(firsts, range):
+        return firsts
     step = firsts[1] - firsts[0] if len(firsts) > 1 else 1
     even = range(firsts[0], firsts[-1] + 1, max(1, step))
     return even if list(even) == firsts else firsts

@@ -12,21 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned
+from mla_plugin.arguments.layout import addressable
 from mla_plugin.hooks.attention import AttentionRequest
-
-
-def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where hardware that copies tiles by their strides can read it, otherwise a contiguous copy.
-
-    It wants what ``aligned`` wants, and no dimension that is broadcast.
-    """
-    return x.contiguous() if _is_broadcast(x.shape, x.stride()) else aligned(x)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_broadcast(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,7 @@ class Rows:
             takes_dense: the kernel takes dense tensors; otherwise they are laid end to end too.
         """
         if takes_dense and not request.layout.is_packed and not request.has_padding:
-            return cls(request, None, None)
+            return _dense(request)
         q = _side(request, tensors.q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded)
         if not request.has_padding and request.max_seqlen_q == request.max_seqlen_kv:
             return cls(request, q, q)  # rows of one length: making their offsets once saves a launch
@@ -83,9 +70,10 @@ class Rows:
 
     def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of a tensor in the caller's layout; a view, unless another layout than bshd is laid end to end."""
-        if self.request.layout.is_packed:
+        layout = self.request.layout
+        if layout.is_packed:
             return x
-        x = self.request.layout.to_bshd(x)
+        x = layout.to_bshd(x)
         return x if self.q is None else x.flatten(0, 1)
 
     def clean_queries(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,6 +132,12 @@ class Rows:
         if self.q is None or self.request.layout.is_packed:
             return lse
         return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(request: AttentionRequest) -> Rows:
+    """Of dense calls without padding: it holds no tensor."""
+    return Rows(request, None, None)
 
 
 def _side(

@@ -1,0 +1,125 @@
+"""``--cp-size`` and ``--latent`` of ``mla-plugin explain``: what one rank's call asks for, from shapes alone."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.context_parallel.group import Group
+from mla_plugin.context_parallel.interleave import held_tokens
+from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.operations.explain import Asked, asked_by_attention, asked_by_decode, asked_by_latent_attention
+
+
+def add_arguments(group: Any, count: Any) -> None:
+    """Add the flags; ``count`` parses a positive number."""
+    group.add_argument("--latent", action="store_true", help="latent_attention over latents of --kv-lora-rank, --rope")
+    group.add_argument("--cp-size", metavar="N", type=count, default=1, help="ranks that share the sequences")
+    group.add_argument("--cp-rank", metavar="N", type=int, default=0, help="the one that is asked about; 0 by default")
+    group.add_argument(
+        "--cp-comm-type",
+        metavar="WAY",
+        help="p2p, all_gather or a2a; by default p2p, with --latent all_gather",
+    )
+    group.add_argument(
+        "--cp-interleave", metavar="N", type=count, default=1, help="with --decode: tokens that lie together"
+    )
+
+
+def asked_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | DecodeRequest) -> Asked:
+    """What the rank asks backends for.
+
+    Args:
+        arguments: the flags.
+        whole: the request of one process, over the whole sequences.
+
+    Raises:
+        ValueError: an argument is off, or the way does not take the call.
+    """
+    size, rank = arguments.cp_size, arguments.cp_rank
+    if not 0 <= rank < size:
+        raise ValueError(f"--cp-rank {rank} with --cp-size {size}; 0 to {size - 1} is accepted")
+    if isinstance(whole, DecodeRequest) and (arguments.latent or arguments.cp_comm_type):
+        raise ValueError("--latent and --cp-comm-type have no meaning with --decode")
+    if size == 1 and not arguments.latent:
+        return Asked(None, (whole,), None)
+    options: dict[str, Any] = {"cp_group": None if size == 1 else Group.supposed(size, rank)}
+    if isinstance(whole, DecodeRequest):
+        asked = _of_decode(whole, options | {"cp_interleave": arguments.cp_interleave}, arguments)
+    else:
+        if arguments.cp_comm_type:
+            options["cp_comm_type"] = arguments.cp_comm_type
+        asked = _of_attention(whole, options, arguments)
+    device = {"device_type": whole.device_type, "device_index": None}
+    return asked._replace(requests=tuple(request.replace(**device) for request in asked.requests))
+
+
+def _meta(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.empty(shape, **{"dtype": torch.int32, "device": "meta", **options})
+
+
+def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: argparse.Namespace) -> Asked:
+    if whole.bias_type != "no_bias":
+        raise ValueError(f"--bias {whole.bias_type} with --cp-size or --latent; no_bias is accepted")
+    layout, batch, size = whole.layout, whole.batch_size, arguments.cp_size
+    tokens = []
+    for side, longest in (("q", whole.max_seqlen_q), ("kv", whole.max_seqlen_kv)):
+        if longest % (2 * size) and size > 1:
+            raise ValueError(f"--seqlen-{side} {longest} over {size} ranks; a multiple of {2 * size} is accepted")
+        tokens.append(longest // size * (batch if layout.is_packed else 1))
+        options[f"max_seqlen_{side}"] = longest
+        if whole.has_padding:
+            options[f"cu_seqlens_{side}"] = _meta(batch + 1)
+            if whole.pad_between_seqs:
+                options[f"cu_seqlens_{side}_padded"] = _meta(batch + 1)
+    if whole.max_seqlen_q == whole.max_seqlen_kv:  # one tensor of lengths, as a program of self-attention has
+        options = {name: x for name, x in options.items() if not name.startswith("cu_seqlens_kv")}
+    for name in ("attn_mask_type", "qkv_format", "deterministic", "host"):
+        options[name] = getattr(whole, name)
+    if whole.has_sliding_window:
+        options["window_size"] = whole.window_size
+    like: dict[str, Any] = {"dtype": whole.dtype, "requires_grad": whole.is_training}
+    q = _meta(*layout.shape(batch, whole.num_heads, tokens[0], whole.head_dim_qk), **like)
+    if not arguments.latent:
+        k, v = (
+            _meta(*layout.shape(batch, whole.num_kv_heads, tokens[1], width), **like)
+            for width in (whole.head_dim_qk, whole.head_dim_v)
+        )
+        return asked_by_attention(q, k, v, **options, dropout_p=whole.dropout_p)
+    if whole.dropout_p or whole.num_kv_heads != whole.num_heads:
+        raise ValueError("--dropout and --kv-heads have no meaning with --latent")
+    if arguments.rope >= whole.head_dim_qk or arguments.rope < 0:
+        raise ValueError(f"--rope {arguments.rope} with --head-dim-qk {whole.head_dim_qk}; a smaller one is accepted")
+    nope, rank = whole.head_dim_qk - arguments.rope, arguments.kv_lora_rank
+    of_latents = LAYOUTS["bshd"] if layout.name == "bhsd" else layout
+    shape = list(of_latents.shape(batch, 1, tokens[1], 1))
+    del shape[of_latents.heads]
+    latents = (_meta(*shape[:-1], width, **like) for width in (rank, arguments.rope))
+    weights = (_meta(whole.num_heads, width, rank, **like) for width in (nope, whole.head_dim_v))
+    return asked_by_latent_attention(q, *latents, *weights, **options)
+
+
+def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argparse.Namespace) -> Asked:
+    size, rank = arguments.cp_size, arguments.cp_rank
+    batch, like = whole.batch_size, {"dtype": whole.dtype}
+    held = held_tokens(whole.max_seqlen_kv, size, rank, interleave=arguments.cp_interleave)
+    sequences, room = batch, held
+    if whole.page_size is not None:
+        pages = -(-held // whole.page_size)
+        sequences, room = batch * pages, whole.page_size
+        options["page_table"] = _meta(batch, pages)
+    if whole.has_leftpad_kv:
+        options["leftpad_kv"] = _meta(batch)
+    cache = tuple(_meta(sequences, room, width, **like) for width in (whole.kv_lora_rank, whole.qk_rope_head_dim))
+    queries = (
+        _meta(batch, whole.seqlen_q, whole.num_heads, width, **like)
+        for width in (whole.kv_lora_rank, whole.qk_rope_head_dim)
+    )
+    options |= {"seqlens_kv": _meta(batch), "causal": whole.causal, "host": whole.host, "softmax_scale": 1.0}
+    asked = asked_by_decode(*queries, cache, **options)
+    known = {"has_host_lengths": whole.has_host_lengths}
+    return asked._replace(requests=tuple(request.replace(**known) for request in asked.requests))
