@@ -62,6 +62,6 @@ def backward(  # type: ignore[empty-body]
     request with ``return_lse=True``. For a row that sees no key ``dlse`` may be infinite; nothing of it is used. The
     forward may have been computed by another backend: only ``out`` and ``lse`` tie the two. Of a request with
     ``partial=True`` they belong to a softmax over more keys than these; a backend that cannot use them as they are
-    refuses it. Padded rows of the gradients are 0. Write the gradient out: autograd records nothing inside the hooks, not even under
-    ``torch.enable_grad``.
+    refuses it. Padded rows of the gradients are 0. Write the gradient out: autograd records nothing inside the hooks,
+    not even under ``torch.enable_grad``.
     """

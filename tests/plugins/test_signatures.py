@@ -30,7 +30,8 @@ from mla_plugin.plugins.flashinfer import plan as planning
 from mla_plugin.plugins.flashmla import providers as flashmla
 from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher
 from tests.plugins import flash_attention_2, flash_attention_3, flash_attention_4
-from tests.plugins.data.record_signatures import FLASH_MLA_FUNCTIONS, LIBRARIES
+from tests.plugins.data import record_flash_mla
+from tests.plugins.data.record_signatures import LIBRARIES
 from tests.plugins.flash_libraries import install
 from tests.plugins.flashinfer_emulation import hopper
 
@@ -372,7 +373,7 @@ def test_every_function_is_recorded_for_every_release() -> None:
             wanted = {x for x in releases(library) if function != "MLAPlanMetadata.csr" or Version(x) >= Version("0.7")}
             assert having == wanted, function
     assert all(len(releases(library)) > 10 for library in RECORDED)
-    for function in FLASH_MLA_FUNCTIONS:
+    for function in record_flash_mla.FUNCTIONS:
         assert {x for each in RECORDED["flashmla"][function].values() for x in each} == set(releases("flashmla"))
 
 

@@ -78,7 +78,7 @@ def _run(
     seqlen_q = tensors.q_nope_abs.shape[1]
     request = replace(case, lengths=lengths, seqlen_q=seqlen_q, rows=case.capacity).request(suite.device)
     plan = DecodePlan(request.replace(batch_invariant=True), suite.platform(), suite.backend)
-    output = suite._run(plan, tensors)
+    output = suite.run(plan, tensors)
     assert output.lse is not None
     return output.out, output.lse
 

@@ -4,15 +4,12 @@
     pip download --no-deps --only-binary :all: -d SOURCES flashinfer-python==0.7.2
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE pip download --no-deps --no-binary :all: --no-build-isolation \\
         -d SOURCES flash-attn==2.8.3
-    pip download --no-deps --only-binary :all: -d SOURCES sgl-flash-mla==1.0.0
-    pip download --no-deps --only-binary :all: -d SOURCES sglang-kernel==0.4.10
-    python tests/plugins/data/record_signatures.py SOURCES [REPOSITORY [FLASH_MLA]]
+    python tests/plugins/data/record_signatures.py SOURCES [REPOSITORY]
 
 once for each release that the package registry offers and an adapter accepts. Nothing is installed or imported: the
 files in the archives are read as text. FlashAttention 3 is on no registry; its source is in the archives of flash-attn
 (``hopper/``), and newer than the last of them in FlashAttention's REPOSITORY, whose commits are recorded by day. vLLM's
-operator and SGLang's function come in binaries of hundreds of megabytes and are not recorded. FlashMLA's commits are
-recorded from its repository FLASH_MLA in the same way, and the copies in other packages as NAME VERSION.
+operator and SGLang's function come in binaries of hundreds of megabytes and are not recorded.
 
 The file maps a library to its functions, each to its signatures, each to the releases that have it. Defaults that are
 no literals are None. FlashAttention 3's operators, which builds register since May 2025 and whose
@@ -59,15 +56,6 @@ LIBRARIES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
 }
 """Our name to the archive's name, a file or a folder in it, and what is called."""
-FLASH_MLA_SOURCE = "flash_mla/flash_mla_interface.py"
-FLASH_MLA_FUNCTIONS = ("get_mla_metadata", "flash_mla_with_kvcache")
-FLASH_MLA_ARCHIVES = {
-    "sgl_flash_mla": FLASH_MLA_SOURCE,
-    "sgl_kernel": "sgl_kernel/flash_mla.py",
-    "sglang_kernel": "sgl_kernel/flash_mla.py",
-    "vllm": "vllm/third_party/flashmla/flash_mla_interface.py",
-}
-"""Archives of the packages that carry FlashMLA, to the file in each."""
 
 
 def sources(archive: Path, place: str) -> Iterator[str]:
@@ -136,57 +124,43 @@ def schemas(text: str) -> dict[str, str]:
     return {f"flash_attn_3::{name}": place + rest for name, place, rest in parts if name in ("fwd", "bwd")}
 
 
-def commits(
-    repository: Path, files: tuple[str, ...], mark: tuple[str, str] = ("", "")
-) -> Iterator[tuple[str, list[str]]]:
-    """(day, the files as they were), oldest first, for each day that changed the first and has a text: ``mark``."""
+def commits(repository: Path) -> Iterator[tuple[str, str, str]]:
+    """(day, FlashAttention 3's functions, its operators), as they were, oldest first, one for each day."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", repository, *arguments], capture_output=True, text=True, check=True).stdout
 
-    log = git("log", "--reverse", "--format=%H %cs", "--since=2025-01-01", "--", files[0])
+    log = git("log", "--reverse", "--format=%H %cs", "--since=2025-01-01", "--", FA3_SOURCE)
     days = {line.split()[1]: line.split()[0] for line in log.splitlines()}
     for day, commit in days.items():
-        if not mark[0] or mark[1] in git("show", f"{commit}:{mark[0]}"):
-            yield day, [git("show", f"{commit}:{file}") for file in files]
+        if FA3_NAME in git("show", f"{commit}:hopper/setup.py"):
+            yield day, git("show", f"{commit}:{FA3_SOURCE}"), git("show", f"{commit}:{FA3_OPERATORS}")
 
 
-Recorded = dict[str, dict[str, dict[str, list[str]]]]
-
-
-def record(
-    recorded: Recorded, library: str, wanted: tuple[str, ...], release: str, text: str, operators: str = ""
-) -> None:
-    """Add what one release has."""
-    for name, found in (functions(text, wanted) | schemas(operators)).items():
-        releases = recorded.setdefault(library, {}).setdefault(name, {}).setdefault(found, [])
-        releases += [] if release in releases else [release]
-
-
-def main(folder: Path, repository: Path | None, flash_mla: Path | None) -> None:
+def main(folder: Path, repository: Path | None) -> None:
     """Read every archive and write the file."""
-    recorded: Recorded = {}
+    recorded: dict[str, dict[str, dict[str, list[str]]]] = {}
+
+    def record(library: str, release: str, text: str, operators: str = "") -> None:
+        for name, found in (functions(text, LIBRARIES[library][2]) | schemas(operators)).items():
+            releases = recorded.setdefault(library, {}).setdefault(name, {}).setdefault(found, [])
+            releases += [] if release in releases else [release]
+
     archives = [path for path in folder.rglob("*") if path.suffix in (".whl", ".gz")]
     named = [(PurePosixPath(path.name.removesuffix(".tar.gz")).name.split("-")[:2], path) for path in archives]
     for (name, version), path in sorted(named, key=lambda item: Version(item[0][1])):
-        for library, (archive, place, wanted) in LIBRARIES.items():
+        for library, (archive, place, _) in LIBRARIES.items():
             if name != archive:
                 continue
             if library == "fa3" and not any(FA3_NAME in text for text in sources(path, "hopper/setup")):
                 continue
             for text in sources(path, place):
-                record(recorded, library, wanted, version, text)
-        for text in sources(path, FLASH_MLA_ARCHIVES[name]) if name in FLASH_MLA_ARCHIVES else ():
-            record(recorded, "flashmla", FLASH_MLA_FUNCTIONS, f"{name} {version}", text)
-    of_fa3 = (FA3_SOURCE, FA3_OPERATORS), ("hopper/setup.py", FA3_NAME)
-    for day, (text, operators) in [] if repository is None else commits(repository, *of_fa3):
-        record(recorded, "fa3", LIBRARIES["fa3"][2], day, text, operators)
-    for day, (text,) in [] if flash_mla is None else commits(flash_mla, (FLASH_MLA_SOURCE,)):
-        record(recorded, "flashmla", FLASH_MLA_FUNCTIONS, day, text)
+                record(library, version, text)
+    for day, text, operators in [] if repository is None else commits(repository):
+        record("fa3", day, text, operators)
     target = Path(__file__).with_name("signatures.json")
     target.write_text(json.dumps(recorded, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    folders = [*map(Path, sys.argv[1:]), None, None]
-    main(Path(sys.argv[1]), *folders[1:3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
