@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
+from mla_plugin.conformance.attention.cases import QUICK_COST
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
 
@@ -33,12 +34,14 @@ def decode_cases_for(accepts: Callable[[DecodeCase], bool], *, is_quick: bool = 
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair alone, beside the edges.
+        is_quick: every third pair, and the edges that cost little.
     """
     pairs = _every_pair()
     if not all(map(accepts, (*_edges(), *pairs))):
         pairs = SPACE.cases(accepts)
-    return (*_edges(), *(pairs[::3] if is_quick else pairs))
+    if is_quick:
+        return (*(case for case in _edges() if case.cost <= QUICK_COST), *pairs[::3])
+    return (*_edges(), *pairs)
 
 
 @functools.cache
