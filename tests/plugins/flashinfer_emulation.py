@@ -206,3 +206,9 @@ class EmulatedFlashInfer:
     def _plan(self, case: Any) -> Any:
         as_cuda = _OnCuda(**vars(case))
         return super()._plan(as_cuda)  # type: ignore[misc]
+
+
+def lse_refusal(labels: frozenset[str], capability: tuple[int, int]) -> tuple[str, ...]:
+    """What the backend must say of a case with these tags that wants lse: its fa2 kernel rounds that."""
+    has_fa3_kernel = capability == (9, 0) and any(label.startswith("ranks=512/") for label in labels)
+    return ("return_lse=True",) if "return_lse" in labels and not has_fa3_kernel else ()

@@ -15,6 +15,7 @@ import torch
 import mla_plugin
 from mla_plugin import DecodeLengths, DecodeTensors, reference
 from mla_plugin.conformance import DecodeConformance, decode_cases
+from tests.plugins.flashinfer_emulation import lse_refusal
 from tests.plugins.flashmla_emulation import FLASH_MLA_REFUSES
 
 pytestmark = pytest.mark.gpu
@@ -53,10 +54,7 @@ class TestFlashInfer(DecodeConformance):
     )
 
     def expected(self, labels: frozenset[str]) -> tuple[str, ...]:
-        is_rank_512 = any(label.startswith("ranks=512/") for label in labels)
-        own_kernel = is_rank_512 and torch.cuda.get_device_capability() == (9, 0)
-        rounded_lse = ("return_lse=True",) if "return_lse" in labels and not own_kernel else ()
-        return super().expected(labels) + rounded_lse
+        return super().expected(labels) + lse_refusal(labels, torch.cuda.get_device_capability())
 
 
 @pytest.mark.peer("FlashAttention 3")
