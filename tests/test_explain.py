@@ -200,6 +200,9 @@ def test_latents_and_caches_of_the_meta_device():
     cache = torch.zeros(2, 1 << 20, 24, device="meta")
     text = mla_plugin.explain(mla_plugin.decode, *queries, cache, softmax_scale=0.1)
     assert "lengths 3 x 1048576, 5 heads, kv_lora_rank 16, rope 8, contiguous cache, causal" in text
+    assert "apart" not in text
+    pair = (cache[..., :16], torch.zeros(2, 1 << 20, 24, device="meta")[..., :8])
+    assert "c_kv and k_rope apart" in mla_plugin.explain(mla_plugin.decode, *queries, pair, softmax_scale=0.1)
 
 
 def test_nothing_to_compute():

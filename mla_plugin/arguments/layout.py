@@ -159,7 +159,10 @@ def are_joined(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Each row of ``right`` follows that of ``left`` in memory: they are columns of one tensor."""
     if not right.shape[-1]:
         return True
-    offset = right.data_ptr() - left.data_ptr()
+    if left.is_meta:  # no memory: the places in a storage tell a view of one tensor
+        offset = (right.storage_offset() - left.storage_offset()) * left.element_size()
+    else:
+        offset = right.data_ptr() - left.data_ptr()
     return offset == left.shape[-1] * left.element_size() and left.stride() == right.stride()
 
 

@@ -114,7 +114,7 @@ def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argpars
         options["page_table"] = _meta(batch, pages)
     if whole.has_leftpad_kv:
         options["leftpad_kv"] = _meta(batch)
-    cache = tuple(_meta(sequences, room, width, **like) for width in (whole.kv_lora_rank, whole.qk_rope_head_dim))
+    cache = _meta(sequences, room, whole.kv_lora_rank + whole.qk_rope_head_dim, **like)
     queries = (
         _meta(batch, whole.seqlen_q, whole.num_heads, width, **like)
         for width in (whole.kv_lora_rank, whole.qk_rope_head_dim)

@@ -14,13 +14,14 @@ pages.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors
+from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
@@ -133,14 +134,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
     """
     batch, seqlen_q = tensors.q_nope_abs.shape[:2]
     is_split = _is_split(tensors.causal, seqlen_q, tensors.capacity)
-
-    def local(lengths: torch.Tensor, *, are_ends: bool = False) -> torch.Tensor:
-        """Rows of this rank in so many first tokens, for each sequence of the call."""
-        if is_split:
-            before = torch.arange(seqlen_q - 1, -1, -1, device=lengths.device, dtype=lengths.dtype)
-            lengths = (lengths[:, None] - before if are_ends else lengths[:, None].expand(-1, seqlen_q)).flatten()
-        return held_tokens(lengths.clamp(min=0), group.size, group.rank, interleave=interleave).to(torch.int32)
-
+    local = functools.partial(_rows, seqlen_q if is_split else 1, group, interleave)
     assert tensors.seqlens_kv is not None  # checked
     _check_room(tensors, group, interleave)
     q_nope_abs, q_rope, page_table = tensors.q_nope_abs, tensors.q_rope, tensors.page_table
@@ -171,18 +165,33 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
     )
 
 
+def _rows(
+    seqlen_q: int, group: Group, interleave: int, lengths: torch.Tensor, *, are_ends: bool = False
+) -> torch.Tensor:
+    """Rows of this rank in so many first tokens, for each sequence of the call; ``seqlen_q`` of each are split."""
+    if seqlen_q > 1:
+        before = torch.arange(seqlen_q - 1, -1, -1, device=lengths.device, dtype=lengths.dtype)
+        lengths = (lengths[:, None] - before if are_ends else lengths[:, None].expand(-1, seqlen_q)).flatten()
+    return held_tokens(lengths.clamp(min=0), group.size, group.rank, interleave=interleave).to(torch.int32)
+
+
 def _is_split(causal: bool, seqlen_q: int, capacity: int) -> bool:
     return causal and seqlen_q > 1 and capacity > 0
 
 
-def local_request(request: DecodeRequest, capacity: int) -> DecodeRequest:
+def local_request(request: DecodeRequest, tensors: DecodeTensors, group: Group, interleave: int) -> DecodeRequest:
     """What ``local_call`` asks backends for.
 
     Args:
         request: of this rank's tensors.
-        capacity: tokens that its cache has room for in a sequence.
+        tensors, group, interleave: as for ``local_call``.
     """
-    if _is_split(request.causal, request.seqlen_q, capacity):
+    capacity, lengths = tensors.capacity, tensors.lengths
+    is_split = _is_split(request.causal, request.seqlen_q, capacity)
+    if lengths is not None:
+        held = _rows(request.seqlen_q if is_split else 1, group, interleave, lengths.host, are_ends=True)
+        request = request.replace(profile=Profile.of(held.tolist()))
+    if is_split:
         pages = capacity if request.page_size is None else request.page_size
         request = request.replace(batch_size=request.batch_size * request.seqlen_q, seqlen_q=1, page_size=pages)
     return request.replace(causal=False, return_lse=True)

@@ -52,15 +52,16 @@ def of_latents(call: LatentCall, cp_group: Ranks, cp_comm_type: str) -> tuple[st
 
 
 def of_decode(
-    tensors: DecodeTensors, host: str, cp_group: Ranks, interleave: int
+    tensors: DecodeTensors, host: str, batch_invariant: bool, cp_group: Ranks, interleave: int
 ) -> tuple[str | None, tuple[DecodeRequest, ...]]:
     """Of ``decode``."""
-    group, request = _group_of(cp_group), DecodeRequest.of(tensors, host=host)
+    group, request = _group_of(cp_group), DecodeRequest.of(tensors, host=host, batch_invariant=batch_invariant)
     if group is None:
         return None, (request,)
     check_interleave(interleave, group.size)
+    decode.check_not_batch_invariant(batch_invariant)
     decode.check_lengths(tensors)
-    asked = (decode.local_request(request, tensors.capacity),)
+    asked = (decode.local_request(request, tensors, group, interleave),)
     return _heading(f"decode of tokens shared out {interleave} at a time", group, asked), asked
 
 

@@ -210,7 +210,8 @@ def asked_by_decode(*tensors: Any, **arguments: Any) -> Asked:
     call = decode_api.described_call(*tensors, **arguments)
     if not call.tensors.q_nope_abs.numel():
         return Asked(None, (), call.backend)
-    return Asked(*described.of_decode(call.tensors, call.host, call.cp_group, call.cp_interleave), call.backend)
+    said = (call.host, call.batch_invariant, call.cp_group, call.cp_interleave)
+    return Asked(*described.of_decode(call.tensors, *said), call.backend)
 
 
 _CALLS: dict[object, Callable[..., Asked]] = {

@@ -143,11 +143,12 @@ def _over_group(
 
 
 class DescribedCall(NamedTuple):
-    """A call that is not made: checked tensors, who asks, the backend that it names, the group and the interleave."""
+    """A call that is not made: checked tensors, and what was said beside them."""
 
     tensors: DecodeTensors
     host: str
     backend: str | None
+    batch_invariant: bool
     cp_group: ProcessGroup | DeviceMesh | None
     cp_interleave: int
 
@@ -164,9 +165,11 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
         raise TypeError(f"{error}; accepted are the arguments of mla_plugin.decode") from None
     given.apply_defaults()
     said = given.arguments
-    host, backend = said.pop("host"), said.pop("backend")
+    host, backend, batch_invariant = (said.pop(name) for name in ("host", "backend", "batch_invariant"))
     group, interleave = said.pop("cp_group"), said.pop("cp_interleave")
-    decode_checks.check_options(said["softmax_scale"], said["causal"], said["return_lse"])
+    decode_checks.check_options(
+        said["softmax_scale"], said["causal"], said["return_lse"], batch_invariant=batch_invariant
+    )
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(said["q_nope_abs"])
     seqlen_q, rank = said["q_nope_abs"].shape[1], said["q_nope_abs"].shape[-1]
@@ -178,7 +181,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     call = DecodeTensors(c_kv=c_kv, k_rope=k_rope, lengths=lengths, **said)
     decode_checks.check_tensors(call)
     decode_checks.check_no_gradient(call)
-    return DescribedCall(call, host, backend, group, interleave)
+    return DescribedCall(call, host, backend, batch_invariant, group, interleave)
 
 
 _SIGNATURE = inspect.signature(decode)
