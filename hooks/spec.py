@@ -44,8 +44,8 @@ def forward(  # type: ignore[empty-body]
 
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
-    strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device. NaN in a query shows in
-    its row of ``out``. The process's settings stay as they are, and no tensor of a call is kept.
+    strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device. NaN in a query shows
+    in its row of ``out``. The process's settings stay as they are, and no tensor of a call is kept.
 
     A decode request comes with ``DecodeTensors`` and gives a ``DecodeOutput``, under the same rules; the call may be
     captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.
@@ -58,9 +58,9 @@ def backward(  # type: ignore[empty-body]
 ) -> Gradients:
     """Compute the gradients; decode has none. Called only on the backend that ``plan.backward_backend`` names.
 
-    ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse, also of a request
-    with ``return_lse=True``. For a row that sees no key ``dlse`` may be infinite; nothing of it is used. The forward may
-    have been computed by another backend: only ``out`` and ``lse`` tie the two. Of a request with ``partial=True`` they
+    ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse, also where a
+    request has ``return_lse=True``. For a row that sees no key it may be infinite, and nothing of it is used. The forward
+    may have been computed by another backend: only ``out`` and ``lse`` tie the two. With ``partial=True`` they
     belong to a softmax over more keys than these; a backend that cannot use them as they are refuses it. Padded rows of
     the gradients are 0. Write the gradient out: autograd records nothing inside the hooks, not even under
     ``torch.enable_grad``.
