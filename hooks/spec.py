@@ -59,8 +59,8 @@ def backward(  # type: ignore[empty-body]
     """Compute the gradients; decode has none. Called only on the backend that ``plan.backward_backend`` names.
 
     ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when nobody uses lse, also where a
-    request has ``return_lse=True``. For a row that sees no key it may be infinite, and nothing of it is used. The forward
-    may have been computed by another backend: only ``out`` and ``lse`` tie the two. With ``partial=True`` they
+    request has ``return_lse=True``. For a row that sees no key it may be infinite, and nothing of it is used. The
+    forward may have been computed by another backend: only ``out`` and ``lse`` tie the two. With ``partial=True`` they
     belong to a softmax over more keys than these; a backend that cannot use them as they are refuses it. Padded rows of
     the gradients are 0. Write the gradient out: autograd records nothing inside the hooks, not even under
     ``torch.enable_grad``.
