@@ -157,3 +157,8 @@ def test_a_query_whose_every_score_is_minus_infinity_has_no_weight() -> None:
     for x, y in zip(found, run(dout), strict=True):
         assert x.isfinite().all()
         assert torch.equal(x, y)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    _, lse = mla_plugin.attention(*leaves, backend="triton", return_lse=True)
+    of_squares = torch.autograd.grad(lse.square().sum(), leaves[:2])  # the gradient of lse is infinite there
+    assert not of_squares[0][:, 2].any()
+    assert all(x.isfinite().all() for x in of_squares)
