@@ -96,9 +96,9 @@ ideal is one GPU's attention on K and V that are there already. `all_gather` mak
 
 {backends_versions}
 
-`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the fastest in bold. The resolver's
-table is made of this run (`decode_preference_NVIDIA_H200.json`), so it chooses the fastest in every one of these calls;
-no second run has checked it.
+`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the fastest in bold. The
+resolver's table is made of this run (`decode_preference_NVIDIA_H200.json`), so it chooses the fastest in every one of
+these calls; no second run has checked it.
 
 {backends}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mla_plugin.hooks.types import Refused
 
@@ -125,6 +127,16 @@ def _own_reason(feature: Feature, total: Feature) -> str:
     return max(given_always or list(share), key=lambda reason: (share[reason], reason))
 
 
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    return found
+
+
+def _needs_gigabytes(item: pytest.Item) -> bool:
+    case = _parameters(item).get("case") or _parameters(item).get("decode_case")
+    return "two_billion" in item.name if case is None else "large" in case.tags
+
+
 class Recorder:
     """A pytest plugin: hears of each case, prints the matrix and fails a backend that computed nothing."""
 
@@ -132,11 +144,25 @@ class Recorder:
         self.config = config
         self.matrix = Matrix(str(config.getoption("backend")), str(config.getoption("device")))
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """One process runs what needs gigabytes, under ``pytest -n N --dist loadgroup``: all at once may not fit."""
+        if self.config.pluginmanager.hasplugin("xdist"):
+            for item in items:
+                if _needs_gigabytes(item):
+                    item.add_marker(pytest.mark.xdist_group("large"))
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """What PyTorch's allocator keeps is missing in the processes beside this one."""
+        if torch.cuda.is_initialized() and _needs_gigabytes(item):
+            gc.collect()
+            torch.cuda.empty_cache()
+
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Put what the suite decided into the report, which also crosses processes."""
         result: Any = yield
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        parameters = _parameters(item)
         case = parameters.get("case") or parameters.get("decode_case")
         if call.when != "call" or case is None:
             return

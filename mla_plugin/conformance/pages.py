@@ -104,7 +104,8 @@ def write(
     """
     folder.mkdir(parents=True, exist_ok=True)
     name, status = device_name(given), 0
-    shared = ["-n", str(processes)] if processes and importlib.util.find_spec("xdist") is not None else []
+    can_share = processes and importlib.util.find_spec("xdist") is not None
+    shared = ["-n", str(processes), "--dist", "loadgroup"] if can_share else []
     for backend in backends:
         started, target = time.monotonic(), folder / file_name(backend, name)
         selection = SELECTIONS.get((backend, torch.device(given).type))

@@ -1,5 +1,6 @@
 """From which release of TransformerEngine to which each rule holds, and how a release is named."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -116,7 +117,7 @@ def with_transformer_engine(version: str | None, **packages: str) -> Platform:
     versions = {name.replace("_", "-"): found for name, found in packages.items()}
     if version is not None:
         versions["transformer-engine"] = version
-    return H100.__class__(**{**vars(H100), "packages": tuple(sorted(versions.items()))})
+    return dataclasses.replace(H100, packages=tuple(sorted(versions.items())))
 
 
 @pytest.mark.parametrize(
