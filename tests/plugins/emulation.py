@@ -82,7 +82,7 @@ def forward(
     spans_q = list(_spans(query, cu_seqlens_q, max_seqlen_q))
     spans_k = list(_spans(key, cu_seqlens_k, max_seqlen_k))
     rows = math.ceil((query.shape[1] if cu_seqlens_q is None else max_seqlen_q) / 32) * 32
-    lse = torch.full((len(spans_q), query.shape[2], rows), torch.nan)
+    lse = torch.full((len(spans_q), query.shape[2], rows), torch.nan, dtype=torch.float32)
     for b, ((n, i), (_, j)) in enumerate(zip(spans_q, spans_k, strict=True)):
         if i.start == i.stop:
             continue

@@ -183,7 +183,8 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     dout, q, k, v, out = [_widened(rows.of_tensor(x), width) for x in inputs]
     if dlse is not None:  # the width is more than dim_v, so v and dout are fresh tensors
         v[..., dim_v] = 1
-        dout[..., dim_v] = dlse.transpose(-1, -2)
+        # where no key is seen it may be infinite, and a weight of 0 times that is NaN
+        dout[..., dim_v] = dlse.masked_fill(residuals.lse.isneginf(), 0.0).transpose(-1, -2)
     options = _options(request, tensors.softmax_scale, rows)
     dq, dk, dv = providers.find(plan.platform).backward(dout, q, k, v, out, rows.of_lse(residuals.lse), options)
     dim_qk = request.head_dim_qk
