@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         from tests.gpu import memory
 
         memory.give_back(item)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype_kept() -> Iterator[None]:
+    """A test that leaves another default dtype behind fails itself, instead of those that come after it."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left is torch.float32, f"the test left {left} as the default dtype"
 
 
 @pytest.fixture(autouse=True)

@@ -34,30 +34,34 @@ _CALLS = 4
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
-    """Every setting has an unusual value inside the block, and must have it still at the end; results may differ."""
+def settings_restored() -> Iterator[None]:
+    """Whatever the block sets, every setting is at the end what it was at the start."""
     before = {name: read() for name, (read, _, _) in _SETTINGS.items()}
     try:
-        for _, write, other in _SETTINGS.values():
-            write(other)
         yield
-        for name, (read, _, other) in _SETTINGS.items():
-            if (now := read()) != other:
-                fail(f"{name} was {other} before the call and is {now} after it; leave the process's settings alone")
     finally:
         for name, (_, write, _) in _SETTINGS.items():
             write(before[name])
 
 
 @contextmanager
+def settings_kept() -> Iterator[None]:
+    """Every setting has an unusual value inside the block, and must have it still at the end; results may differ."""
+    with settings_restored():
+        for _, write, other in _SETTINGS.values():
+            write(other)
+        yield
+        for name, (read, _, other) in _SETTINGS.items():
+            if (now := read()) != other:
+                fail(f"{name} was {other} before the call and is {now} after it; leave the process's settings alone")
+
+
+@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """What a tensor is made of when nobody says it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with settings_restored():
+        torch.set_default_dtype(dtype)
         yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def in_another_thread(run: Callable[[], Result]) -> Result:

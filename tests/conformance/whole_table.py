@@ -9,6 +9,7 @@ printed, and the exit status is 1.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import random
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla_plugin.conformance import BackendConformance, DecodeConformance
+from mla_plugin.conformance import BackendConformance, DecodeConformance, surroundings
 from tests.conformance import broken_attention, broken_decode, broken_later, broken_rare
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
@@ -49,14 +50,15 @@ def suite_of(
 
 def runs_of(operation: str, suite: object, seed: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every test by name; the cases in an order of their own for each fault, so that many of them have to serve."""
+    restored = surroundings.settings_restored()  # some faults set the default dtype, for all tests that follow
     for name in GENERAL[operation]:
-        yield name, getattr(suite, name)
+        yield name, restored(getattr(suite, name))
     given = list(suite.cases())
     random.Random(seed).shuffle(given)
     ways = ("test_backward", "test_forward") if operation == "attention" else ("test_decode",)
     for case in given:
         for way in ways:
-            yield f"{way}[{case}]", lambda way=way, case=case: getattr(suite, way)(case)
+            yield f"{way}[{case}]", restored(functools.partial(getattr(suite, way), case))
 
 
 def first_catch(operation: str, fault: Broken) -> tuple[str, str] | None:
