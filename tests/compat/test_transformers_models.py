@@ -343,13 +343,15 @@ def test_keys_selected_across_packed_sequences_are_refused(name):
         trio(name).plugin(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.is_hybrid])
-@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens and position_ids"])
-def test_packed_hybrids_are_refused(name, form):
-    if (name, form) == ("Glm5Next", "position_ids"):
-        form = "cu_seq_lens"  # it asks for no mask, and position_ids never reach the attention function
-    with pytest.raises(ValueError, match="packed sequences: the linear-attention layers of"):
-        trio(name).plugin(**packed(**(flash_attention_kwargs() if "cu_seq_lens" in form else {})))
+if HYBRIDS := [name for name, family in FAMILIES.items() if family.is_hybrid]:  # 4.57 has none
+
+    @pytest.mark.parametrize("name", HYBRIDS)
+    @pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens and position_ids"])
+    def test_packed_hybrids_are_refused(name, form):
+        if (name, form) == ("Glm5Next", "position_ids"):
+            form = "cu_seq_lens"  # it asks for no mask, and position_ids never reach the attention function
+        with pytest.raises(ValueError, match="packed sequences: the linear-attention layers of"):
+            trio(name).plugin(**packed(**(flash_attention_kwargs() if "cu_seq_lens" in form else {})))
 
 
 @pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "GptOss"])
@@ -357,15 +359,13 @@ def test_packed_hybrids_are_refused(name, form):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")  # its new name is not in 4.57
 def test_gradient_checkpointing(name, use_reentrant):
     ids, mask = tokens_of("left")
-    models = trio(name)
+    models = copy.deepcopy(trio(name))  # 5.15 leaves a hook behind, for inputs to require gradients
     losses = []
     for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.train()
         losses.append(model(input_ids=ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss)
         losses[-1].backward()
-        model.gradient_checkpointing_disable()
-        model.eval()
     assert_as_good_as_eager(*losses, what="loss")
     assert_same_gradients(models)
 
