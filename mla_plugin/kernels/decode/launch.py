@@ -54,6 +54,7 @@ class Device(NamedTuple):
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
+    """What the launch must know of it."""
     if _INTERPRETED:
         return Device("Hopper", 8, False, False)
     if device.type != "cuda":
@@ -144,6 +145,7 @@ def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: in
 
 
 def options_of(device: Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
+    """Of a launch; None leaves one to Triton."""
     dependent: dict[str, int | None] = {"launch_pdl": True} if device.has_dependent_launch else {}
     return {"num_warps": num_warps, **others, **dependent}
 
@@ -284,7 +286,7 @@ def attend_launch(
     fixed |= _constants(tensors, device, tile, page_size, by_descriptors)
     stages = decode_tiles.stages_for(tile, page_size)
     asked = options_of(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers, **options)
-    return Launch(kernel, (programs, 1, 1), _GIVEN, fixed | more, asked)
+    return Launch(kernel, (programs, 1, 1), _GIVEN, {**fixed, **more}, asked)
 
 
 def launches_of(

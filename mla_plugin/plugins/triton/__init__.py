@@ -17,7 +17,7 @@ from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
-from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.shared.refusals import beyond_the_tensors
 from mla_plugin.plugins.triton import decode, needs
@@ -113,11 +113,10 @@ def _packing_of(request: AttentionRequest, tensors: AttentionTensors | None) -> 
 
 
 @hookimpl
-def forward(plan: Plan | DecodePlan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
+def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
-    if isinstance(plan, DecodePlan):
-        assert isinstance(tensors, DecodeTensors)
-        return decode.forward(plan, tensors)
+    if isinstance(tensors, DecodeTensors):
+        return decode.forward(tensors, batch_invariant=plan.request.batch_invariant)
     launch_forward, _ = _launches()
     # a row's bits follow the tile, which the table chooses by dtype and widths alone, measurements by the lengths too
     tuned = environment.is_autotuning_requested() and not plan.request.batch_invariant

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
-from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
+from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.triton import needs
 
@@ -48,10 +48,10 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     return Refused(reasons) if reasons else Accepted()
 
 
-def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
+def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
     # here, because Triton is slow to import
-    if plan.request.batch_invariant:
+    if batch_invariant:
         from mla_plugin.kernels.decode.invariant import launch as invariant
 
         return DecodeOutput(*invariant.decode(tensors, known_of(tensors)))

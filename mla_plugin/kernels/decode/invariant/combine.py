@@ -43,8 +43,8 @@ def combine_chunks_kernel(
 
     - the chunks' results [slots, S_q * H, R], those of a sequence one after the other;
     - their lse in log2, float32 [slots, S_q * H];
-    - the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; fewer than two chunks mean
-      that there is nothing to do;
+    - the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; fewer than two chunks
+      mean that there is nothing to do;
     - the plan.
 
     Lse may be None.

@@ -11,7 +11,7 @@ import triton.language as tl
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_of_slots
 from mla_plugin.kernels.decode.invariant.plan import load_run, run_of_chunks
-from mla_plugin.kernels.decode.kernel import _load_queries, _store_columns
+from mla_plugin.kernels.decode.kernel import load_queries, store_columns
 from mla_plugin.kernels.decode.plan import key_range, tiles_between
 
 
@@ -19,10 +19,10 @@ from mla_plugin.kernels.decode.plan import key_range, tiles_between
 def _store_results(base, rows, exists, acc0, acc1, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr):
     """Store both column blocks; what rounds to -0 as the +0 that it is in a sum."""
     acc0 = acc0.to(base.dtype.element_ty).to(tl.float32) + 0.0
-    _store_columns(base, rows, exists, acc0, 0, R0, R)
+    store_columns(base, rows, exists, acc0, 0, R0, R)
     if R1 > 0:
         acc1 = acc1.to(base.dtype.element_ty).to(tl.float32) + 0.0
-        _store_columns(base, rows, exists, acc1, R0, R1, R)
+        store_columns(base, rows, exists, acc1, R0, R1, R)
 
 
 @triton.jit
@@ -88,14 +88,14 @@ def _attend(
     # slot is never below 0; what depends on it is not kept in registers from one sequence to the next
     rows = tile * BLOCK_M + (slot < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
     q_base = Q_nope_abs + b64 * stride_qb
-    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
+    q0 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
     q1 = q0
     if R1 > 0:
-        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
+        q1 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
     q_rope = q0
     if ROPE > 0:
         q_rope_base = Q_rope + b64 * stride_rb
-        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+        q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     # chunks are counted from the first key that is seen, so that left padding does not move them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
     count = tiles_between(origin, length, CHUNK)
@@ -116,14 +116,16 @@ def _attend(
         # the lowest finite number, not -inf: nothing guards the softmax from a tile whose scores are all -inf
         row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
+        # carried over both loops, as the last tile that all rows see is another one for a query among others
+        sums = tl.zeros([BLOCK_M, 2], tl.float32)
         acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
         # fmt: off
         if TMA:
             full_stop = tl.maximum(tl.minimum(seen_by_all, stop) // BLOCK_N * BLOCK_N, first)
             if HOPPER:
-                acc0, row_max, row_sum = fold_on_hopper(
-                    acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+                acc0, row_max, row_sum, sums = fold_on_hopper(
+                    acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                     first, lowest, full_stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
                     R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, True,
                 )
@@ -135,8 +137,8 @@ def _attend(
                 )
             first = full_stop
         if HOPPER:
-            acc0, row_max, row_sum = fold_on_hopper(
-                acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+            acc0, row_max, row_sum, sums = fold_on_hopper(
+                acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
                 R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, False,
             )
@@ -147,6 +149,8 @@ def _attend(
                 R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, False,
             )
         # fmt: on
+        if HOPPER:
+            row_sum += tl.sum(sums, 1)
         if DEPENDENT and slot + chunk == end - 1:
             tl.extra.cuda.gdc_launch_dependents()
         out_rows = tile * BLOCK_M + (slot < 0).to(tl.int32) + tl.arange(0, BLOCK_M)

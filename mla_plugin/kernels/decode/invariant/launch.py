@@ -68,9 +68,10 @@ def _plan_launch(tensors: DecodeTensors, device: launch.Device, fixed: dict[str,
 def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
     """Elements of what ``combine_chunks_kernel`` describes."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    words = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
+    words: int = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
     elements: int = triton.cdiv(slots * seqlen_q * heads * rank, 2) * 2
-    return elements + words * (4 // tensors.q_nope_abs.element_size())
+    itemsize: int = tensors.q_nope_abs.element_size()
+    return elements + words * (4 // itemsize)
 
 
 def make_launches(tensors: DecodeTensors) -> launch.Launches:
