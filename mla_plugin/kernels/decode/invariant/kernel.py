@@ -16,13 +16,9 @@ from mla_plugin.kernels.decode.plan import key_range, tiles_between
 
 
 @triton.jit
-def _store_results(base, rows, exists, acc0, acc1, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr):
-    """Store both column blocks; what rounds to -0 as the +0 that it is in a sum."""
-    acc0 = acc0.to(base.dtype.element_ty).to(tl.float32) + 0.0
-    store_columns(base, rows, exists, acc0, 0, R0, R)
-    if R1 > 0:
-        acc1 = acc1.to(base.dtype.element_ty).to(tl.float32) + 0.0
-        store_columns(base, rows, exists, acc1, R0, R1, R)
+def _without_sign_of_zero(x, dtype: tl.constexpr):
+    """x, with what rounds to -0 as +0, which it is in a sum over chunks."""
+    return x.to(dtype).to(tl.float32) + 0.0
 
 
 @triton.jit
@@ -161,13 +157,19 @@ def _attend(
         acc0 *= inverse[:, None]
         acc1 *= inverse[:, None] if R1 > 0 else 1.0
         if count == 1:
-            _store_results(Out, b64 * num_rows + out_rows, exists, acc0, acc1, R, R0, R1)
+            whole = _without_sign_of_zero(acc0, Out.dtype.element_ty)
+            store_columns(Out, b64 * num_rows + out_rows, exists, whole, 0, R0, R)
+            if R1 > 0:
+                rest = _without_sign_of_zero(acc1, Out.dtype.element_ty)
+                store_columns(Out, b64 * num_rows + out_rows, exists, rest, R0, R1, R)
             if Lse is not None:
                 lse_rows = (b64 * num_heads + out_rows % num_heads) * seqlen_q + out_rows // num_heads
                 tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
         else:
             slot_rows = (slot + chunk).to(tl.int64) * num_rows + out_rows
-            _store_results(Parts, slot_rows, exists, acc0, acc1, R, R0, R1)
+            store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
+            if R1 > 0:
+                store_columns(Parts, slot_rows, exists, acc1, R0, R1, R)
             tl.store(lse_of_slots(Parts, slots, num_rows, R) + slot_rows, lse_log2, mask=exists)
     return count
 
