@@ -120,7 +120,7 @@ class Inputs(NamedTuple):
         return cls(cell, step, q_nope_abs, q_rope)
 
 
-def backend_call(inputs: Inputs, backend: str) -> tuple[Call, DecodeLengths]:
+def backend_call(inputs: Inputs, backend: str, *, batch_invariant: bool = False) -> tuple[Call, DecodeLengths]:
     """``mla_plugin.decode`` by one backend, with lengths of its own, which hold its plan."""
     lengths = DecodeLengths(inputs.step.host, device=DEVICE)
 
@@ -133,6 +133,7 @@ def backend_call(inputs: Inputs, backend: str) -> tuple[Call, DecodeLengths]:
             page_table=inputs.step.page_table,
             seqlens_kv=lengths,
             backend=backend,
+            batch_invariant=batch_invariant,
         )
         assert isinstance(out, torch.Tensor)
         return out

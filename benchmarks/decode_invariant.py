@@ -1,0 +1,98 @@
+"""What ``batch_invariant=True`` costs: backend ``triton`` with and without it on this GPU.
+
+    python -m benchmarks.decode_invariant                        84 ragged cells, S_q 1; some of S_q 2 and 4
+    python -m benchmarks.decode_invariant --chunks 128 256 512   the same for chunks of other sizes, to choose one by
+    python -m benchmarks.decode_invariant --wide                 with a page table that has room for 128k tokens
+
+Cells and times are those of ``decode_backends.py``. Prints for each cell the milliseconds without, and for each size of
+chunk with it, then geometric means by head count; writes benchmarks/results/decode_invariant_<gpu>.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common import in_turn, parser, write
+from decode_cells import Cell, Checked, Inputs, Timer, backend_call, row_of, step_of
+
+from mla_plugin.arguments import decode_layout
+from mla_plugin.kernels.decode.invariant import launch as invariant
+
+BATCHES, MEANS, HEADS = (1, 8, 64, 256), (1024, 6144, 32768), (8, 16, 24, 32, 64, 96, 128)
+WIDE = 128 << 10
+
+
+def cells() -> Iterator[tuple[Cell, ...]]:
+    """Cells in groups of the same lengths, which share a step."""
+    for batch, mean in itertools.product(BATCHES, MEANS):
+        several = [(s, h) for s in (2, 4) for h in (16, 128)] if mean == 6144 and batch < 256 else []
+        lengths = "ragged" if batch > 1 else "uniform"
+        yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in HEADS), *several))
+
+
+def timer_of(inputs: Inputs, limit: float, checked: Checked, *, batch_invariant: bool) -> Timer:
+    """Captured after its result was found right."""
+    call, _ = backend_call(inputs, "triton", batch_invariant=batch_invariant)
+    found = checked.error(call(inputs.step.caches[0]))
+    assert found <= limit, f"error {found:.1e} > {limit:.1e} at {inputs.cell}"
+    return Timer(call, inputs)
+
+
+def measure(inputs: Inputs, chunks: list[int], rounds: int) -> dict[str, Any]:
+    """Milliseconds without, and with chunks of each size."""
+    checked = Checked(inputs)
+    timers = {"without": timer_of(inputs, checked.limit, checked, batch_invariant=False)}
+    for chunk in chunks:
+        invariant.CHUNK = chunk
+        decode_layout._known.clear()  # launches hold the size that they were made for
+        timers[str(chunk)] = timer_of(inputs, checked.limit, checked, batch_invariant=True)
+    return {**row_of(inputs.cell, inputs.step), "ms": in_turn(timers, rounds)}
+
+
+def summary(rows: list[dict[str, Any]], chunks: list[int]) -> Iterator[str]:
+    """Time with it over time without: geometric mean and most, by head count, then of all."""
+    for seqlen_q, heads in [*sorted({(row["S_q"], row["H"]) for row in rows}), (1, None)]:
+        of_kind = [row for row in rows if row["S_q"] == seqlen_q and heads in (row["H"], None)]
+        for chunk in chunks:
+            costs = [row["ms"][str(chunk)] / row["ms"]["without"] for row in of_kind]
+            name = "all H" if heads is None else f"H {heads:3}"
+            mean = statistics.geometric_mean(costs)
+            yield f"S_q {seqlen_q} {name} chunks of {chunk}: {len(costs)} cells {mean:.3f}, most {max(costs):.3f}"
+
+
+def main() -> None:
+    """Measure every cell, print, write."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--chunks", type=int, nargs="+", default=[invariant.CHUNK], help="keys of a chunk")
+    arguments.add_argument("--wide", action="store_true", help="a page table with room for 128k tokens")
+    options = arguments.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: nothing to time")
+    torch.set_grad_enabled(False)
+    rows = []
+    for group in cells():
+        step = step_of(group[0])
+        if options.wide:
+            more = max(0, WIDE // group[0].page_size - step.page_table.shape[1])
+            step = step._replace(page_table=torch.nn.functional.pad(step.page_table, (0, more)))
+        for cell in group:
+            rows.append(measure(Inputs.of(cell, step), options.chunks, options.rounds))
+            times = "  ".join(f"{name} {ms * 1e3:.1f}" for name, ms in rows[-1]["ms"].items())
+            print(f"B {cell.batch:3} H {cell.heads:3} mean {cell.mean:5} S_q {cell.seqlen_q}  {times}", flush=True)
+        del step
+        torch.cuda.empty_cache()
+    print("\n".join(summary(rows, options.chunks)))
+    print(write("decode_invariant" + "_wide" * options.wide, {"rows": rows}, options.commit))
+
+
+if __name__ == "__main__":
+    main()
