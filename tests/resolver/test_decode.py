@@ -108,7 +108,7 @@ def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
         assert "batch_invariant" in describe_request(decision.request)
         assert decision.plan is not None
         assert decision.plan.forward_backend == "triton"
-        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it; "
+        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it, as "
         for entry in decision.trace:
             was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
             assert entry.accepted == (entry.backend == "triton")

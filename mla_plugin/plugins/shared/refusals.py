@@ -23,7 +23,7 @@ NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backe
 def batch_dependence(request: DecodeRequest, why: str) -> Iterator[str]:
     """The reason of a backend of decode that does not promise ``batch_invariant``, and ``why`` not."""
     if request.batch_invariant:
-        yield f"{BATCH_DEPENDENT}; {why}"
+        yield f"{BATCH_DEPENDENT}, as {why}"
 
 
 def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:
