@@ -12,7 +12,9 @@ import mla_plugin
 from mla_plugin.compat.transformers import latent, ranks
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
+from mla_plugin.compat.transformers.padding import tokens_first
 from mla_plugin.compat.transformers.sinks import with_sinks
+from mla_plugin.compat.transformers.steps import Reason, record
 
 Attend: TypeAlias = Callable[..., torch.Tensor]
 
@@ -90,9 +92,13 @@ def attention_forward(
 
     if latent.gets_latents(module):
         is_plain = is_causal and packing is None and sliding_window is None and not dropout
-        out = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux) if is_plain else None
-        if out is not None:
+        out: torch.Tensor | Reason = latent.NOT_PLAIN
+        if is_plain:
+            out = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux)
+        if not isinstance(out, Reason):
+            record(module, None)
             return out, None
+        record(module, out)
         num_keys = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else None
         key, value = latent.expand(module, key[:, :, :num_keys], value[:, :, :num_keys])
     latent.hand_over_latents(module, query, key, value)
@@ -236,8 +242,8 @@ def _compacted(
     is_causal: bool = True,
 ) -> torch.Tensor:
     rows = torch.arange(len(q), device=q.device)[:, None]
-    kv_order, cu_seqlens_kv = _tokens_first(tokens)
-    q_order, cu_seqlens_q = (kv_order, cu_seqlens_kv) if q_tokens is tokens else _tokens_first(q_tokens)
+    kv_order, cu_seqlens_kv = tokens_first(tokens)
+    q_order, cu_seqlens_q = (kv_order, cu_seqlens_kv) if q_tokens is tokens else tokens_first(q_tokens)
     mask = causal_with_lengths(cu_seqlens_q, cu_seqlens_kv) | ({} if is_causal else {"attn_mask_type": "padding"})
     out = attend(
         q[rows, q_order],
@@ -247,12 +253,6 @@ def _compacted(
         **_window(sliding_window, tokens.shape[1], is_causal=True),
     )
     return out[rows, q_order.argsort()]
-
-
-def _tokens_first(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that moves the tokens of each row to its front, and cumulative numbers of tokens."""
-    order = tokens.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return order, torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _packed(

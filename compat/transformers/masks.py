@@ -68,10 +68,14 @@ def attention_mask_for(
         return compact if is_known else cast(torch.Tensor, sdpa_mask(**pattern))
     tokens = _tokens(attention_mask, **kwargs) if may_be_compact else None
     if tokens is not None:
-        is_full, ends_with_tokens = torch.stack((tokens.all(), tokens[:, -1].all())).tolist()
+        queries = tokens[:, tokens.shape[1] - _num_queries(kwargs) :]
+        is_full, ends_with_tokens, queries_are_tokens = torch.stack(
+            (tokens.all(), tokens[:, -1].all(), queries.all())
+        ).tolist()
         if is_full and tokens.shape[1] == kwargs["kv_length"]:
             return None
         tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
+        tokens.queries_are_tokens = queries_are_tokens  # type: ignore[attr-defined]
         return tokens
     packing = _recognize_packing(mask_function)
     if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
@@ -80,6 +84,10 @@ def attention_mask_for(
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
     return mask
+
+
+def _num_queries(sizes: dict[str, Any]) -> int:
+    return int(sizes["q_length"]) if "q_length" in sizes else int(sizes["cache_position"].shape[0])
 
 
 def _tokens(
