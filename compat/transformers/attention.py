@@ -10,9 +10,10 @@ import torch
 
 import mla_plugin
 from mla_plugin.compat.transformers import latent, ranks
+from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
-from mla_plugin.compat.transformers.padding import tokens_first
+from mla_plugin.compat.transformers.padding import hidden_by, tokens_first
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import Reason, record
 
@@ -117,6 +118,8 @@ def attention_forward(
         out = _padded(attend, q, k, v, attention_mask, sliding_window)
     elif packing is None and _is_ranges(attention_mask, len(q)):
         out = _in_ranges(attend, q, k, v, attention_mask, sliding_window)
+    elif packing is None and indices is None and not is_causal:
+        out = _bidirectional(attend, q, k, v, attention_mask)
     else:
         out = attend(q, k, v, **_dense_mask(attention_mask, indices, packing, q, k))
     return out.contiguous(), None
@@ -143,7 +146,7 @@ def _check_packing(
         return
     assert mask is not None
     across = _across_sequences(packing, len(query), query.shape[2], key.shape[2])
-    hidden = _hidden(mask[..., : key.shape[2]], query.dtype)
+    hidden = hidden_by(mask[..., : key.shape[2]], query.dtype)
     if torch.compiler.is_compiling() or bool((across & ~hidden).any()):
         raise ValueError(
             f"packed sequences: the mask that {type(module).__name__} selected keys by shows it those of other "
@@ -270,11 +273,27 @@ def _packed(
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
-def _hidden(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where a 4-D mask hides keys: transformers writes the lowest number of either dtype into an additive one."""
-    if mask.dtype == torch.bool:
-        return ~mask
-    return mask <= max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+def _bidirectional(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """A 4-D mask of a layer that is not causal: by lengths where it says no more than lengths do."""
+    (batch_size, s_q), s_kv = q.shape[:2], k.shape[1]
+    keys = padded_keys(mask[..., :s_kv], s_q)
+    if keys is not None:
+        order, cu_seqlens_kv = tokens_first(keys.expand(batch_size, s_kv))
+        rows = torch.arange(batch_size, device=q.device)[:, None]
+        cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * s_q
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        return attend(q, k[rows, order], v[rows, order], attn_mask_type="padding", **lengths)
+    is_mask = mask.dtype == torch.bool or mask.is_floating_point()
+    packing = (
+        sequences(mask, q.dtype) if is_mask and mask.shape[::3] == (batch_size, s_q) == (batch_size, s_kv) else None
+    )
+    if packing is None:
+        return attend(q, k, v, **_dense_mask(mask, None, None, q, k))
+    if len(packing["cu_seqlens_q"]) == batch_size + 1:
+        return attend(q, k, v, attn_mask_type="no_mask")
+    return _packed(attend, q, k, v, packing, False, None)
 
 
 def _dense_mask(
@@ -293,7 +312,7 @@ def _dense_mask(
     batch_size, s_q, s_kv = q.shape[0], q.shape[1], k.shape[1]
     mask = mask[..., :s_kv]
     arguments: dict[str, Any] = {"attn_mask_type": "arbitrary"}
-    hidden = _hidden(mask, q.dtype)
+    hidden = hidden_by(mask, q.dtype)
     if mask.dtype != torch.bool:
         arguments["core_attention_bias_type"] = "post_scale_bias"
         # as a bias, the lowest number would let empty rows average over all keys

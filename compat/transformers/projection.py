@@ -146,6 +146,10 @@ def _of_linear(name: str, linear: Any, may_be_fp8: bool = False) -> Iterator[Rea
             "merge an adapter, and keep kv_b_proj out of quantisation (modules_to_not_convert)",
         )
         return
+    if is_fp8 and not linear.weight.is_floating_point():
+        yield Reason(
+            f"{name}.weight is {linear.weight.dtype}, two FP4 numbers in each", "keep kv_b_proj in FP8 or bf16"
+        )
     if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor):
         yield Reason(
             f"{name}.weight is a {_qualified(linear.weight)}, only a plain tensor can be absorbed",

@@ -11,8 +11,10 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations import finegrained_fp8
 
 from mla_plugin.compat.transformers import latent
+from mla_plugin.compat.transformers.projection import obstacles
 from mla_plugin.operations.decode import operator as decode_operator
 from tests.compat.latent_models import NUM_NEW, cache_of, fresh, generate, layers_of, prefill, step
 from tests.compat.test_transformers_models import tokens_of, trio
@@ -137,6 +139,46 @@ def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reaso
     assert "; what to do: " in line
     assert torch.equal(found, generate(eager))
     assert not torch.equal(found, generate(fresh())) or change is with_a_subclass_as_weight
+
+
+def fp8_of(linear: torch.nn.Linear, block: tuple[int, int] | None) -> torch.nn.Module:
+    """The layer that transformers makes of a projection, with scales that differ."""
+    torch.manual_seed(0)
+    quantized = finegrained_fp8.FP8Linear(linear.in_features, linear.out_features, block_size=block)
+    quantized.weight.data = linear.weight.data.to(torch.float8_e4m3fn)
+    scale = quantized.weight_scale_inv
+    scale.data = torch.rand(scale.shape) + 0.5
+    return quantized.requires_grad_(False)
+
+
+def dequantized(quantized: torch.nn.Module) -> torch.Tensor:
+    weight, scale = quantized.weight.float(), quantized.weight_scale_inv
+    if quantized.block_size is None:
+        return weight * scale
+    blocks = [torch.arange(n) // size for n, size in zip(weight.shape, quantized.block_size, strict=True)]
+    return weight * scale[blocks[0][:, None], blocks[1]]
+
+
+@pytest.mark.parametrize("block", [None, (24, 6)])  # 112 rows and 16 columns: neither is a multiple
+def test_weights_in_fp8_are_absorbed(block, spy, monkeypatch):
+    model, plain = fresh(), fresh(implementation="eager")
+    for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
+        ours.kv_b_proj = fp8_of(ours.kv_b_proj, block)
+        theirs.kv_b_proj.weight.data = dequantized(ours.kv_b_proj)
+    kernel = lambda self, x: torch.nn.functional.linear(x, dequantized(self))  # noqa: E731  theirs needs a GPU
+    monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", kernel)
+    past, other = prefill(model), prefill(plain)
+    spy.calls.clear()
+    torch.testing.assert_close(step(model, past), step(plain, other), rtol=1e-4, atol=1e-4)
+    assert spy.calls == {"absorbed": 2}
+
+
+def test_weights_in_fp4_are_not():
+    layer = layers_of(fresh())[0]
+    layer.kv_b_proj = fp8_of(layer.kv_b_proj, (24, 6))
+    layer.kv_b_proj.weight = torch.nn.Parameter(torch.zeros(112, 16, dtype=torch.int8), requires_grad=False)
+    query, *cache = (torch.zeros(1, heads, 1, dim) for heads, dim in ((4, 24), (1, 16), (1, 8)))
+    assert "FP4" in next(obstacles(layer, query, *cache)).text
 
 
 class AlignDevicesHook:
