@@ -102,7 +102,8 @@ def attention_forward(
         record(module, out)
         num_keys = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else None
         key, value = latent.expand(module, key[:, :, :num_keys], value[:, :, :num_keys])
-    latent.hand_over_latents(module, query, key, value)
+    else:
+        latent.pass_later_latents_on(module)
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     attend = partial(

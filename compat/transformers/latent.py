@@ -1,8 +1,8 @@
 """Decoding over the latent cache: absorbed attention for the MLA models of transformers >= 5.15.
 
 Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step, of all tokens,
-for all heads, right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a
-layer: the attention function gets the latents and decides, call by call, which of two equal computations it runs:
+for all heads, right before attention is called (transformers PR 47460). ``pass_latents_on`` replaces that method: the
+attention function gets the latents and decides, call by call, which of two equal computations it runs:
 
     expanded   K_nope = c_kv W_UK^T, V = c_kv W_UV^T;  softmax(q_nope K_nope^T + q_rope k_rope^T) V
     absorbed   softmax((q_nope W_UK) c_kv^T + q_rope k_rope^T) c_kv W_UV^T      (DeepSeek-V2, arXiv 2405.04434, 2.1.2)
@@ -14,6 +14,8 @@ loading another state and ``.to(...)`` need no notice.
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +26,7 @@ import mla_plugin
 from mla_plugin.compat.transformers.padding import tokens_first
 from mla_plugin.compat.transformers.projection import dtype_of, obstacles, projection_of
 from mla_plugin.compat.transformers.sinks import with_sinks
-from mla_plugin.compat.transformers.steps import Reason, record
+from mla_plugin.compat.transformers.steps import Reason
 
 NAME = "mla_plugin"
 
@@ -46,7 +48,6 @@ PADDED_QUERIES = Reason("several queries, of which some are padding", "pad on th
 NOT_PLAIN = Reason(
     "more than causal attention: packed sequences, a sliding window, dropout, or tokens that see later ones"
 )
-FIRST_CALL = Reason("the first call of the layer, which shows it to the plugin")
 
 
 class Keys(NamedTuple):
@@ -81,41 +82,61 @@ def caches_latents(config: Any) -> bool:
     return _DENSE_CACHE_LATENTS if getattr(config, "index_topk", None) is None else _SPARSE_CACHE_LATENTS
 
 
-def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer calls in place of its method: the latents as they are, for the attention function to go on with."""
-    return (kv_nope, k_rot) if gets_latents(module) else expand(module, kv_nope, k_rot)
+_replaced: set[str] = set()
+"""Modules of models whose layers pass their latents on."""
+
+
+def pass_latents_on(config: Any) -> None:
+    """Let the layers of this model pass their latents to the attention function; called before any of them runs.
+
+    The method ``expand_kv`` of their classes is replaced, once in a process, by one that asks ``gets_latents``. So
+    copies and pickles need no care, and a traced layer is the same in its first call and in later ones.
+    """
+    if caches_latents(config):
+        _replace_methods(type(config).__module__.replace(".configuration_", ".modeling_"))
+
+
+def pass_later_latents_on(module: Any) -> None:
+    """The same from the next call on, for a layer of a model that makes no mask (GLM-5 Next)."""
+    method = getattr(type(module), "expand_kv", None)
+    if method is not None and not hasattr(method, "passes_latents_on") and caches_latents(module.config):
+        _replace_methods(method.__module__)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it is run while tracing
+def _replace_methods(modeling: str) -> None:
+    if modeling in _replaced:
+        return
+    _replaced.add(modeling)
+    for kind in list(vars(sys.modules.get(modeling, object)).values()):
+        if isinstance(kind, type) and "expand_kv" in vars(kind):
+            kind.expand_kv = _passing_latents_on(kind.expand_kv)  # type: ignore[attr-defined]
+
+
+def _passing_latents_on(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (kv_nope, k_rot) if gets_latents(module) else original(module, kv_nope, k_rot)
+
+    expand_kv.passes_latents_on = True  # type: ignore[attr-defined]
+    return expand_kv
 
 
 def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K [B, H, S_kv, head_dim_qk] and V [B, H, S_kv, head_dim_v] of the latents, by the model's own code."""
-    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv(module, c_kv, k_rope))
+    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv.__wrapped__(module, c_kv, k_rope))
 
 
-def hand_over_latents(module: Any, *tensors: torch.Tensor) -> None:
-    """Let the layer pass latents on from its next call.
-
-    Not where its cache has none, nor where someone else replaced the method, nor while gradients are wanted: a model
-    that only trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
-
-    Args:
-        module: the layer.
-        *tensors: what it attends with.
-    """
-    if _want_gradients(*tensors) or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
-        return
-    if caches_latents(module.config):
-        module.expand_kv = functools.partial(expand_kv, module)
-        record(module, FIRST_CALL)
+def gets_latents(module: Any) -> bool:
+    """Whether this layer passes latents on: its method is the one above, nobody replaced it, and we attend."""
+    method = getattr(type(module), "expand_kv", None)
+    if not hasattr(method, "passes_latents_on") or "expand_kv" in vars(module):
+        return False
+    return module.config._attn_implementation == NAME and caches_latents(module.config)
 
 
 def _want_gradients(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def gets_latents(module: Any) -> bool:
-    """Whether this layer passes latents to the attention function: it was told to, and the function is still ours."""
-    method = getattr(module, "expand_kv", None)
-    return getattr(method, "func", None) is expand_kv and module.config._attn_implementation == NAME
 
 
 def attend(

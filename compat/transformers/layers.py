@@ -60,7 +60,7 @@ def _steps_so_far(model: torch.nn.Module) -> Iterator[str]:
         alike.setdefault((steps.absorbed, steps.expanded, steps.reason), []).append(name)
     for (absorbed, expanded, reason), names in alike.items():
         layers = names[0] if len(names) == 1 else f"{len(names)} layers from {names[0]} to {names[-1]}"
-        why = "" if reason is None else f", the last one because of {reason}"
+        why = "" if reason is None else f", the last one: {reason}"
         yield f"so far {layers}: {absorbed} calls over latents, {expanded} over expanded keys and values{why}"
 
 

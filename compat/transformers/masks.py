@@ -11,7 +11,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from mla_plugin.compat.transformers import ranks
-from mla_plugin.compat.transformers.latent import caches_latents, is_decode
+from mla_plugin.compat.transformers.latent import caches_latents, is_decode, pass_latents_on
 
 MaskFunction: TypeAlias = Callable[..., torch.Tensor]
 
@@ -46,6 +46,7 @@ def attention_mask_for(
         **kwargs,
     }
     config = kwargs.get("config")
+    pass_latents_on(config)
     if (shared := ranks.current()) is not None:
         local_size = kwargs.get("local_size")
         is_wide = local_size is not None and local_size >= kwargs["kv_length"] * shared.group.size

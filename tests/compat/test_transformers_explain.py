@@ -63,7 +63,7 @@ def test_it_speaks_of_the_requests_that_the_layers_make(name, asked):
         expected = said(model, "prefill")
         assert prefill == expected
         asked.clear()
-        model(ids[:, :1], past_key_values=past)  # layers pass latents on from their second call
+        model(ids[:, :1], past_key_values=past)
         step = set(asked)
     assert step == said(model, "next token", LENGTH + 1)
     assert step
@@ -151,11 +151,11 @@ def test_a_model_that_ran_says_how_often_it_decoded_over_latents():
     assert "so far" not in mla_plugin.explain(model, seqlen=64)
     generate(model)
     names = [f"model.layers.{i}.self_attn" for i in (0, 1)]
-    first = LatentSteps(NUM_NEW - 1, 1, "the first call of the layer, which shows it to the plugin")
+    first = LatentSteps(NUM_NEW - 1, 1, "so many queries are faster over expanded keys: a prompt, or a chunk of one")
     assert latent_steps(model) == dict.fromkeys(names, first)
     assert (
         f"so far 2 layers from {names[0]} to {names[1]}: {NUM_NEW - 1} calls over latents, 1 over expanded keys and "
-        "values, the last one because of the first call"
+        "values, the last one: so many queries are faster"
     ) in mla_plugin.explain(model, seqlen=64)
     past = prefill(model)
     model(torch.tensor([[5]] * 3), past_key_values=past)
