@@ -10,11 +10,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 GPU = "NVIDIA_H200"
 OURS = "mla-plugin"
+CAPTIONS = {
+    "training": "Throughput of forward and backward against the length, by library",
+    "packed": "Speed on packed sequences, by library",
+    "decode": "Rate at which the latent cache is read against the batch, 16 heads",
+    "decode_128_heads": "Rate at which the latent cache is read against the batch, 128 heads",
+    "context_parallel": "Speedup over several GPUs",
+    "transformers": "Tokens per second and memory in Hugging Face transformers",
+}
+"""What each figure shows, for those who do not see it."""
 
 TEXT = """\
 # Measured on an H200
@@ -38,7 +49,9 @@ backward of the faster of FlashAttention 4 and cuDNN; forward and backward of th
 
 {shares}
 
-![Throughput against sequence length](../benchmarks/results/prefill_NVIDIA_H200.png)
+{training_figure}
+
+{packed_figure}
 
 ## Decode kernels
 
@@ -50,7 +63,11 @@ call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with si
 scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
 a graph.
 
-{decode_picture}{decode}
+{decode_figure}
+
+{decode_128_heads_figure}
+
+{decode}
 
 {decode_not_captured}The host of this run took {add_us} us for PyTorch's own `x.add_(1)`.
 
@@ -71,6 +88,8 @@ Of that, everything up to a backend that does nothing takes {entry_us} us.
 
 `torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Time of the slowest
 rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the peak of forward and backward.
+
+{context_parallel_figure}
 
 {cp}
 
@@ -108,6 +127,8 @@ these calls; no second run has checked it.
 
 `python benchmarks/transformers_decode.py`: {layers} layers with DeepSeek-V3's attention, one
 sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
+
+{transformers_figure}
 
 {transformers}
 
@@ -210,10 +231,10 @@ def not_captured(record: dict[str, Any]) -> str:
     return f"{' and '.join(names)} could not be captured and was timed by events. " if names else ""
 
 
-def picture(name: str, words: str) -> str:
-    """The picture of a result, where one was drawn."""
-    path = RESULTS / f"{name}_{GPU}.png"
-    return f"![{words}](../benchmarks/results/{path.name})\n\n" if path.exists() else ""
+def figure(name: str) -> str:
+    """A figure in both themes; GitHub and the site show the one that fits the reader's."""
+    words = CAPTIONS[name]
+    return "\n".join(f"![{words}](figures/{name}_{theme}.svg#gh-{theme}-mode-only)" for theme in figures.INK)
 
 
 def backends(record: dict[str, Any]) -> str:
@@ -336,7 +357,7 @@ def render() -> str:
     return TEXT.format(
         **{f"{name}_versions": versions(record) for name, record in sections.items()},
         **tables,
-        decode_picture=picture("decode", "How fast the cache is read, and products computed, against the batch"),
+        **{f"{name}_figure": figure(name) for name in CAPTIONS},
         decode_not_captured=not_captured(sections["decode"]),
         cp=context_parallel(sections["cp"], load("context_parallel_x4")),
         latent=latents(load("latent_attention_x2")),

@@ -2,7 +2,6 @@
 
     python benchmarks/prefill.py                   ours and PyTorch's own kernels
     python benchmarks/prefill.py --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
-    python benchmarks/prefill.py --plot FILE       no measurement: FILE (a result) as a picture beside it
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
-from prefill_plot import plot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_plugin.kernels import mla_attention
@@ -186,13 +184,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every case, write, print; or plot what was written."""
+    """Measure every case, write, print."""
     arguments = parser(__doc__)
-    arguments.add_argument("--plot", type=Path, help="a result to draw")
     options = arguments.parse_args()
-    if options.plot is not None:
-        print(plot(options.plot))
-        return
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     attentions, missing = libraries(options.peers)
