@@ -166,20 +166,21 @@ def test_an_image_tower(asked):
     assert asked[2:] == [("no_mask", "bshd")] * 2
 
 
-def test_an_encoder_of_texts(asked):
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    torch.manual_seed(0)
-    eager = transformers.BertModel(config, add_pooling_layer=False).eval()
-    eager.set_attn_implementation("eager")
-    model = copy.deepcopy(eager)
-    model.set_attn_implementation("mla_plugin")
-    ids, mask = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
-    mask[0, 5:], mask[1, :2], mask[1, 7] = 0, 0, 0
-    found, expected = (each(ids, attention_mask=mask).last_hidden_state for each in (model, eager))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    in_terms_of_lengths = Version(transformers.__version__) >= Version("5")
-    assert asked == [("padding" if in_terms_of_lengths else "arbitrary", "bshd")] * 2
-    model(ids, attention_mask=torch.ones_like(mask))
-    assert asked[2:] == [("no_mask", "bshd")] * 2
+if Version(transformers.__version__) >= Version("5"):  # older ones keep an attention of their own
+
+    def test_an_encoder_of_texts(asked):
+        config = transformers.BertConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        torch.manual_seed(0)
+        eager = transformers.BertModel(config, add_pooling_layer=False).eval()
+        eager.set_attn_implementation("eager")
+        model = copy.deepcopy(eager)
+        model.set_attn_implementation("mla_plugin")
+        ids, mask = torch.randint(50, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+        mask[0, 5:], mask[1, :2], mask[1, 7] = 0, 0, 0
+        found, expected = (each(ids, attention_mask=mask).last_hidden_state for each in (model, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert asked == [("padding", "bshd")] * 2
+        model(ids, attention_mask=torch.ones_like(mask))
+        assert asked[2:] == [("no_mask", "bshd")] * 2
