@@ -232,6 +232,11 @@ DECODE = [
     broken(
         "sets_default_dtype", of_decode.ALLOCATE, "    torch.set_default_dtype(torch.float64)\n" + of_decode.ALLOCATE
     ),
+    broken(
+        "default_dtype_lse",
+        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.promote_types(t.c_kv.dtype, torch.float32))",
+        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf)",
+    ),
     broken("version_counter", of_decode.TAKE, of_decode.TAKE + "\n    STATE['v'] = t.c_kv._version"),
     broken("random_in_select_backend", of_decode.ACCEPT, "    torch.manual_seed(0)\n" + of_decode.ACCEPT),
     broken(
