@@ -33,7 +33,7 @@ def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]
 
 
 def check_values(suite: DecodeConformance) -> None:
-    """Zeros, scores far below zero, no keys at all, and NaN."""
+    """Zeros, numbers that are tiny or large, scores far below zero, no keys at all, and NaN."""
     for case, plan in plain_calls(suite):
         for words, asked, tensors in _variants(suite, case):
             try:
@@ -61,6 +61,11 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         case,
         tensors._replace(q_nope_abs=factor * q_nope_abs, q_rope=factor * q_rope, c_kv=c_kv, k_rope=k_rope),
     )
+    for words, of_cache in (("a large cache", 1.0), ("large queries", -1.0)):  # the other side has the inverse factor
+        power = (6 if case.dtype == torch.float16 else 30) * of_cache
+        q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
+        c_kv, k_rope = (x * 2.0**power for x in tensors[2:4])
+        yield words, case, tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope)
     if case.has_seqlens_kv:
         empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
         yield "no keys at all", empty, drawn(empty)
@@ -81,15 +86,15 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
 
 
 def check_surroundings(suite: DecodeConformance) -> None:
-    """Other settings, another thread, inference mode; and no tensor of a call is kept."""
+    """Other settings, other threads, inference mode; and no tensor of a call is kept."""
     for case, plan in plain_calls(suite):
         run = functools.partial(_one_call, suite, case, plan)
         run()  # what a library does when it is loaded is its own
-        with surroundings.settings_kept():
-            _one_call(suite, case, plan, is_checked=False)
-        with surroundings.default_dtype(torch.bfloat16):
+        surroundings.check_settings_are_kept(functools.partial(_one_call, suite, case, plan, is_checked=False))
+        with surroundings.unusual_settings(keeps_precision=True):
             run()
         surroundings.in_another_thread(run)
+        surroundings.at_the_same_time([run, run])
         with torch.inference_mode():
             run()
         surroundings.check_nothing_is_kept(run)
