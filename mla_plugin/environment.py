@@ -306,9 +306,9 @@ def read(name: str) -> Value:
     return parse(name, os.environ)
 
 
-def assignments(beginnings: tuple[str, ...] = ("MLA_PLUGIN_", "NVTE_")) -> dict[str, str]:
+def assignments() -> dict[str, str]:
     """Raw texts of the process's variables whose names begin as ours and TransformerEngine's do, misspelt ones too."""
-    names = sorted(name for name in os.environ if name.startswith(beginnings))
+    names = sorted(name for name in os.environ if name.startswith(("MLA_PLUGIN_", "NVTE_")))
     return {name: text for name in names if (text := os.environ.get(name)) is not None}
 
 

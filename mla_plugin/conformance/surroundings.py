@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
@@ -16,38 +15,45 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
 
 Result = TypeVar("Result")
 
 _CUDNN, _CUDA = torch.backends.cudnn, torch.backends.cuda
-_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
-    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16),
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, Any]]] = {
+    "torch.get_default_dtype()": (
+        torch.get_default_dtype,
+        torch.set_default_dtype,
+        (torch.float32, torch.bfloat16),
+    ),
     "torch.get_float32_matmul_precision()": (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
-        "medium",
+        ("highest", "medium"),
     ),
-    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads, 3),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads, (2, 3)),
     "torch.are_deterministic_algorithms_enabled()": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        (True, True),
+        ((False, False), (True, True)),
     ),
-    "torch.backends.cuda.flash_sdp_enabled()": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp, False),
-    "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, True),
-    "gc.isenabled()": (gc.isenabled, lambda value: gc.enable() if value else gc.disable(), False),
+    "torch.backends.cuda.flash_sdp_enabled()": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp, (True, False)),
+    "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, (False, True)),
+    "gc.isenabled()": (gc.isenabled, lambda value: gc.enable() if value else gc.disable(), (True, False)),
     **{
         f"torch.backends.cudnn.{name}": (
             functools.partial(getattr, _CUDNN, name),
             functools.partial(setattr, _CUDNN, name),
-            other,
+            values,
         )
-        for name, other in (("benchmark", True), ("deterministic", True), ("allow_tf32", False))
+        for name, values in (
+            ("benchmark", (False, True)),
+            ("deterministic", (False, True)),
+            ("allow_tf32", (True, False)),
+        )
     },
 }
-"""Name to how it is read and set, and a value that few processes have."""
+"""Name to how it is read and set, and two values, of which a backend that sets it changes one."""
 _PRECISION = "torch.get_float32_matmul_precision()"
 _CALLS = 6
 _HELD = 2
@@ -66,29 +72,33 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def unusual_settings(*, keeps_precision: bool = False) -> Iterator[None]:
-    """Every setting has an unusual value inside the block; of float32's products only where results may differ."""
+def unusual_settings() -> Iterator[None]:
+    """Inside the block every setting has its second value, but for float32's products, which change results."""
     with settings_restored():
-        for name, (_, write, other) in _SETTINGS.items():
-            if not (keeps_precision and name == _PRECISION):
-                write(other)
+        for name, (_, write, values) in _SETTINGS.items():
+            if name != _PRECISION:
+                write(values[1])
         yield
 
 
 def check_settings_are_kept(run: Callable[[], object]) -> None:
-    """Usual or unusual, every setting has after ``run`` the value that it had before it."""
-    for others in (contextlib.nullcontext, unusual_settings):
-        with warnings.catch_warnings(), settings_restored(), others():
-            before = _settings()
+    """With the first value of every setting and with the second, each has after ``run`` the value that it had before.
+
+    The filters of warnings are one more.
+    """
+    for index in range(2):
+        with warnings.catch_warnings(), settings_restored():
+            for _, write, values in _SETTINGS.values():
+                write(values[index])
+            warnings.resetwarnings()
+            warnings.filterwarnings("ignore", message=".*")
+            filters = list(warnings.filters)
             run()
-            for name, now in _settings().items():
-                if now != before[name]:
-                    fail(f"{name} was {before[name]} before the call and is {now} after it; a backend leaves it alone")
-
-
-def _settings() -> dict[str, Any]:
-    found = {name: read() for name, (read, _, _) in _SETTINGS.items()}
-    return found | {"warnings.filters": list(warnings.filters), "the environment": environment.assignments(("",))}
+            for name, (read, _, values) in _SETTINGS.items():
+                if (now := read()) != values[index]:
+                    fail(f"{name} was {values[index]} before the call and is {now} after it; a backend leaves it alone")
+            if warnings.filters != filters:
+                fail("the call changed the filters of warnings; a backend leaves them alone")
 
 
 def in_another_thread(run: Callable[[], Result]) -> Result:
@@ -134,21 +144,21 @@ def check_nothing_is_kept(run: Callable[[], Mapping[str, torch.Tensor | None]]) 
     Copies count too: with each call there must not be one more tensor in the process.
     """
     kept: dict[str, list[StorageWeakRef]] = {}
-    for _ in range(_CALLS):
+    before = 0
+    for index in range(_CALLS):
         for name, x in run().items():
             if x is not None:
                 kept.setdefault(name, []).append(StorageWeakRef(x.untyped_storage()))
         x = None
-    before = _number_of_tensors()
+        if index == 1:
+            before = _number_of_tensors()
+    more = _number_of_tensors() - before
     for name, references in kept.items():
         alive = sum(not reference.expired() for reference in references)
         if alive > _HELD:
             fail(f"the memory of {name} is still held after {alive} of {_CALLS} calls; keep no tensor of a call")
-    for _ in range(_CALLS):
-        run()
-    more = _number_of_tensors() - before
     if more > _HELD:
-        fail(f"{_CALLS} calls like earlier ones leave {more} tensors more behind; keep no tensor of a call, nor a copy")
+        fail(f"{_CALLS - 2} calls like earlier ones leave {more} tensors behind; keep no tensor of a call, nor a copy")
 
 
 def _number_of_tensors() -> int:

@@ -261,6 +261,7 @@ def _rare_strides() -> Iterator[Case]:
     yield Case("unaligned-thd", seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV, **unaligned, **packed)
     bias: dict[str, Any] = {"bias_type": "post_scale_bias", "bias_requires_grad": True, "seqlens_kv": (37, 37)}
     yield Case("unaligned_bias", bias_storage="offset", bias_shape="bhss", storage_k="offset", **bias)
+    yield Case("only_bias_needs_gradient", bias_shape="1hss", needs_gradient="", **bias)
     yield Case("expanded_bias", bias_storage="expanded", bias_shape="bhss", **bias)
     yield Case("bias_of_one_dimension", bias_shape="s", **bias)
     yield Case("mask_of_one_dimension", attn_mask_type="arbitrary", mask_shape="s", seqlens_kv=(37, 37))

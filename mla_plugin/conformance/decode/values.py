@@ -34,13 +34,23 @@ def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]
 
 def check_values(suite: DecodeConformance) -> None:
     """Zeros, numbers that are tiny or large, scores far below zero, no keys at all, and NaN."""
-    for case, plan in plain_calls(suite):
+    for case, plan in _calls(suite):
         for words, asked, tensors in _variants(suite, case):
             try:
                 suite.check_output(asked, tensors, suite.forward(plan, tensors))
             except checks.ConformanceError as error:
                 checks.fail(f"{case} with {words}: {error}")
         _check_nan(suite, case, plan)
+
+
+def _calls(suite: DecodeConformance) -> Iterator[tuple[DecodeCase, DecodePlan]]:
+    """The plain ones, and one in bfloat16, which holds numbers beyond float16's."""
+    plain = plain_calls(suite)
+    yield from plain
+    for case in [replace(case, dtype=torch.bfloat16) for case, _ in plain[:1] if case.dtype != torch.bfloat16]:
+        request = case.request(suite.device)
+        if isinstance(suite._answer(request), Accepted):
+            yield case, DecodePlan(request, suite.platform(), suite.backend)
 
 
 def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str, DecodeCase, DecodeTensors]]:
@@ -91,10 +101,11 @@ def check_surroundings(suite: DecodeConformance) -> None:
         run = functools.partial(_one_call, suite, case, plan)
         run()  # what a library does when it is loaded is its own
         surroundings.check_settings_are_kept(functools.partial(_one_call, suite, case, plan, is_checked=False))
-        with surroundings.unusual_settings(keeps_precision=True):
+        with surroundings.unusual_settings():
             run()
         surroundings.in_another_thread(run)
-        surroundings.at_the_same_time([run, run])
+        if not suite.is_slow:  # interpreters of kernels have one state for all threads
+            surroundings.at_the_same_time([run, run])
         with torch.inference_mode():
             run()
         surroundings.check_nothing_is_kept(run)
