@@ -145,14 +145,18 @@ def check_nothing_is_kept(run: Callable[[], Mapping[str, torch.Tensor | None]]) 
     """
     kept: dict[str, list[StorageWeakRef]] = {}
     before = 0
-    for index in range(_CALLS):
-        for name, x in run().items():
-            if x is not None:
-                kept.setdefault(name, []).append(StorageWeakRef(x.untyped_storage()))
-        x = None
-        if index == 1:
-            before = _number_of_tensors()
-    more = _number_of_tensors() - before
+    gc.freeze()  # what is there already is neither looked at nor counted, which takes seconds in a large process
+    try:
+        for index in range(_CALLS):
+            for name, x in run().items():
+                if x is not None:
+                    kept.setdefault(name, []).append(StorageWeakRef(x.untyped_storage()))
+            x = None
+            if index == 1:
+                before = _number_of_tensors()
+        more = _number_of_tensors() - before
+    finally:
+        gc.unfreeze()
     for name, references in kept.items():
         alive = sum(not reference.expired() for reference in references)
         if alive > _HELD:
