@@ -2,32 +2,35 @@
 
     python -m benchmarks.decode                 ours, FlashMLA, FlashAttention 3 and FlashInfer where they are installed
     python -m benchmarks.decode --peers DIR     also vLLM's Triton kernel, by DIR/peers.py
-    python -m benchmarks.decode_plot            draws the kept result again
 
 bfloat16, kv_lora_rank 512, rope 64; uniform and ragged lengths, pages of 1, 16 and 64, 1, 2 and 4 query tokens, and the
 call that ThunderMLA's authors report. FlashMLA, FlashAttention 3 and FlashInfer run by their own schedulers, vLLM's
 kernel with the splits that vLLM takes, next_power_of_2(capacity / 512) but at most twice the multiprocessors. How
-calls are made and timed: ``decode_cells.py``. Writes benchmarks/results/decode_<gpu>.json and a picture of it, prints a
-table last.
+calls are made and timed: ``decode_cells.py``. Writes benchmarks/results/decode_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import OURS, host_microseconds, load_peers, parser, write
-from decode_cells import RANK, ROPE, SCALE, Call, Cell, Inputs, backend_call, measure_backends, row_of, step_of
-from decode_plot import plot
+from benchmarks.common import OURS, host_microseconds, load_peers, parser, write
+from benchmarks.decode_cells import (
+    RANK,
+    ROPE,
+    SCALE,
+    Call,
+    Cell,
+    Inputs,
+    backend_call,
+    measure_backends,
+    row_of,
+    step_of,
+)
 
 LIBRARIES = {"triton": OURS, "flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
 """Our backends, and the libraries behind them."""
@@ -125,8 +128,6 @@ def main() -> None:
         torch.cuda.empty_cache()
     path = write("decode", {"rows": rows, "not_loaded": missing}, options.commit)
     print(path)
-    if importlib.util.find_spec("matplotlib") is not None:
-        print(plot(path))
     for name, reason in missing.items():
         print(f"{name}: {reason}")
     print(table(rows))

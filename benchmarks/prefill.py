@@ -1,8 +1,7 @@
 """Prefill and training attention (head_dim_qk 192, head_dim_v 128, bfloat16) on this GPU, forward and backward.
 
-    python benchmarks/prefill.py                   ours and PyTorch's own kernels
-    python benchmarks/prefill.py --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
-    python benchmarks/prefill.py --plot FILE       no measurement: FILE (a result) as a picture beside it
+    python -m benchmarks.prefill                   ours and PyTorch's own kernels
+    python -m benchmarks.prefill --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
@@ -20,10 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
-from prefill_plot import plot
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
 from mla_plugin.kernels import mla_attention
 
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128
@@ -186,13 +184,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every case, write, print; or plot what was written."""
+    """Measure every case, write, print."""
     arguments = parser(__doc__)
-    arguments.add_argument("--plot", type=Path, help="a result to draw")
     options = arguments.parse_args()
-    if options.plot is not None:
-        print(plot(options.plot))
-        return
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     attentions, missing = libraries(options.peers)

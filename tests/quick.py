@@ -44,7 +44,7 @@ LEFT_OUT = (
     "tests/house/test_wheel.py",
     "tests/kernels/test_attention.py",
     "tests/kernels/test_compiler_record.py",
-    "tests/kernels/test_decode.py::test_tensor_descriptors_over_splits",
+    "tests/kernels/test_decode.py::test_tensor_descriptors_over_parts",
     "tests/kernels/test_decode_ahead_of_time.py",
     "tests/kernels/test_decode_interface.py::test_compiled_equals_eager",
     "tests/kernels/test_decode_interface.py::test_the_operator_is_well_formed",

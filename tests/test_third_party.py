@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from mla_plugin.hooks.manager import BUILTIN_BACKENDS
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "third_party_backend"
 
@@ -88,7 +90,7 @@ def broken_package(site: Path, body: str, name: str = "shaky") -> Path:
 
 def test_it_is_found_chosen_and_run(site: Path) -> None:
     answer = ask(ATTEND, site)
-    assert answer["backends"] == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa", "blockwise"]
+    assert answer["backends"] == [*BUILTIN_BACKENDS, "blockwise"]
     assert answer["calls"] == ["blockwise", "blockwise", "sdpa", "sdpa"]
     assert answer["difference"] < 1e-12
     assert answer["broken"] == {}
@@ -96,7 +98,7 @@ def test_it_is_found_chosen_and_run(site: Path) -> None:
 
 def test_without_the_package_the_fallback_runs() -> None:
     answer = ask(ATTEND)
-    assert answer["backends"] == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa"]
+    assert answer["backends"] == [*BUILTIN_BACKENDS]
     assert answer["calls"] == ["sdpa"] * 4
 
 
@@ -133,7 +135,7 @@ def test_a_named_backend_is_used(site: Path) -> None:
 )
 def test_a_broken_package_is_reported_and_left_out(tmp_path: Path, site: Path, body: str, reason: str) -> None:
     answer = ask(ATTEND, broken_package(tmp_path, body), site)
-    assert answer["backends"] == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa", "blockwise"]
+    assert answer["backends"] == [*BUILTIN_BACKENDS, "blockwise"]
     assert reason in answer["broken"]["shaky"]
     assert "'shaky'" in answer["stderr"]
     assert answer["calls"] == ["blockwise", "blockwise", "sdpa", "sdpa"]
@@ -141,7 +143,7 @@ def test_a_broken_package_is_reported_and_left_out(tmp_path: Path, site: Path, b
 
 def test_a_name_of_ours_cannot_be_taken(tmp_path: Path) -> None:
     answer = ask(ATTEND, broken_package(tmp_path, "raise RuntimeError('never imported')", name="sdpa"))
-    assert answer["backends"] == ["triton", "fa3", "fa4", "fa2", "flashinfer", "cudnn", "sdpa"]
+    assert answer["backends"] == [*BUILTIN_BACKENDS]
     assert "built-in" in answer["broken"]["sdpa"]
 
 

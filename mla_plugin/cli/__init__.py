@@ -1,4 +1,4 @@
-"""The command line: ``mla-plugin demo | explain | doctor``."""
+"""The command line: ``mla-plugin demo | explain | doctor | bench | warm-up``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import mla_plugin
-from mla_plugin.cli import demo, doctor, explain
+from mla_plugin.cli import bench, demo, doctor, explain, warm_up
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -16,7 +16,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {mla_plugin.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, explain, doctor):
+    for command in (demo, explain, doctor, bench, warm_up):
         command.add_parser(commands)
     return parser
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
-    except (ValueError, ImportError, mla_plugin.NoBackendError) as error:
+    except (ValueError, ImportError, OSError, mla_plugin.NoBackendError) as error:
         print(f"mla-plugin: {error}", file=sys.stderr)
         return 1 if isinstance(error, mla_plugin.NoBackendError) else 2
     return status

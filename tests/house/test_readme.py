@@ -1,76 +1,29 @@
-"""What the README shows is run: its code, its commands, its output, its table, its links."""
+"""The README is short, its commands install what exists, and its links work in the checkout and on PyPI."""
 
 from __future__ import annotations
 
 import re
-import shlex
+import runpy
 import subprocess
+from collections.abc import Callable
 
 import pytest
-import torch
+import setuptools
 
-from mla_plugin import device, environment
-from mla_plugin.cli import main
+from mla_plugin import environment
+from tests.docs.project_pages import blocks
 from tests.house.project import ROOT, pyproject
 
 README = (ROOT / "README.md").read_text()
 EXAMPLE = ROOT / "examples" / "third_party_backend"
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
-
-
-def sessions() -> list[tuple[str, str]]:
-    """(command, output) of every console block."""
-    return [re.fullmatch(r"\$ ([^\n]+)\n(.*)", block, re.S).groups() for block in blocks("console")]
-
-
-def test_the_table_of_variables_is_the_generated_one() -> None:
-    (table,) = re.findall(r"<!-- variables -->\n(.*?)\n<!-- /variables -->", README, re.S)
-    assert table == environment.markdown_table()
-
-
-def test_the_backend_shown_is_the_example() -> None:
-    assert (EXAMPLE / "mla_plugin_blockwise.py").read_text() in blocks("python")
-    (entry_point,) = blocks("toml")
-    assert entry_point in (EXAMPLE / "pyproject.toml").read_text()
-
-
-def test_the_test_file_shown_is_the_example() -> None:
-    """It is pasted as it stands, and tests/test_third_party.py runs it."""
-    assert (EXAMPLE / "tests" / "test_conformance.py").read_text() in blocks("python")
-
-
-@pytest.mark.parametrize("code", blocks("python"), ids=range(len(blocks("python"))))
-def test_python_runs(code: str) -> None:
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-
-
-def test_there_is_code_and_output_to_check() -> None:
-    assert len(blocks("python")) == 6
-    assert len(sessions()) == 2
-
-
-@pytest.mark.parametrize(("command", "output"), sessions())
-def test_output_is_what_the_command_prints(
-    command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine without CUDA that has none of the optional kernel packages but Triton, which comes with PyTorch."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "installed_packages", lambda: (("torch", torch.__version__), ("triton", "3.7.1")))
-    monkeypatch.setattr(device, "build_tools", frozenset)
-    program, *arguments = shlex.split(command)
-    assert program == "mla-plugin"
-    main(arguments)
-    out, err = capsys.readouterr()
-    assert err + out == output
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_two_commands_install_what_exists() -> None:
-    first, second, suite = blocks("sh")
-    assert suite == "python -m mla_plugin.conformance blockwise --quick\n"
+    first, second = (block.text for block in blocks(ROOT / "README.md", "sh"))
     extras = pyproject()["project"]["optional-dependencies"]
     for command, extra in ((first, "demo"), (second, "dev")):
         assert f'pip install -c constraints.txt -e ".[{extra}]"' in command
@@ -80,14 +33,45 @@ def test_the_two_commands_install_what_exists() -> None:
     assert second.strip().endswith("&& python -m pytest")
 
 
+def targets(text: str) -> list[str]:
+    """Addresses of links and images."""
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|srcset)="([^"]+)"', text)]
+
+
 def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)\s]+)\)", README)
-    assert targets
-    headings = {
-        re.sub(r"[^\w-]", "", line.lower().replace(" ", "-")) for line in re.findall(r"^#+ (.+)$", README, re.M)
-    }
-    for target in targets:
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif "://" not in target:
-            assert (ROOT / target).exists(), target
+    found = targets(README)
+    assert len(found) > 15
+    for target in found:
+        assert "://" in target or (ROOT / target).exists(), target
+
+
+@pytest.fixture
+def with_absolute_links(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    return runpy.run_path(str(ROOT / "setup.py"))["with_absolute_links"]
+
+
+def test_on_pypi_every_link_is_absolute(with_absolute_links: Callable[[str], str]) -> None:
+    """And leads to what the relative one leads to: files of the repository, figures of the site."""
+    found = targets(with_absolute_links(README))
+    assert len(found) == len(targets(README))
+    for before, after in zip(targets(README), found, strict=True):
+        assert after.startswith("https://")
+        assert after.endswith(before.removeprefix("docs/"))
+        assert ("github.io" in after) == before.endswith(".svg")
+
+
+def test_the_table_of_variables_is_the_generated_one() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    (table,) = re.findall(r"<!-- variables -->\n(.*?)\n<!-- /variables -->", page, re.S)
+    assert table == environment.markdown_table()
+
+
+def test_the_backend_shown_is_the_example() -> None:
+    """Pasted as it stands; tests/test_third_party.py runs it."""
+    page = ROOT / "docs" / "write_a_backend.md"
+    python = [block.text for block in blocks(page, "python")]
+    (entry_point,) = (block.text for block in blocks(page, "toml"))
+    assert (EXAMPLE / "mla_plugin_blockwise.py").read_text() in python
+    assert (EXAMPLE / "tests" / "test_conformance.py").read_text() in python
+    assert entry_point in (EXAMPLE / "pyproject.toml").read_text()

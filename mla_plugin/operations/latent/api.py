@@ -64,9 +64,10 @@ def latent_attention(
         w_uv: [H, head_dim_v, R]. Both are views of the up-projection: ``kv_b_proj.weight.unflatten(0, (H, -1))
             .split((qk_nope_head_dim, head_dim_v), dim=1)``.
         softmax_scale: positive; default (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
-        attn_mask_type, window_size, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-            max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in
-            ``attention``; there is no ``arbitrary`` mask. Those of keys are about the tokens of c_kv.
+        attn_mask_type, window_size: as in ``attention``; there is no ``arbitrary`` mask.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as in ``attention``; those of keys are
+            about the tokens of c_kv.
+        max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in ``attention``.
         cp_group: ranks that share the sequences (context parallelism), as in ``attention``: each passes its own tokens
             as ``mla_plugin.context_parallel.shard`` cuts them, and the whole weights. A group of one rank is as None.
         cp_comm_type: ``all_gather`` (the latents are gathered and each rank expands all heads; causal windows too) or

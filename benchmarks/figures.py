@@ -1,0 +1,305 @@
+"""The figures of README.md and docs/, drawn from the kept results, for light and for dark pages.
+
+    python -m benchmarks.figures            writes docs/figures/*.svg; needs matplotlib
+
+Each names its GPU, versions and commit, and keeps a hash of its results, by which a test sees that it is current.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measured_calls import attention_choice, decode_choice
+
+RESULTS = Path(__file__).parent / "results"
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+GPU = "NVIDIA_H200"
+GPUS = (GPU, "NVIDIA_H100_80GB_HBM3")
+PEAK_TFLOP_PER_S, PEAK_GB_PER_S = 989, 4800
+"""Dense bfloat16 products and memory of an H200, by NVIDIA's data sheet."""
+
+OURS, KERNELS = "mla-plugin", "mla-plugin's Triton kernels"
+NAMES = {
+    "triton": KERNELS,
+    "fa2": "FlashAttention 2, V padded",
+    "fa3": "FlashAttention 3",
+    "fa4": "FlashAttention 4",
+    "cudnn": "cuDNN",
+    "sdpa": "PyTorch, memory-efficient",
+    "flashmla": "FlashMLA",
+    "flashinfer": "FlashInfer",
+}
+"""Backend to what people know it as."""
+COLORS = {
+    OURS: "#e4572e",
+    KERNELS: "#f2a65a",
+    "FlashAttention 2, V padded": "#8a8f98",
+    "FlashAttention 3": "#3b82c4",
+    "FlashAttention 4": "#7a5cc4",
+    "cuDNN": "#4ba35b",
+    "PyTorch, memory-efficient": "#b08968",
+    "FlashMLA": "#1f9e9e",
+    "FlashInfer": "#c2508f",
+    "mla_plugin": "#e4572e",
+    "sdpa": "#3b82c4",
+    "eager": "#8a8f98",
+    "p2p": "#3b82c4",
+    "all_gather": "#4ba35b",
+    "a2a": "#7a5cc4",
+}
+INK = {"light": "#24292f", "dark": "#d7dce2"}
+
+Record = dict[str, Any]
+Curves = dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture of kept results.
+
+    Attributes:
+        results: names in ``benchmarks/results/`` without GPU and suffix.
+        draw: gets the records and one axis a panel.
+        panels: how many stand side by side.
+    """
+
+    results: tuple[str, ...]
+    draw: Callable[..., None]
+    panels: int = 2
+
+
+def paths(figure: Figure, gpu: str = GPU) -> list[Path]:
+    """The results that the figure shows."""
+    return [RESULTS / f"{name}_{gpu}.json" for name in figure.results]
+
+
+def digest(figure: Figure, gpu: str = GPU) -> str:
+    """A hash of what the figure shows."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths(figure, gpu))).hexdigest()[:16]
+
+
+def file_name(name: str, gpu: str = GPU) -> str:
+    """Without the theme; figures of other GPUs than the first say which."""
+    return name if gpu == GPU else f"{name}_{gpu}"
+
+
+def drawable(gpu: str = GPU) -> list[str]:
+    """Figures whose results were kept for a GPU."""
+    return [name for name, figure in FIGURES_BY_NAME.items() if all(path.exists() for path in paths(figure, gpu))]
+
+
+def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, peak: tuple[float, str] | None = None) -> None:
+    for name, points in curves.items():
+        is_ours = name in (OURS, "mla_plugin")
+        style = {"linewidth": 3.0, "zorder": 3, "markersize": 6} if is_ours else {"linewidth": 1.5, "markersize": 4}
+        axis.plot(*zip(*sorted(points), strict=True), "o-", label=name, color=COLORS[name], **style)
+    if peak is not None:
+        axis.axhline(peak[0], linestyle=":", linewidth=1.2, color="#8a8f98")
+        axis.annotate(peak[1], (0.02, peak[0]), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    ticks = sorted({x for points in curves.values() for x, _ in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [_short(x) for x in ticks])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel(of)
+    axis.set_ylabel(unit)
+    axis.set_title(title, fontsize=10.5)
+
+
+def _bars(axis: Any, groups: dict[str, dict[str, float]], unit: str, title: str) -> None:
+    """Groups of bars side by side; a name has its colour in all of them."""
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [(place, bars[name]) for place, bars in enumerate(groups.values()) if name in bars]
+        left = [place - 0.4 + (i + 0.5) * width for place, _ in places]
+        axis.bar(left, [height for _, height in places], width, label=name, color=COLORS[name])
+    axis.set_xticks(range(len(groups)), list(groups), fontsize=8)
+    axis.set_ylabel(unit)
+    axis.set_title(title, fontsize=10.5)
+
+
+def _short(number: float) -> str:
+    return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
+
+
+def _operations(row: Record, which: str) -> float:
+    """TFLOP of a call: 2 products forward, 5 backward; of a causal mask half of them."""
+    dim_qk, dim_v = row["dims"]
+    dims = {"forward": dim_qk + dim_v, "backward": 3 * dim_qk + 2 * dim_v}[which]
+    pairs = row["batch"] * row["heads"] * row["seqlen"] ** 2
+    return 2 * pairs * dims * (0.5 if row["mask"] == "causal" else 1.0) / 1e12
+
+
+def _prefill_rows(record: Record, **wanted: Any) -> list[Record]:
+    fixed = {"dims": [192, 128], "packed": False, "deterministic": False, **wanted}
+    return [row for row in record["rows"] if all(row[name] == value for name, value in fixed.items())]
+
+
+def _passes(record: Record, row: Record, which: str) -> dict[str, float]:
+    """Milliseconds of each backend's pass and, first, of the pass that mla-plugin chooses."""
+    choice = attention_choice(row, record["gpu"], which)
+    return {OURS: row[which][choice], **{NAMES[name]: ms for name, ms in row[which].items()}}
+
+
+def _training(record: Record, axes: Iterable[Any]) -> None:
+    for axis, which in zip(axes, ("forward", "backward"), strict=True):
+        curves: Curves = {}
+        for row in _prefill_rows(record, heads=16, batch=1, mask="causal"):
+            for name, ms in _passes(record, row, which).items():
+                curves.setdefault(name, []).append((row["seqlen"], _operations(row, which) / (ms / 1e3)))
+        peak = (PEAK_TFLOP_PER_S, "data sheet: 989 TFLOP/s")
+        title = f"{which.capitalize()}: one causal sequence, 16 heads, 192/128"
+        _lines(axis, curves, "TFLOP/s", "tokens", title, peak)
+
+
+def _packed(record: Record, axes: Iterable[Any]) -> None:
+    rows = [row for row in _prefill_rows(record, packed=True, mask="causal") if row["heads"] in (16, 128)]
+    for axis, which in zip(axes, ("forward", "backward"), strict=True):
+        groups = {}
+        for row in rows:
+            name = f"{row['heads']} heads\n{row['batch']} x {row['seqlen']:,}"
+            groups[name] = _relative(_passes(record, row, which))
+        _bars(axis, groups, "speed, mla-plugin's choice = 1", f"{which.capitalize()}: packed causal sequences, 192/128")
+
+
+def _relative(ms: dict[str, float]) -> dict[str, float]:
+    return {name: ms[OURS] / each for name, each in ms.items()}
+
+
+def _decode(record: Record, axes: Iterable[Any]) -> None:
+    for axis, lengths in zip(axes, ("uniform", "ragged"), strict=True):
+        _decode_panel(axis, record, lengths, heads=16)
+
+
+def _decode_of_many_heads(record: Record, axes: Iterable[Any]) -> None:
+    for axis, lengths in zip(axes, ("uniform", "ragged"), strict=True):
+        _decode_panel(axis, record, lengths, heads=128)
+
+
+def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
+    """The rate at which the cache is read: 576 numbers of 2 bytes a token."""
+    curves: Curves = {}
+    for row in record["rows"]:
+        if (row["lengths"], row["H"], row["S_q"], row["page"], row["mean"]) != (lengths, heads, 1, 64, 6144):
+            continue
+        gigabytes = row["B"] * row["mean"] * 576 * 2 / 1e9
+        chosen = row["ms"][decode_choice(row)]
+        for name, ms in {OURS: chosen, **{NAMES[n]: ms for n, ms in row["ms"].items()}}.items():
+            curves.setdefault(name, []).append((row["B"], gigabytes / (ms / 1e3)))
+    peak = (PEAK_GB_PER_S, "data sheet: 4,800 GB/s") if heads <= 16 else None
+    title = f"Decode: {lengths} lengths, 6k tokens each in the mean, {heads} heads"
+    _lines(axis, curves, "GB/s of latent cache", "sequences", title, peak)
+
+
+def _first_page(prefill: Record, decode: Record, axes: Iterable[Any]) -> None:
+    """Training as a whole, and decode as servers do it."""
+    training, decoding = axes
+    curves: Curves = {}
+    for row in _prefill_rows(prefill, heads=16, batch=1, mask="causal"):
+        both = _operations(row, "forward") + _operations(row, "backward")
+        forward, backward = (_passes(prefill, row, which) for which in ("forward", "backward"))
+        for name in forward.keys() & backward.keys():
+            curves.setdefault(name, []).append((row["seqlen"], both / ((forward[name] + backward[name]) / 1e3)))
+    order = [OURS, *NAMES.values()]
+    curves = {name: curves[name] for name in order if name in curves}
+    title = "Training: forward and backward, causal, 16 heads, 192/128"
+    _lines(training, curves, "TFLOP/s", "tokens", title)
+    _decode_panel(decoding, decode, "ragged", heads=16)
+
+
+def _transformers(record: Record, axes: Iterable[Any]) -> None:
+    units = {
+        "tokens_per_s": ("tokens/s", "Generating, one sequence"),
+        "peak_above_start_gib": ("GiB", "Memory that generating adds"),
+    }
+    for axis, (field, (unit, title)) in zip(axes, units.items(), strict=True):
+        curves: Curves = {}
+        for row in record["rows"]:
+            for name, value in row[field].items():
+                curves.setdefault(name, []).append((row["context"], value))
+        _lines(axis, curves, unit, "tokens of context", title)
+
+
+def _context_parallel(two: Record, four: Record, axes: Iterable[Any]) -> None:
+    for axis, record in zip(axes, (two, four), strict=True):
+        groups: dict[str, dict[str, float]] = {}
+        for row in sorted(record["times"], key=lambda row: (row["heads"], row["tokens"])):
+            name = f"{row['tokens'] // 1024}k tokens\n{row['heads']} heads"
+            groups.setdefault(name, {})[row["way"]] = 1 / row["both_over_ideal"]
+        axis.axhline(1.0, linestyle=":", linewidth=1.2, color="#8a8f98")
+        title = f"Forward and backward over {record['ranks']} GPUs, 1 = perfect scaling"
+        _bars(axis, groups, "speedup / number of GPUs", title)
+
+
+FIGURES_BY_NAME = {
+    "first_page": Figure(("prefill_backends", "decode_preference"), _first_page),
+    "training": Figure(("prefill_backends",), _training),
+    "packed": Figure(("prefill_backends",), _packed),
+    "decode": Figure(("decode_preference",), _decode),
+    "decode_128_heads": Figure(("decode_preference",), _decode_of_many_heads),
+    "transformers": Figure(("transformers_decode",), _transformers),
+    "context_parallel": Figure(("context_parallel_x2", "context_parallel_x4"), _context_parallel),
+}
+
+
+def versions(records: Iterable[Record]) -> str:
+    """What was measured with what, a line a record."""
+    lines = []
+    for record in records:
+        packages = [f"{name} {record[name]}" for name in ("torch", "triton", "transformers") if name in record]
+        lines.append(f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}")
+    return "; ".join(dict.fromkeys(lines))
+
+
+def draw(name: str, theme: str, gpu: str = GPU, folder: Path = FIGURES) -> Path:
+    """Write one figure for light or dark pages."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure = FIGURES_BY_NAME[name]
+    records = [json.loads(path.read_text()) for path in paths(figure, gpu)]
+    ink = INK[theme]
+    style = {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.alpha": 0.25,
+        "grid.color": ink,
+        "axes.facecolor": "none",
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
+    with pyplot.rc_context(style):
+        canvas, axes = pyplot.subplots(1, figure.panels, figsize=(11, 4.4))
+        figure.draw(*records, axes)
+        handles: dict[str, Any] = {}
+        for axis in axes:
+            handles.update({label: line for line, label in zip(*axis.get_legend_handles_labels(), strict=True)})
+        canvas.tight_layout(rect=(0, 0.13, 1, 1))
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.035), "frameon": False, "fontsize": 8.5}
+        canvas.legend(list(handles.values()), list(handles), ncols=min(len(handles), 5), **place)
+        canvas.text(0.5, 0.01, versions(records), ha="center", fontsize=7, alpha=0.75)
+        path = folder / f"{file_name(name, gpu)}_{theme}.svg"
+        canvas.savefig(path, transparent=True, metadata={"Date": None, "Source": f"results {digest(figure, gpu)}"})
+        pyplot.close(canvas)
+    return path
+
+
+if __name__ == "__main__":
+    FIGURES.mkdir(exist_ok=True)
+    for card in GPUS:
+        for each in drawable(card):
+            for shade in INK:
+                print(draw(each, shade, card))

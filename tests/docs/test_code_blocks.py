@@ -1,0 +1,85 @@
+"""What the pages show is run: their Python, their commands' output, and that the commands name what exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mla_plugin import device
+from mla_plugin.cli import main
+from tests.docs.project_pages import PAGES, ROOT, blocks, pages_with
+
+LANGUAGES = {"python", "sh", "console", "toml", ""}
+
+
+def sessions() -> list[tuple[str, str]]:
+    """(command, output) of every console block of every page."""
+    texts = [block.text for page in PAGES for block in blocks(page, "console")]
+    return [re.fullmatch(r"\$ ([^\n]+)\n(.*)", text, re.S).groups() for text in texts]
+
+
+def commands() -> list[str]:
+    """Lines of the shell blocks, and of the indented ones."""
+    texts = [block.text for page in PAGES for block in blocks(page, "sh")]
+    return [line.split("  #")[0].strip() for text in texts for line in text.splitlines() if line.strip()]
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    found = {block.language for page in PAGES for block in blocks(page)}
+    assert found <= LANGUAGES, "a fenced block of another language is seen by no test"
+
+
+@pytest.mark.parametrize("name", pages_with("python"))
+def test_python_runs(name: str) -> None:
+    """In the order of the page, in a process of its own: ``register`` changes frameworks for good."""
+    code = []
+    for block in blocks(ROOT / name, "python"):
+        compile(block.text, name, "exec")
+        if block.reason is None:
+            code.append(block.text)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "\n".join(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = [block.reason for page in PAGES for block in blocks(page) if block.reason]
+    assert len(reasons) <= 6, reasons
+
+
+@pytest.mark.parametrize(("command", "output"), sessions())
+def test_output_is_what_the_command_prints(
+    command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without CUDA that has none of the optional kernel packages but Triton, which comes with PyTorch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "installed_packages", lambda: (("torch", torch.__version__), ("triton", "3.7.1")))
+    monkeypatch.setattr(device, "build_tools", frozenset)
+    program, *arguments = shlex.split(command)
+    assert program == "mla-plugin"
+    main(arguments)
+    out, err = capsys.readouterr()
+    assert err + out == output
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_names_what_exists(command: str) -> None:
+    assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+    for module in re.findall(r"python3? -m (\S+)", command):
+        assert importlib.util.find_spec(module), module
+    for script in re.findall(r"(?:python3?|bash) ((?!-)\S+)", command):
+        assert (ROOT / script).exists(), script
+
+
+def test_there_is_code_and_output_to_check() -> None:
+    assert len(sessions()) >= 2
+    assert len(commands()) >= 10
+    assert {"README.md", "docs/quick_start.md", "docs/explain.md"} <= set(pages_with("python"))
