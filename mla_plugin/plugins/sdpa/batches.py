@@ -49,8 +49,8 @@ COPIED = Sizes(16, 1 << 16, 1 << 18)
 AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
 """Others, of which only the queries are copied."""
 TINY = 1 << 19
-"""A call whose largest tensor has no more elements is one part: at 64 to 128 tokens of 8 heads, 192/128, cutting it takes
-another third of the time of the forward, and the copies are 2 MB each."""
+"""A call whose largest tensor has no more elements is one part: with 64 to 128 tokens of 8 heads, 192/128, cutting it
+takes a third more of the forward's time, and the copies are 2 MB each."""
 SHARE_OF_CALL = 16
 """A part that is a smaller share of the call holds less than half of what PyTorch's own attention does."""
 ROWS_PER_THREAD = 256
