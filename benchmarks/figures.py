@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_calls import attention_choice, decode_choice
+
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 GPU = "NVIDIA_H200"
+GPUS = (GPU, "NVIDIA_H100_80GB_HBM3")
 PEAK_TFLOP_PER_S, PEAK_GB_PER_S = 989, 4800
 """Dense bfloat16 products and memory of an H200, by NVIDIA's data sheet."""
 
@@ -70,14 +73,24 @@ class Figure:
     panels: int = 2
 
 
-def paths(figure: Figure) -> list[Path]:
+def paths(figure: Figure, gpu: str = GPU) -> list[Path]:
     """The results that the figure shows."""
-    return [RESULTS / f"{name}_{GPU}.json" for name in figure.results]
+    return [RESULTS / f"{name}_{gpu}.json" for name in figure.results]
 
 
-def digest(figure: Figure) -> str:
+def digest(figure: Figure, gpu: str = GPU) -> str:
     """A hash of what the figure shows."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths(figure))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths(figure, gpu))).hexdigest()[:16]
+
+
+def file_name(name: str, gpu: str = GPU) -> str:
+    """Without the theme; figures of other GPUs than the first say which."""
+    return name if gpu == GPU else f"{name}_{gpu}"
+
+
+def drawable(gpu: str = GPU) -> list[str]:
+    """Figures whose results were kept for a GPU."""
+    return [name for name, figure in FIGURES_BY_NAME.items() if all(path.exists() for path in paths(figure, gpu))]
 
 
 def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, peak: tuple[float, str] | None = None) -> None:
@@ -128,9 +141,9 @@ def _prefill_rows(record: Record, **wanted: Any) -> list[Record]:
     return [row for row in record["rows"] if all(row[name] == value for name, value in fixed.items())]
 
 
-def _passes(row: Record, which: str) -> dict[str, float]:
+def _passes(record: Record, row: Record, which: str) -> dict[str, float]:
     """Milliseconds of each backend's pass and, first, of the pass that mla-plugin chooses."""
-    choice = row["choice"]["training"][which == "backward"]
+    choice = attention_choice(row, record["gpu"], which)
     return {OURS: row[which][choice], **{NAMES[name]: ms for name, ms in row[which].items()}}
 
 
@@ -138,7 +151,7 @@ def _training(record: Record, axes: Iterable[Any]) -> None:
     for axis, which in zip(axes, ("forward", "backward"), strict=True):
         curves: Curves = {}
         for row in _prefill_rows(record, heads=16, batch=1, mask="causal"):
-            for name, ms in _passes(row, which).items():
+            for name, ms in _passes(record, row, which).items():
                 curves.setdefault(name, []).append((row["seqlen"], _operations(row, which) / (ms / 1e3)))
         peak = (PEAK_TFLOP_PER_S, "data sheet: 989 TFLOP/s")
         title = f"{which.capitalize()}: one causal sequence, 16 heads, 192/128"
@@ -148,9 +161,10 @@ def _training(record: Record, axes: Iterable[Any]) -> None:
 def _packed(record: Record, axes: Iterable[Any]) -> None:
     rows = [row for row in _prefill_rows(record, packed=True, mask="causal") if row["heads"] in (16, 128)]
     for axis, which in zip(axes, ("forward", "backward"), strict=True):
-        groups = {
-            f"{row['heads']} heads\n{row['batch']} x {row['seqlen']:,}": _relative(_passes(row, which)) for row in rows
-        }
+        groups = {}
+        for row in rows:
+            name = f"{row['heads']} heads\n{row['batch']} x {row['seqlen']:,}"
+            groups[name] = _relative(_passes(record, row, which))
         _bars(axis, groups, "speed, mla-plugin's choice = 1", f"{which.capitalize()}: packed causal sequences, 192/128")
 
 
@@ -175,28 +189,12 @@ def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
         if (row["lengths"], row["H"], row["S_q"], row["page"], row["mean"]) != (lengths, heads, 1, 64, 6144):
             continue
         gigabytes = row["B"] * row["mean"] * 576 * 2 / 1e9
-        chosen = row["ms"][_chosen_to_decode(row)]
+        chosen = row["ms"][decode_choice(row)]
         for name, ms in {OURS: chosen, **{NAMES[n]: ms for n, ms in row["ms"].items()}}.items():
             curves.setdefault(name, []).append((row["B"], gigabytes / (ms / 1e3)))
     peak = (PEAK_GB_PER_S, "data sheet: 4,800 GB/s") if heads <= 16 else None
     title = f"Decode: {lengths} lengths, 6k tokens each in the mean, {heads} heads"
     _lines(axis, curves, "GB/s of latent cache", "sequences", title, peak)
-
-
-def _chosen_to_decode(row: Record) -> str:
-    """What the resolver runs today; the run itself asked the table before it."""
-    import torch
-
-    from mla_plugin import DecodeRequest, Platform
-    from mla_plugin.arguments.decode import Profile
-    from mla_plugin.resolver import decode_preference
-
-    sizes = {"batch_size": row["B"], "num_heads": row["H"], "seqlen_q": row["S_q"], "max_seqlen_kv": row["longest"]}
-    profile = Profile.rounded(row["mean"], row["longest"] / row["mean"])
-    fixed = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "page_size": row["page"], "has_host_lengths": True}
-    request = DecodeRequest(torch.bfloat16, "cuda", **sizes, **fixed, profile=profile)
-    order = decode_preference.measured_order(request, Platform("cuda", (9, 0)))
-    return next(name for name in order if name in row["ms"])
 
 
 def _first_page(prefill: Record, decode: Record, axes: Iterable[Any]) -> None:
@@ -205,7 +203,7 @@ def _first_page(prefill: Record, decode: Record, axes: Iterable[Any]) -> None:
     curves: Curves = {}
     for row in _prefill_rows(prefill, heads=16, batch=1, mask="causal"):
         both = _operations(row, "forward") + _operations(row, "backward")
-        forward, backward = _passes(row, "forward"), _passes(row, "backward")
+        forward, backward = (_passes(prefill, row, which) for which in ("forward", "backward"))
         for name in forward.keys() & backward.keys():
             curves.setdefault(name, []).append((row["seqlen"], both / ((forward[name] + backward[name]) / 1e3)))
     order = [OURS, *NAMES.values()]
@@ -259,14 +257,15 @@ def versions(records: Iterable[Record]) -> str:
     return "; ".join(dict.fromkeys(lines))
 
 
-def draw(name: str, figure: Figure, theme: str) -> Path:
+def draw(name: str, theme: str, gpu: str = GPU, folder: Path = FIGURES) -> Path:
     """Write one figure for light or dark pages."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    records = [json.loads(path.read_text()) for path in paths(figure)]
+    figure = FIGURES_BY_NAME[name]
+    records = [json.loads(path.read_text()) for path in paths(figure, gpu)]
     ink = INK[theme]
     style = {
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink),
@@ -292,14 +291,15 @@ def draw(name: str, figure: Figure, theme: str) -> Path:
         place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.035), "frameon": False, "fontsize": 8.5}
         canvas.legend(list(handles.values()), list(handles), ncols=min(len(handles), 5), **place)
         canvas.text(0.5, 0.01, versions(records), ha="center", fontsize=7, alpha=0.75)
-        path = FIGURES / f"{name}_{theme}.svg"
-        canvas.savefig(path, transparent=True, metadata={"Date": None, "Source": f"results {digest(figure)}"})
+        path = folder / f"{file_name(name, gpu)}_{theme}.svg"
+        canvas.savefig(path, transparent=True, metadata={"Date": None, "Source": f"results {digest(figure, gpu)}"})
         pyplot.close(canvas)
     return path
 
 
 if __name__ == "__main__":
     FIGURES.mkdir(exist_ok=True)
-    for each, kind in FIGURES_BY_NAME.items():
-        for shade in INK:
-            print(draw(each, kind, shade))
+    for card in GPUS:
+        for each in drawable(card):
+            for shade in INK:
+                print(draw(each, shade, card))

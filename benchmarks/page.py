@@ -6,16 +6,22 @@ python -m benchmarks.page
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
+from benchmarks.measured_calls import attention_choice
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
-GPU = "NVIDIA_H200"
+GPU = figures.GPU
+PAGES = {
+    GPU: ROOT / "docs" / "benchmarks.md",
+    "NVIDIA_H100_80GB_HBM3": ROOT / "docs" / "benchmarks_h100.md",
+}
+"""What is kept, and where it is shown."""
 OURS = "mla-plugin"
 CAPTIONS = {
     "training": "Throughput of forward and backward against the length, by library",
@@ -27,129 +33,24 @@ CAPTIONS = {
 }
 """What each figure shows, for those who do not see it."""
 
-TEXT = """\
-# Measured on an H200
+Record = dict[str, Any]
+
+HEAD = """\
+# Measured on an {gpu}
 
 Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. Every library ran in the same process,
 in turn; nothing is timed whose error against float64 is more than twice that of plain PyTorch in the same dtype.
 Absolute figures hold for that GPU and that run, and drift by some percent from run to run: compare within a table.
-
-## Prefill and training
-
-{prefill_versions}
-
-`python benchmarks/prefill.py`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
-operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
-so below 4k tokens the time on the host shows.
-
-{prefill}
-
-As shares of the other libraries' speed: forward of FlashAttention 3; forward of PyTorch's memory-efficient kernel;
-backward of the faster of FlashAttention 4 and cuDNN; forward and backward of the memory-efficient kernel.
-
-{shares}
-
-{training_figure}
-
-{packed_figure}
-
-## Decode kernels
-
-{decode_versions}
-
-`python -m benchmarks.decode`: the compressed cache in pages (kv_lora_rank 512, rope 64), bfloat16, milliseconds of a
-call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with sigma 0.6, `one_long` is one sequence of
-32k among shorter ones, `thundermla` the call that its authors report. Every library shares out the work by its own
-scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
-a graph.
-
-{decode_figure}
-
-{decode_128_heads_figure}
-
-{decode}
-
-{decode_not_captured}The host of this run took {add_us} us for PyTorch's own `x.add_(1)`.
-
-## Time on the host
-
-{dispatch_versions}
-
-`python benchmarks/dispatch.py`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
-GPU idle; without a gradient, and with q, k and v that need one. Under a backend's name stands `mla_plugin.attention`.
-
-{dispatch}
-
-Of that, everything up to a backend that does nothing takes {entry_us} us.
-
-## Context parallelism
-
-{cp_versions}
-
-`torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Time of the slowest
-rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the peak of forward and backward.
-
-{context_parallel_figure}
-
-{cp}
-
-`all_gather` is for windows. Its calls are right-aligned, which cuDNN does not take: our kernels computed them here,
-and cuDNN the whole calls of one GPU. FlashAttention 3 and 4 take both; with them it was not measured.
-
-`torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
-ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.
-
-{latent}
-
-## First calls
-
-{first_versions}
-
-`python benchmarks/first_call.py`: seconds of a new shape's first call with an empty Triton cache, on a host that took
-{first_add_us} us for `x.add_(1)`: the compiler's work. In a new process Triton starts too, and at the first
-`torch.autograd.grad` PyTorch loads sympy.
-
-{first}
-
-## Decode backends and the resolver's choice
-
-{backends_versions}
-
-`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the fastest in bold. The
-resolver's table is made of this run (`decode_preference_NVIDIA_H200.json`), so it chooses the fastest in every one of
-these calls; no second run has checked it.
-
-{backends}
-
-## Decoding in Hugging Face transformers
-
-{transformers_versions}
-
-`python benchmarks/transformers_decode.py`: {layers} layers with DeepSeek-V3's attention, one
-sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
-
-{transformers_figure}
-
-{transformers}
-
-## FlashAttention 2 with V padded
-
-{padding_versions}
-
-`python benchmarks/flash_padding.py`: milliseconds, causal: the backend `fa2` as a whole, what of it
-are the copies that pad and trim, and our Triton kernels beside it.
-
-{padding}
 """
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str, gpu: str = GPU) -> Record:
     """A kept result."""
-    record: dict[str, Any] = json.loads((RESULTS / f"{name}_{GPU}.json").read_text())
+    record: Record = json.loads((RESULTS / f"{name}_{gpu}.json").read_text())
     return record
 
 
-def versions(record: dict[str, Any]) -> str:
+def versions(record: Record) -> str:
     """What it was measured with."""
     packages = [f"{name} {record[name]}" for name in ("torch", "triton", "transformers") if name in record]
     return f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}."
@@ -165,7 +66,7 @@ def _number(values: dict[str, float], name: str, form: str) -> str:
     return format(values[name], form) if name in values else ""
 
 
-def prefill(record: dict[str, Any]) -> str:
+def prefill(record: Record) -> str:
     """TFLOP/s of every library."""
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["tflop_per_s"]))
     rows = [
@@ -180,7 +81,7 @@ def prefill(record: dict[str, Any]) -> str:
     return markdown(["B,H,S", "mask", "pass", *names], rows)
 
 
-def shares(record: dict[str, Any]) -> str:
+def shares(record: Record) -> str:
     """Our speed over the others', of the four large cases."""
     rows = []
     for forward, backward in zip(record["rows"][0:8:2], record["rows"][1:8:2], strict=True):
@@ -200,7 +101,7 @@ def shares(record: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
-def _cell(row: dict[str, Any]) -> list[str]:
+def _cell(row: Record) -> list[str]:
     """The sizes of a decode call."""
     return [row["lengths"], f"{row['B']},{row['H']}", *(f"{row[key]}" for key in ("mean", "longest", "page", "S_q"))]
 
@@ -208,7 +109,7 @@ def _cell(row: dict[str, Any]) -> list[str]:
 _CELL = ["lengths", "B,H", "mean", "longest", "page", "S_q"]
 
 
-def decode(record: dict[str, Any]) -> str:
+def decode(record: Record) -> str:
     """Milliseconds of every library."""
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
     rows = [
@@ -225,19 +126,19 @@ def decode(record: dict[str, Any]) -> str:
     return markdown([*_CELL, *names, "GB/s", "TFLOP/s", "of the best", "host us"], rows)
 
 
-def not_captured(record: dict[str, Any]) -> str:
+def not_captured(record: Record) -> str:
     """A sentence about the libraries that were timed by events."""
     names = sorted({name for row in record["rows"] for name in row["not_captured"]})
     return f"{' and '.join(names)} could not be captured and was timed by events. " if names else ""
 
 
-def figure(name: str) -> str:
+def figure(name: str, gpu: str = GPU) -> str:
     """A figure in both themes; GitHub and the site show the one that fits the reader's."""
-    words = CAPTIONS[name]
-    return "\n".join(f"![{words}](figures/{name}_{theme}.svg#gh-{theme}-mode-only)" for theme in figures.INK)
+    words, file = CAPTIONS[name], figures.file_name(name, gpu)
+    return "\n".join(f"![{words}](figures/{file}_{theme}.svg#gh-{theme}-mode-only)" for theme in figures.INK)
 
 
-def backends(record: dict[str, Any]) -> str:
+def backends(record: Record) -> str:
     """Milliseconds of every backend, the fastest in bold."""
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
     rows = []
@@ -249,7 +150,7 @@ def backends(record: dict[str, Any]) -> str:
     return markdown([*_CELL, *names], rows)
 
 
-def transformers(record: dict[str, Any]) -> str:
+def transformers(record: Record) -> str:
     """Tokens per second and added memory."""
     names = list(record["rows"][0]["tokens_per_s"])
     rows = [
@@ -263,7 +164,7 @@ def transformers(record: dict[str, Any]) -> str:
     return markdown(["context", *(f"{name} tokens/s" for name in names), *(f"{name} GiB" for name in names)], rows)
 
 
-def padding(record: dict[str, Any]) -> str:
+def padding(record: Record) -> str:
     """Milliseconds of the backend, of its copies, of ours."""
     names = [
         name for name in record["milliseconds"][0] if name != "case" and name.split()[-1] in ("forward", "backward")
@@ -273,7 +174,7 @@ def padding(record: dict[str, Any]) -> str:
     )
 
 
-def first_calls(record: dict[str, Any]) -> str:
+def first_calls(record: Record) -> str:
     """Seconds."""
     columns = [(start, kind) for start in ("new shape", "new process") for kind in ("forward", "backward")]
     rows = [
@@ -284,14 +185,14 @@ def first_calls(record: dict[str, Any]) -> str:
     return markdown(["call", *titles], rows)
 
 
-def dispatch(record: dict[str, Any]) -> str:
+def dispatch(record: Record) -> str:
     """Microseconds without gradients and with them."""
     trained = record["calls_with_gradients"]
     rows = [[name, f"{us:.0f}", _number(trained, name, ".0f")] for name, us in record["calls"].items()]
     return markdown(["call", "forward", "with gradients"], rows)
 
 
-def context_parallel(*records: dict[str, Any]) -> str:
+def context_parallel(*records: Record) -> str:
     """Times over the ideal, and memory of a rank beside one GPU's."""
     rows = [
         [
@@ -306,7 +207,7 @@ def context_parallel(*records: dict[str, Any]) -> str:
     return markdown(titles, rows)
 
 
-def latents(record: dict[str, Any]) -> str:
+def latents(record: Record) -> str:
     """The same of latents; one GPU's row is without a group."""
     rows = [
         [
@@ -330,44 +231,221 @@ def latents(record: dict[str, Any]) -> str:
     return markdown(titles, rows)
 
 
-def render() -> str:
-    """The whole page."""
-    sections = {
-        "prefill": load("prefill"),
-        "decode": load("decode"),
-        "backends": load("decode_preference"),
-        "transformers": load("transformers_decode"),
-        "padding": load("flash_padding"),
-        "first": load("first_call"),
-        "dispatch": load("dispatch"),
-        "cp": load("context_parallel_x2"),
-    }
-    tables = {
-        name: table(sections[name])
-        for name, table in (
-            ("prefill", prefill),
-            ("decode", decode),
-            ("backends", backends),
-            ("transformers", transformers),
-            ("padding", padding),
-            ("first", first_calls),
-            ("dispatch", dispatch),
-        )
-    }
-    return TEXT.format(
-        **{f"{name}_versions": versions(record) for name, record in sections.items()},
-        **tables,
-        **{f"{name}_figure": figure(name) for name in CAPTIONS},
-        decode_not_captured=not_captured(sections["decode"]),
-        cp=context_parallel(sections["cp"], load("context_parallel_x4")),
-        latent=latents(load("latent_attention_x2")),
-        entry_us=f"{sections['dispatch']['layers']['all of it']:.0f}",
-        shares=shares(sections["prefill"]),
-        add_us=f"{sections['decode']['add_us']:.1f}",
-        first_add_us=f"{sections['first']['add_us']:.1f}",
-        layers=sections["transformers"]["model"]["num_hidden_layers"],
-    )
+def choices(record: Record) -> str:
+    """Milliseconds of every backend's two passes, the resolver's choice in bold."""
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["forward"]))
+    rows = []
+    for row in record["rows"]:
+        for which in ("forward", "backward"):
+            chosen = attention_choice(row, record["gpu"], which)
+            cells = {name: _number(row[which], name, ".3f") for name in names}
+            cells[chosen] = f"**{cells[chosen]}**"
+            heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}/{row['kv_heads']}"
+            kinds = [kind for kind in ("packed", "deterministic") if row[kind]]
+            mask = row["mask"] if row["mask"] in ("causal", "full") else f"window {row['mask']}"
+            sizes = f"{row['batch']},{heads},{row['seqlen']}", "/".join(map(str, row["dims"]))
+            rows.append([*sizes, ", ".join((mask, *kinds)), which, *cells.values()])
+    return markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, which stands there when its results were kept.
+
+    Attributes:
+        results: names of the results; the first one's versions are shown.
+        text: with fields in braces.
+        fields: gets the records, returns what the text names; ``versions`` and figures are there anyway.
+    """
+
+    results: tuple[str, ...]
+    text: str
+    fields: Callable[..., dict[str, str]]
+
+
+SECTIONS = (
+    Section(
+        ("prefill",),
+        """\
+## Prefill and training
+
+{versions}
+
+`python -m benchmarks.prefill`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
+operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
+so below 4k tokens the time on the host shows.
+
+{prefill}
+
+As shares of the other libraries' speed: forward of FlashAttention 3; forward of PyTorch's memory-efficient kernel;
+backward of the faster of FlashAttention 4 and cuDNN; forward and backward of the memory-efficient kernel.
+
+{shares}
+""",
+        lambda record: {"prefill": prefill(record), "shares": shares(record)},
+    ),
+    Section(
+        ("decode",),
+        """\
+## Decode kernels
+
+{versions}
+
+`python -m benchmarks.decode`: the compressed cache in pages (kv_lora_rank 512, rope 64), bfloat16, milliseconds of a
+call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with sigma 0.6, `one_long` is one sequence of
+32k among shorter ones, `thundermla` the call that its authors report. Every library shares out the work by its own
+scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
+a graph.
+
+{decode_figure}
+
+{decode_128_heads_figure}
+
+{decode}
+
+{decode_not_captured}The host of this run took {add_us} us for PyTorch's own `x.add_(1)`.
+""",
+        lambda record: {
+            "decode": decode(record),
+            "decode_not_captured": not_captured(record),
+            "add_us": f"{record['add_us']:.1f}",
+        },
+    ),
+    Section(
+        ("prefill_backends",),
+        """\
+## Attention backends and the resolver's choice
+
+{versions}
+
+`python -m benchmarks.prefill_backends`: milliseconds of `mla_plugin.attention` through each backend, bfloat16; in bold
+what the resolver's table puts first, forward and backward chosen apart. Packed lengths are log-normal.
+
+{training_figure}
+
+{packed_figure}
+
+{choices}
+""",
+        lambda record: {"choices": choices(record)},
+    ),
+    Section(
+        ("dispatch",),
+        """\
+## Time on the host
+
+{versions}
+
+`python -m benchmarks.dispatch`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
+GPU idle; without a gradient, and with q, k and v that need one. Under a backend's name stands `mla_plugin.attention`.
+
+{dispatch}
+
+Of that, everything up to a backend that does nothing takes {entry_us} us.
+""",
+        lambda record: {"dispatch": dispatch(record), "entry_us": f"{record['layers']['all of it']:.0f}"},
+    ),
+    Section(
+        ("context_parallel_x2", "context_parallel_x4", "latent_attention_x2"),
+        """\
+## Context parallelism
+
+{versions}
+
+`torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Time of the slowest
+rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the peak of forward and backward.
+
+{context_parallel_figure}
+
+{cp}
+
+`all_gather` is for windows. Its calls are right-aligned, which cuDNN does not take: our kernels computed them here,
+and cuDNN the whole calls of one GPU. FlashAttention 3 and 4 take both; with them it was not measured.
+
+`torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
+ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.
+
+{latent}
+""",
+        lambda two, four, latent: {"cp": context_parallel(two, four), "latent": latents(latent)},
+    ),
+    Section(
+        ("first_call",),
+        """\
+## First calls
+
+{versions}
+
+`python -m benchmarks.first_call`: seconds of a new shape's first call with an empty Triton cache, on a host that took
+{first_add_us} us for `x.add_(1)`: the compiler's work. In a new process Triton starts too, and at the first
+`torch.autograd.grad` PyTorch loads sympy.
+
+{first}
+""",
+        lambda record: {"first": first_calls(record), "first_add_us": f"{record['add_us']:.1f}"},
+    ),
+    Section(
+        ("decode_preference",),
+        """\
+## Decode backends and the resolver's choice
+
+{versions}
+
+`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the fastest in bold. The
+resolver's table is made of this run (`decode_preference_NVIDIA_H200.json`), so it chooses the fastest in every one of
+these calls; no second run has checked it.
+
+{backends}
+""",
+        lambda record: {"backends": backends(record)},
+    ),
+    Section(
+        ("transformers_decode",),
+        """\
+## Decoding in Hugging Face transformers
+
+{versions}
+
+`python -m benchmarks.transformers_decode`: {layers} layers with DeepSeek-V3's attention, one
+sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
+
+{transformers_figure}
+
+{transformers}
+""",
+        lambda record: {
+            "transformers": transformers(record),
+            "layers": record["model"]["num_hidden_layers"],
+        },
+    ),
+    Section(
+        ("flash_padding",),
+        """\
+## FlashAttention 2 with V padded
+
+{versions}
+
+`python -m benchmarks.flash_padding`: milliseconds, causal: the backend `fa2` as a whole, what of it
+are the copies that pad and trim, and our Triton kernels beside it.
+
+{padding}
+""",
+        lambda record: {"padding": padding(record)},
+    ),
+)
+
+
+def render(gpu: str = GPU) -> str:
+    """The whole page of a GPU: the sections whose results were kept."""
+    parts = [HEAD.format(gpu=gpu.replace("_", " "))]
+    for section in SECTIONS:
+        if all((RESULTS / f"{name}_{gpu}.json").exists() for name in section.results):
+            records = [load(name, gpu) for name in section.results]
+            shown = {f"{name}_figure": figure(name, gpu) for name in CAPTIONS}
+            parts.append(section.text.format(versions=versions(records[0]), **shown, **section.fields(*records)))
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    for card, page in PAGES.items():
+        page.write_text(render(card))

@@ -1,10 +1,13 @@
-"""docs/benchmarks.md is what benchmarks/page.py writes from the kept results."""
+"""docs/benchmarks.md and benchmarks_h100.md are what benchmarks/page.py writes from the kept results."""
+
+import pytest
 
 from benchmarks import page
 
 
-def test_the_page_is_the_generated_one() -> None:
-    assert page.PAGE.read_text() == page.render(), "run python -m benchmarks.page"
+@pytest.mark.parametrize("gpu", page.PAGES)
+def test_the_page_is_the_generated_one(gpu: str) -> None:
+    assert page.PAGES[gpu].read_text() == page.render(gpu), "run python -m benchmarks.page"
 
 
 def test_every_kept_figure_is_of_a_known_commit_and_card() -> None:

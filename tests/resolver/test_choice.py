@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from benchmarks import prefill_table
+from benchmarks.measured_calls import attention_request
 from mla_plugin import AttentionRequest, NoBackendError, Platform, resolve
 from mla_plugin.resolver import attention_speed as speed
 from mla_plugin.resolver import choice, survey
 from tests.requests import A100, CPU, H100, mla_request
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import prefill_table  # noqa: E402  a script of the benchmarks
 
 RESULTS = [
     json.loads((ROOT / "benchmarks" / "results" / name).read_text())
@@ -36,33 +34,13 @@ def with_libraries(installed: tuple[str, ...], platform: Platform = H100) -> Pla
     return replace(platform, packages=packages, cudnn_version=(9, 19, 0), cuda_version="13.0")
 
 
-def request_of(row: dict[str, Any], is_training: bool) -> AttentionRequest:
-    window = (row["mask"], 0) if isinstance(row["mask"], int) else (-1, -1)
-    return AttentionRequest(
-        qkv_format="thd" if row["packed"] else "bshd",
-        dtype=torch.bfloat16,
-        device_type="cuda",
-        batch_size=row["batch"],
-        num_heads=row["heads"],
-        num_kv_heads=row["kv_heads"],
-        max_seqlen_q=row["longest"],
-        max_seqlen_kv=row["longest"],
-        head_dim_qk=row["dims"][0],
-        head_dim_v=row["dims"][1],
-        attn_mask_type="no_mask" if row["mask"] == "full" else "causal_bottom_right",
-        window_size=window,
-        is_training=is_training,
-        deterministic=row["deterministic"],
-    )
-
-
 def speeds(row: dict[str, Any], installed: tuple[str, ...], gpu: str) -> dict[str, float]:
     """Of the choice, as shares of the best that is installed."""
     missing = set(LIBRARIES) - set(installed)
     forward, backward = ({name: row[kind][name] for name in row[kind] if name not in missing} for kind in PASSES)
     platform = replace(with_libraries(installed), device_name=gpu)
-    training = resolve(request_of(row, True), platform=platform, environ={})
-    inference = resolve(request_of(row, False), platform=platform, environ={})
+    training = resolve(attention_request(row, True), platform=platform, environ={})
+    inference = resolve(attention_request(row, False), platform=platform, environ={})
     first, second = training.forward_backend, training.backward_backend
     single = min(forward[name] + backward[name] for name in forward if name in backward)
     return {
