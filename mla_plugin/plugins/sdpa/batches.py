@@ -49,8 +49,8 @@ COPIED = Sizes(16, 1 << 16, 1 << 18)
 AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
 """Others, of which only the queries are copied."""
 TINY = 1 << 19
-"""A call whose largest tensor has no more elements is one part, and its copies are 2 MB each. Cut, the forward takes 1.6
-times the time at 64 tokens of 8 heads, 192/128, and 1.15 times at 2 x 128."""
+"""A call whose largest tensor has no more elements is one part, and its copies are 2 MB each. Cut, the forward takes
+1.6 times the time at 64 tokens of 8 heads, 192/128, and 1.15 times at 2 x 128."""
 SHARE_OF_CALL = 16
 """A part that is a smaller share of the call holds less than half of what PyTorch's own attention does."""
 ROWS_PER_THREAD = 256
