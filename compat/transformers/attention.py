@@ -127,8 +127,8 @@ def attention_forward(
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
-    for name, advice in _REFUSED.items():
-        value = arguments.get(name)
+    for name in _REFUSED.keys() & arguments.keys():
+        advice, value = _REFUSED[name], arguments[name]
         if value is not None and value is not False:
             raise ValueError(f'attn_implementation="{NAME}" got {name} and does not compute {advice}')
 

@@ -132,7 +132,8 @@ def gets_latents(module: Any) -> bool:
     method = getattr(type(module), "expand_kv", None)
     if not hasattr(method, "passes_latents_on") or "expand_kv" in vars(module):
         return False
-    return module.config._attn_implementation == NAME and caches_latents(module.config)
+    config = module.config
+    return config._attn_implementation == NAME and caches_latents(config)
 
 
 def _want_gradients(*tensors: torch.Tensor) -> bool:

@@ -69,9 +69,13 @@ def attention_mask_for(
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
     is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
     may_be_compact = is_plain and allow_is_causal_skip
-    if torch.compiler.is_compiling():  # a traced graph must not read values of tensors, as the other forms below do
-        is_known, compact = _traced(attention_mask, **kwargs) if may_be_compact else (False, None)
-        return compact if is_known else cast(torch.Tensor, sdpa_mask(**pattern))
+    is_traced = torch.compiler.is_compiling()  # a graph must not read values of tensors, as the other forms below do
+    if may_be_compact and (is_traced or attention_mask is None):
+        is_known, compact = _said_by_sizes(attention_mask, **kwargs)
+        if is_known:
+            return compact
+    if is_traced:
+        return cast(torch.Tensor, sdpa_mask(**pattern))
     tokens = _tokens(attention_mask, **kwargs) if may_be_compact else None
     if tokens is not None:
         queries = tokens[:, tokens.shape[1] - _num_queries(kwargs) :]
@@ -131,7 +135,7 @@ def _tokens(
     return torch.nn.functional.pad(tokens, (0, num_keys - tokens.shape[1]))
 
 
-def _traced(
+def _said_by_sizes(
     attention_mask: torch.Tensor | None, *, q_length: int | None = None, kv_length: int, **kwargs: Any
 ) -> tuple[bool, torch.Tensor | None]:
     """What ``_tokens`` says where sizes alone tell it: whether that is so, and None where every key is a token."""

@@ -173,6 +173,8 @@ def current_for(module: Any) -> Ranks | None:
     found = current()
     if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
         return found
+    if found is None and not _shared:
+        return None
     is_recomputed = torch._C._current_graph_task_id() != -1
     if is_recomputed and found is None and module in _shared:
         raise RuntimeError(

@@ -175,6 +175,22 @@ def test_weights_in_fp4_are_not():
     assert "FP4" in next(obstacles(layer, query, *cache)).text
 
 
+def test_each_model_is_spoken_of_and_each_reason(caplog):
+    models = [fresh(), fresh()]
+    for model in models:
+        with_bias(layers_of(model)[0])
+        with_hook(layers_of(model)[1])
+    with caplog.at_level(logging.WARNING, logger="mla_plugin"):
+        for model in models * 2:
+            generate(model)
+    reasons = [record.message.partition("K and V: ")[2].partition(";")[0] for record in caplog.records]
+    assert Counter(reasons) == {
+        "kv_b_proj has a bias": 2,
+        "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by": 2,
+    }
+    assert {record.message.partition(",")[0] for record in caplog.records} == {"layer 0", "layer 1"}
+
+
 class AlignDevicesHook:
     """accelerate's, as far as it matters: it may change what goes in, as the real one does when it offloads."""
 
@@ -349,8 +365,11 @@ def test_a_second_generate_compiles_nothing_again(monkeypatch):
     assert len(compiled) == count
 
 
-@pytest.mark.parametrize(("cache", "is_warm"), [("dynamic", True), ("static", True), ("static", False)])
-def test_a_compiled_step_without_a_graph_break(cache, is_warm, monkeypatch):
+@pytest.mark.parametrize(
+    ("cache", "is_warm", "padding"),
+    [("dynamic", True, "none"), ("dynamic", True, "holes"), ("static", True, "none"), ("static", False, "none")],
+)
+def test_a_compiled_step_without_a_graph_break(cache, is_warm, padding, monkeypatch):
     runs = Counter()
     run = decode_operator.run
 
@@ -361,13 +380,17 @@ def test_a_compiled_step_without_a_graph_break(cache, is_warm, monkeypatch):
     monkeypatch.setattr(decode_operator, "run", counted)
     model, eager = fresh("Youtu"), trio("Youtu").eager
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    ids, past = tokens_of("none")[0], cache_of(model, cache)
+    ids, mask = tokens_of(padding)
+    given = {} if padding == "none" else {"attention_mask": mask}
+    later = {} if padding == "none" else {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
+    past, other = cache_of(model, cache), cache_of(eager, cache)
     with torch.no_grad():
-        (model if is_warm else compiled)(ids, past_key_values=past)
+        (model if is_warm else compiled)(ids, past_key_values=past, **given)
+        eager(ids, past_key_values=other, **given)
     runs.clear()
-    found = step(compiled, past)
+    found = step(compiled, past, **later)
     assert runs == {"absorbed": 2}
-    torch.testing.assert_close(found, step(eager, prefill(eager)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, step(eager, other, **later), rtol=1e-4, atol=1e-4)
 
 
 DIMS = [(512, 128, 128), (512, 192, 256), (512, 256, 256), (256, 64, 64), (256, 64, 128), (32, 64, 64)]

@@ -5,7 +5,9 @@ Each is installed in a directory of its own, built once and then kept in pytest'
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,7 +38,9 @@ def install(name: str, requirements: Sequence[str], cache: pytest.Cache, *option
         building = parent / f"{target.name}.building-{os.getpid()}"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(building)]
         subprocess.run([*command, *options, *requirements], check=True, timeout=300)
-        building.rename(target)
+        with contextlib.suppress(OSError):  # another process was faster
+            building.rename(target)
+        shutil.rmtree(building, ignore_errors=True)
     return target
 
 
