@@ -344,7 +344,7 @@ TEST_FILE = """
         manager = manager_of(module_of("plain_attention", {{fault.name: fault for fault in BROKEN}}.get("{fault}")))
 
         def cases(self):
-            return tuple(case for case in cases("fp64"))
+            return cases("fp64")[:3]
 """
 
 
