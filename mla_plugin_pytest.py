@@ -21,6 +21,7 @@ def pytest_addoption(parser: Any, pluginmanager: Any) -> None:
     group.addoption("--backend", help="name of the backend, as it is registered")
     group.addoption("--device", default="cpu", help="device that the cases run on; cpu is the default")
     group.addoption("--quick", action="store_true", help="a selection of the cases: less than a minute on a CPU")
+    group.addoption("--few-repeats", action="store_true", help="one case in four is computed again and by the library")
     group.addoption("--matrix-json", metavar="FILE", help="write the matrix of features as JSON")
     group.addoption("--matrix-markdown", metavar="FILE", help="write the matrix of features as Markdown")
 

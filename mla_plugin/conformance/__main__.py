@@ -14,6 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("backend", help="name that the backend is registered under; with --pages, all is every one")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--quick", action="store_true", help="a selection: less than a minute on a CPU")
+    parser.add_argument(
+        "--few-repeats", action="store_true", help="for interpreters: one case in four is computed again"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the matrix as JSON")
     parser.add_argument("--markdown", metavar="FILE", help="write the matrix as Markdown, for a README")
     parser.add_argument("--pages", metavar="FOLDER", help="write a page for the backend and the device, .md and .json")
@@ -29,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = ["-p", "mla_plugin_pytest", "--pyargs", "mla_plugin.conformance", "-q", "-p", "no:cacheprovider"]
     command += ["--backend", given.backend, "--device", given.device]
     command += ["--quick"] if given.quick else []
+    command += ["--few-repeats"] if given.few_repeats else []
     command += ["--matrix-json", given.json] if given.json else []
     command += ["--matrix-markdown", given.markdown] if given.markdown else []
     return int(pytest.main([*command, *rest]))

@@ -19,7 +19,7 @@ def _prepare(suite: type[BackendConformance] | type[DecodeConformance], config: 
     if name not in get_manager().backends():
         raise pytest.UsageError(get_manager().why_not_registered(name))
     suite.backend, suite.device, suite.refuses = name, config.getoption("device"), None
-    suite.quick = config.getoption("quick")
+    suite.quick, suite.is_slow = config.getoption("quick"), config.getoption("few_repeats")
 
 
 class TestAttention(BackendConformance):

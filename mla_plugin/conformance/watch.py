@@ -54,7 +54,9 @@ class PoisonedMemory(TorchDispatchMode):
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operator writes to."""
+    """Positions and names of the arguments that an operator of PyTorch writes to; other schemas claim more."""
+    if func.namespace != "aten":
+        return ()
     arguments = enumerate(func._schema.arguments)
     return tuple((i, x.name) for i, x in arguments if x.alias_info is not None and x.alias_info.is_write)
 

@@ -86,7 +86,7 @@ def test_the_correct_backends_pass_what_catches_the_broken_ones() -> None:
     """So it is the fault that fails; a sample, ``many_seeds`` runs them all."""
     for operation in ("attention", "decode"):
         tests = dict(runs_of(operation, suite_of(operation, None), "correct"))
-        for name in sorted(set(KNOWN[operation].values()))[::4]:
+        for name in sorted(set(KNOWN[operation].values()))[::8]:
             tests[name]()
 
 
@@ -151,11 +151,11 @@ class TestRefusals:
 
     def test_a_misspelt_tag_is_answered_with_the_list(self):
         with pytest.raises(ConformanceError, match=r"'causl' is no tag; did you mean 'causal'.*Tags: .*bshd.*thd"):
-            no_thd(refuses={"causl": "1"}).test_every_expected_refusal_names_a_case()
+            no_thd(refuses={"causl": "1"}, cases=lambda _: cases()).test_every_expected_refusal_names_a_case()
 
     def test_tags_that_no_case_has_together(self):
         with pytest.raises(ConformanceError, match="no case has them all"):
-            no_thd(refuses={"thd bshd": "1"}).test_every_expected_refusal_names_a_case()
+            no_thd(refuses={"thd bshd": "1"}, cases=lambda _: cases()).test_every_expected_refusal_names_a_case()
 
     def test_a_reason_may_name_a_package_or_an_attribute(self):
         checks.check_reasons(("flash-attn is not installed", "deterministic is not available", "needs 9.0"))
@@ -344,7 +344,7 @@ TEST_FILE = """
         manager = manager_of(module_of("plain_attention", {{fault.name: fault for fault in BROKEN}}.get("{fault}")))
 
         def cases(self):
-            return tuple(case for case in cases("fp64"))
+            return cases("fp64")[:3]
 """
 
 

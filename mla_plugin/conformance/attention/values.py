@@ -168,7 +168,9 @@ def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan,
 
 def check_surroundings(suite: BackendConformance) -> None:
     """Other settings, other threads, inference mode, what like calls share; and no tensor of a call is kept."""
-    for case in _plain(suite):
+    plain = _plain(suite)
+    wider = [replace(case, dtype=torch.float32) for case in plain[:1]]  # no half precision hides another one
+    for case in dict.fromkeys(plain + wider):
         plan = suite.plan_of(case)
         if plan is None:
             continue

@@ -125,7 +125,7 @@ def _elements(request: AttentionRequest, group: Group) -> int:
 
 def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A result in the dtype of the inputs, contiguous."""
-    return (x if x.dtype == q.dtype else x.to(q.dtype)).contiguous()
+    return (x if x.dtype == q.dtype else x.to(dtype=q.dtype)).contiguous()
 
 
 def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:

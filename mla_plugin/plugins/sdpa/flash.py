@@ -24,7 +24,7 @@ P * (dout @ V.T - delta)``. One more column with V = 1, out = 0, dout = dlse lea
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,21 +33,29 @@ from mla_plugin.arguments.mask import Band
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.terms import Terms
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_forward = getattr(  # Python's own binding takes 2 us less than the operator's object, where there is one
+    torch,
+    "_scaled_dot_product_flash_attention_for_cpu",
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the score matrix: all of it is visible, or, as a square, its lower triangle."""
+    """A rectangle of the score matrix: all of it is visible, or, as a square, its lower triangle.
+
+    Attributes:
+        queries, keys: its rows and columns.
+        is_causal: a square's lower triangle.
+        has_all_queries, has_all_keys: no row, or no column, of the matrix is outside; False where nobody looked.
+    """
 
     queries: slice
     keys: slice
     is_causal: bool = False
-
-    def has_all_of(self, len_q: int, len_kv: int | None = None) -> bool:
-        """Every query is in it, and every key if their number is given."""
-        return self.queries == slice(0, len_q) and (len_kv is None or self.keys == slice(0, len_kv))
+    has_all_queries: bool = False
+    has_all_keys: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,18 +72,22 @@ def pieces(len_q: int, len_kv: int, band: Band) -> tuple[Piece, ...]:
         else:  # the rows below the square, which see all its keys
             rectangle = Piece(slice(side, len_q), square.keys)
     found = (piece for piece in (rectangle, square) if piece)
-    return tuple(x for x in found if x.queries.start < x.queries.stop and x.keys.start < x.keys.stop)
+    return tuple(
+        replace(x, has_all_queries=x.queries == slice(0, len_q), has_all_keys=x.keys == slice(0, len_kv))
+        for x in found
+        if x.queries.start < x.queries.stop and x.keys.start < x.keys.stop
+    )
 
 
 def _widened(x: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
     """x [n, H, S, D] in the compute dtype with zero columns up to head_dim; x itself when nothing changes."""
-    x = x if x.dtype == dtype else x.to(dtype)
+    x = x if x.dtype == dtype else x.to(dtype=dtype)  # by its name: a positional one is looked for longer
     return torch.constant_pad_nd(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
 
 
 def _scaled(q: torch.Tensor, dtype: torch.dtype, softmax_scale: float) -> torch.Tensor:
     """A fresh q * softmax_scale in the compute dtype."""
-    return q * softmax_scale if q.dtype == dtype else q.to(dtype).mul_(softmax_scale)
+    return q * softmax_scale if q.dtype == dtype else q.to(dtype=dtype).mul_(softmax_scale)
 
 
 def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -120,7 +132,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
     q = _widened(_scaled(q, dtype, terms.softmax_scale), dtype, head_dim)
     k, v = _widened(k, dtype, head_dim), _widened(v, dtype, head_dim)
     parts = pieces(len_q, len_kv, terms.band)
-    if len(parts) == 1 and parts[0].has_all_of(len_q):
+    if len(parts) == 1 and parts[0].has_all_queries:
         out, lse = _attend(q, k, v, parts[0])
         lost = _lost_nan(out, lse)
         out = out[..., :head_dim_v] if head_dim > head_dim_v else out
@@ -144,7 +156,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece) -> 
     """The kernel's out [n, H, rows, D] and lse [n, H, rows] of a piece."""
     num_sequences, num_heads, num_kv_heads = q.shape[0], q.shape[1], k.shape[1]
     if num_heads == num_kv_heads:
-        q, k, v = _rows(q, piece.queries), _rows(k, piece.keys), _rows(v, piece.keys)
+        if not piece.has_all_queries:
+            q = _rows(q, piece.queries)
+        if not piece.has_all_keys:
+            k, v = _rows(k, piece.keys), _rows(v, piece.keys)
         return _forward(q, k, v, 0.0, piece.is_causal, scale=1.0)  # type: ignore[no-any-return]
     out, lse = _forward(
         _grouped(_rows(q, piece.queries), num_kv_heads),
@@ -198,7 +213,7 @@ def backward(
         v[..., head_dim_v] = 1
         dout[..., head_dim_v] = dlse
     parts = pieces(len_q, len_kv, terms.band)
-    if len(parts) == 1 and parts[0].has_all_of(len_q, len_kv):
+    if len(parts) == 1 and parts[0].has_all_queries and parts[0].has_all_keys:
         dq, dk, dv = _gradients(q, k, v, out, lse, dout, parts[0])
     else:
         dq, dk, dv = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
