@@ -162,7 +162,7 @@ def test_a_cache_of_inference_mode_is_written_there_alone(spoilt: int) -> None:
     with torch.inference_mode():
         caches[spoilt] = caches[spoilt].clone()
     tokens, slots = tokens_of(3), torch.tensor([5, 0, 9])
-    with pytest.raises(RuntimeError, match=r"made in torch\.inference_mode\(\).*call append in inference mode too"):
+    with pytest.raises(RuntimeError, match=r"created in torch\.inference_mode\(\).*call append in inference mode too"):
         cache.append((caches[0], caches[1]), *tokens, slots)
     assert not any(x.any() for x in caches)
     with torch.inference_mode():

@@ -121,7 +121,7 @@ def test_nothing_is_drawn_or_allocated():
 
 def test_a_call_without_queries_asks_nobody():
     q, k, v = tensors(2, 0, 4)
-    assert mla_plugin.explain(q, k, v) == "=> no backend: a call without queries or keys has nothing to compute"
+    assert mla_plugin.explain(q, k, v) == "=> no backend: the call has no queries or no keys, so there is nothing to compute"
 
 
 def test_requests_are_explained_as_before():
@@ -207,7 +207,7 @@ def test_latents_and_caches_of_the_meta_device():
 
 def test_nothing_to_compute():
     given, _ = latents(tokens=0)
-    assert mla_plugin.explain(mla_plugin.latent_attention, *given).startswith("=> no backend: a call without queries")
+    assert mla_plugin.explain(mla_plugin.latent_attention, *given).startswith("=> no backend: the call has no queries")
 
 
 @pytest.mark.parametrize(

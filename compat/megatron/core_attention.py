@@ -142,7 +142,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             appended. Rows of padding between packed sequences are 0.
 
         Raises:
-            ValueError: an argument is off or not computed here; the message says what is accepted.
+            ValueError: an argument is invalid or not computed here; the message says what is accepted.
             NoBackendError: no backend takes the request; the message lists every backend's reasons.
             ContextParallelError: the ranks call with different arguments, or one of them failed.
         """

@@ -153,7 +153,7 @@ def _add_request(group: Any) -> None:
     group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
     group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
     group.add_argument(
-        "--batch-invariant", action="store_true", help="the bits of a row must not depend on what is beside it"
+        "--batch-invariant", action="store_true", help="the bits of a row must not depend on the rest of the batch"
     )
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
     group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias")

@@ -38,7 +38,7 @@ def asked_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | Decod
         whole: the request of one process, over the whole sequences.
 
     Raises:
-        ValueError: an argument is off, or the way does not take the call.
+        ValueError: an argument is invalid, or the way does not take the call.
     """
     size, rank = arguments.cp_size, arguments.cp_rank
     if not 0 <= rank < size:

@@ -29,7 +29,7 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
         cp_comm_type: the way.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
     if options.batch_invariant or environment.is_batch_invariance_requested():

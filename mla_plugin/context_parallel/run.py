@@ -42,7 +42,7 @@ def forward(
         group, cp_comm_type: the ranks and the way.
 
     Raises:
-        ValueError, TypeError: an argument is off; nothing was sent.
+        ValueError, TypeError: an argument is invalid; nothing was sent.
         NoBackendError: no backend takes a section.
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """

@@ -305,7 +305,7 @@ def test_one_plugin_has_one_name(manager: BackendManager) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a,b", " a", "a\n", "\x1b[31m"])
 def test_a_name_that_no_variable_can_hold(manager: BackendManager, name: str) -> None:
-    with pytest.raises(ValueError, match="a printable text without commas"):
+    with pytest.raises(ValueError, match="a printable string without commas"):
         manager.register(Constant(1), name)
 
 

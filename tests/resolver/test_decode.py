@@ -107,7 +107,7 @@ def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
         assert decision.request.batch_invariant
         assert "batch_invariant" in describe_request(decision.request)
         for entry in decision.trace:
-            reason = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it"
+            reason = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch"
             was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
             assert not entry.accepted
             assert (reason in entry.reasons) == was_taken or not was_taken

@@ -174,7 +174,7 @@ def mla_attention(
         deterministic.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
     """
     _check(q, k, v, qkv_format, softmax_scale, is_causal)
     has_tangents = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
