@@ -208,8 +208,8 @@ def _check_rows(
     for name, pages, rows in (("c_kv", pages_c, c_kv), ("k_rope", pages_k, k_rope)):
         if rows.dim() < 1 or rows.shape[-1] != pages.shape[-1] or rows.shape[:-1].numel() != tokens:
             raise ValueError(
-                f"{name} has shape {list(rows.shape)}; [{tokens}, {pages.shape[-1]}] is needed for {tokens} slots of "
-                f"{pages.shape[-1]} columns"
+                f"{name} has shape {list(rows.shape)}; {tokens} slots of {pages.shape[-1]} columns are given, so it "
+                f"must be [{tokens}, {pages.shape[-1]}]"
             )
         if rows.dtype != pages.dtype or rows.device != pages.device:
             raise TypeError(

@@ -100,7 +100,7 @@ def test_append_nothing() -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([0, 44, 1], r"slot_mapping has \[44\]; the cache has the slots 0 to 43"),
+        ([0, 44, 1], r"slot_mapping has \[44\]; the cache has slots 0 to 43"),
         ([7, 3, 7], r"has \[7\] more than once"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     page_table = torch.tensor([[4, PAGES]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     kv_cache = pages_of(2)
-    with pytest.raises(IndexError, match=r"page_table\[0\] has \[11\]; the cache has the pages 0 to 10"):
+    with pytest.raises(IndexError, match=r"page_table\[0\] has \[11\]; the cache has pages 0 to 10"):
         cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
     with pytest.raises(IndexError, match=r"seqlens_kv\[0\]=5; page_table has 2 pages of 2"):
         cache.gather(kv_cache, page_table, lengths + 2, kv_lora_rank=RANK)

@@ -229,7 +229,7 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], error: type[Exception], 
     ("changes", "message"),
     [
         ({"seqlens_kv": torch.tensor([11, 1, 17], dtype=torch.int32)}, "room for 0 to 16 keys"),
-        ({"page_table": torch.full((B, 4), 20, dtype=torch.int32)}, r"page_table\[0\] .*has the pages 0 to 19"),
+        ({"page_table": torch.full((B, 4), 20, dtype=torch.int32)}, r"page_table\[0\] .*has pages 0 to 19"),
         # the last page of a sequence, of which three rows of four are used
         (
             {"page_table": torch.tensor([[0, 1, 20, 3]] * B, dtype=torch.int32)},

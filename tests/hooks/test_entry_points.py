@@ -166,7 +166,7 @@ class MuteError(Exception):
         (lambda: None, "PluginValidationError: the plugin 'odd', None, implements no hook"),
         (lambda: types.ModuleType("empty"), "implements no hook"),
         (lambda: types.SimpleNamespace(select_backend=print), "has select_backend without the marker"),
-        (lambda: First, r"is a class whose hooks need an object; register First\(\)"),
+        (lambda: First, r"is a class whose hooks need an instance; register First\(\)"),
     ],
 )
 def test_a_broken_entry_point_is_named_with_its_package(

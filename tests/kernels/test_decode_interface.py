@@ -148,8 +148,8 @@ def values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"page_table": 13}, r"page_table\[0\] begins with .*13.*; the cache has the pages 0 to 12"),
-        ({"page_table": -1}, r"page_table\[0\] begins with .*-1.*; the cache has the pages 0 to 12"),
+        ({"page_table": 13}, r"page_table\[0\] begins with .*13.*; the cache has pages 0 to 12"),
+        ({"page_table": -1}, r"page_table\[0\] begins with .*-1.*; the cache has pages 0 to 12"),
         ({"seqlens_kv": 7 * 16 + 1}, r"seqlens_kv=\[113, 9\]; the cache has room for 0 to 112 keys"),
         ({"seqlens_kv": -1}, r"seqlens_kv=\[-1, 9\]; the cache has room"),
     ],
