@@ -133,7 +133,7 @@ def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
         raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be at least 1")
     (batch_q, heads_q, _), (batch_kv, heads_kv, _) = layout.pick(q.shape), layout.pick(k.shape)
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
-        raise ValueError(f"{heads_q} query heads, {heads_kv} key-value heads; a multiple is needed")
+        raise ValueError(f"{heads_q} query heads over {heads_kv} key-value heads; a multiple is needed")
     if batch_q != batch_kv:
         raise ValueError(f"batch size: q has {batch_q} and k has {batch_kv} ({layout.axes})")
 
