@@ -106,7 +106,7 @@ def test_a_platform_takes_the_place_of_the_device():
 def test_tensors_by_name_and_a_backend_by_name():
     q, k, v = tensors(2, 8, 4)
     text = mla_plugin.explain(q=q, k=k, v=v, backend="cudnn")
-    assert "backend 'cudnn' was asked for by name" in text
+    assert "backend 'cudnn' was requested by name" in text
     assert text.endswith("=> no backend")
 
 
@@ -203,7 +203,9 @@ def test_latents_and_caches_of_the_meta_device():
     assert "lengths 3 x 1048576, 5 heads, kv_lora_rank 16, rope 8, contiguous cache, causal" in text
     assert "apart" not in text
     pair = (cache[..., :16], torch.zeros(2, 1 << 20, 24, device="meta")[..., :8])
-    assert "c_kv and k_rope apart" in mla_plugin.explain(mla_plugin.decode, *queries, pair, softmax_scale=0.1)
+    assert "c_kv and k_rope in separate tensors" in mla_plugin.explain(
+        mla_plugin.decode, *queries, pair, softmax_scale=0.1
+    )
 
 
 def test_nothing_to_compute():

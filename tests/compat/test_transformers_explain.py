@@ -96,7 +96,7 @@ def test_a_model_without_memory_is_explained_layer_by_layer():
     assert "head dims 192/128, causal, inference  on cuda sm90" in text
     assert "decode bfloat16, batch 4, lengths 1 x 8192, 128 heads, kv_lora_rank 512, rope 64" in text
     assert "=> forward: cudnn" in text
-    assert "forward by fa4 would be 1.1" in text or "forward by fa4 would be 1.2" in text
+    assert "forward on fa4 would be 1.1" in text or "forward on fa4 would be 1.2" in text
     assert "flash-attn-4 is not installed" in text
 
 
