@@ -18,7 +18,7 @@ from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 
-DESCRIPTION = "Report what is installed, missing or broken, with a command that fixes each problem."
+DESCRIPTION = "Report what is installed, missing or broken, with commands that fix it."
 
 EPILOG = """\
 exit status: 1 if something is broken; a missing optional package does not count.

@@ -27,7 +27,7 @@ from mla_plugin.resolver.why import Why
 from mla_plugin.resolver.why import why as ask_why
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-DESCRIPTION = "Explain which backend runs a request and why, on this machine or on a described one."
+DESCRIPTION = "Explain which backend runs a request and why, here or on a described machine."
 
 EPILOG = """\
 Without --device and --capability the platform is this machine. Packages and
