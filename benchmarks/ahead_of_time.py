@@ -83,6 +83,12 @@ A tile is (query, head) rows x keys, in pages of 64; rank and rope are those of 
 
 {decode}
 
+### With `batch_invariant=True`
+
+The same tiles in the kernel that cuts every sequence at the same keys, for the widest cache.
+
+{invariant}
+
 ### What they predict for the A100 (a prediction, not a measurement)
 
 Rank 512, rope 64, bfloat16. Per processor and clock an A100 of 80 GB loads 13 bytes from memory (2039 GB/s over 108
@@ -153,10 +159,14 @@ def render(found: dict[str, Any]) -> str:
         a100=_table((r for r in deepseek if r["capability"] == 80), "kernel", "call"),
         cards=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "card", "call"),
         entries=_table(entries.values(), "kernel", "class", "head dims"),
-        decode=_table(
-            (r for r in found["decode"] if r["page_size"] == 64 and not r["descriptors"]), "card", "rank, rope"
-        ),
+        decode=_decode_table(found, invariant=False),
+        invariant=_decode_table(found, invariant=True),
     )
+
+
+def _decode_table(found: dict[str, Any], *, invariant: bool) -> str:
+    records = (r for r in found["decode"] if r["page_size"] == 64 and not r["descriptors"])
+    return _table((r for r in records if r["invariant"] == invariant), "card", "rank, rope")
 
 
 def main() -> None:

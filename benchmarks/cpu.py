@@ -1,6 +1,6 @@
 """The CPU route beside PyTorch's own attention on the same tokens: time, time of the host, memory.
 
-    python benchmarks/cpu.py            prints a table and writes benchmarks/results/cpu.json
+    python -m benchmarks.cpu            prints a table and writes benchmarks/results/cpu.json
 
 ``mla_plugin.attention`` by its default backend, against ``F.scaled_dot_product_attention`` on [B, H, S, D] tensors. For
 packed sequences of different lengths PyTorch gets the better of two ways, packing and unpacking included: a padded

@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import OURS, host_microseconds, load_peers, parser, write
-from decode_cells import RANK, ROPE, SCALE, Call, Cell, Inputs, backend_call, measure_backends, row_of, step_of
+from benchmarks.common import OURS, host_microseconds, load_peers, parser, write
+from benchmarks.decode_cells import (
+    RANK,
+    ROPE,
+    SCALE,
+    Call,
+    Cell,
+    Inputs,
+    backend_call,
+    measure_backends,
+    row_of,
+    step_of,
+)
 
 LIBRARIES = {"triton": OURS, "flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
 """Our backends, and the libraries behind them."""

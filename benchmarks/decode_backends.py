@@ -15,21 +15,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import parser, write
-from decode_cells import RANK, ROPE, Cell, Inputs, backend_call, measure_backends, row_of, step_of
-
 import mla_plugin
+from benchmarks.common import parser, write
+from benchmarks.decode_cells import RANK, ROPE, Cell, Inputs, backend_call, measure_backends, row_of, step_of
 from mla_plugin import DecodeRequest, device
 from mla_plugin.arguments.decode import Profile
 

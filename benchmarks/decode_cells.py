@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import by_events, error
 
 import mla_plugin
+from benchmarks.common import by_events, error
 from mla_plugin import DecodeLengths
 
 DEVICE = "cuda"

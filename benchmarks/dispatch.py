@@ -1,6 +1,6 @@
 """Time on the host of an attention call, layer by layer, beside each backend's library called by itself.
 
-    python benchmarks/dispatch.py            on this machine's GPU, or its CPU; prints a table, writes
+    python -m benchmarks.dispatch            on this machine's GPU, or its CPU; prints a table, writes
                                              benchmarks/results/dispatch_<device>.json
 
 bfloat16, causal, 192/128: on a GPU [1, 512, 16, D], the time until a call returns, with the GPU idle at first; on a CPU

@@ -1,6 +1,6 @@
 """Seconds of a new shape's first call on this GPU, with nothing tuned: what the static tile tables are for.
 
-    python benchmarks/first_call.py
+    python -m benchmarks.first_call
 
 Each case runs in a process of its own with an empty Triton cache. CUDA and our modules are loaded before the clock
 starts; it stops when the GPU has finished. Each is taken twice:
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from common import parser, write
 
+from benchmarks.common import parser, write
 from mla_plugin.kernels import mla_attention, mla_decode_attention
 
 PREFILL = {"prefill 192/128": (16, 4096, 192, 128), "prefill 128/128": (16, 1000, 128, 128)}  # H, S, head dims

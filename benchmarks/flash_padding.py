@@ -1,6 +1,6 @@
 """What padding costs: V for FlashAttention 2, and the gaps between packed sequences, on this GPU.
 
-    python benchmarks/flash_padding.py
+    python -m benchmarks.flash_padding
 
 FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out
 and dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the
@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import by_events, write
 
+from benchmarks.common import by_events, write
 from mla_plugin import AttentionRequest, resolve
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case, checks

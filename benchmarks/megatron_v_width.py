@@ -1,6 +1,6 @@
 """What V padded to q's width costs one Megatron attention call on packed sequences, forward and backward, on this GPU.
 
-    python benchmarks/megatron_v_width.py
+    python -m benchmarks.megatron_v_width
 
 Megatron-Core's main appends zeros to V (128 to 192 columns in DeepSeek's models) before the core attention of a packed
 batch and trims the output (Megatron-LM issue #6240, whose four batches these are). The ways, all through

@@ -1,6 +1,6 @@
 """Peak memory of attention forward and backward on the CPU against the sequence length.
 
-    python benchmarks/memory.py            prints a table and writes benchmarks/results/memory_cpu.json
+    python -m benchmarks.memory            prints a table and writes benchmarks/results/memory_cpu.json
 
 Our fallback, backend ``sdpa``, beside the way of TransformerEngine's unfused attention: the whole mask, the whole score
 matrix, softmax in float32, and packed sequences unpacked to a padded batch (its ``UnfusedDotProductAttention``, before

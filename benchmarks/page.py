@@ -271,7 +271,7 @@ SECTIONS = (
 
 {versions}
 
-`python benchmarks/prefill.py`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
+`python -m benchmarks.prefill`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
 operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
 so below 4k tokens the time on the host shows.
 
@@ -318,7 +318,7 @@ a graph.
 
 {versions}
 
-`python benchmarks/prefill_backends.py`: milliseconds of `mla_plugin.attention` through each backend, bfloat16; in bold
+`python -m benchmarks.prefill_backends`: milliseconds of `mla_plugin.attention` through each backend, bfloat16; in bold
 what the resolver's table puts first, forward and backward chosen apart. Packed lengths are log-normal.
 
 {training_figure}
@@ -336,7 +336,7 @@ what the resolver's table puts first, forward and backward chosen apart. Packed 
 
 {versions}
 
-`python benchmarks/dispatch.py`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
+`python -m benchmarks.dispatch`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
 GPU idle; without a gradient, and with q, k and v that need one. Under a backend's name stands `mla_plugin.attention`.
 
 {dispatch}
@@ -376,7 +376,7 @@ ideal is one GPU's attention on K and V that are there already. `all_gather` mak
 
 {versions}
 
-`python benchmarks/first_call.py`: seconds of a new shape's first call with an empty Triton cache, on a host that took
+`python -m benchmarks.first_call`: seconds of a new shape's first call with an empty Triton cache, on a host that took
 {first_add_us} us for `x.add_(1)`: the compiler's work. In a new process Triton starts too, and at the first
 `torch.autograd.grad` PyTorch loads sympy.
 
@@ -406,7 +406,7 @@ these calls; no second run has checked it.
 
 {versions}
 
-`python benchmarks/transformers_decode.py`: {layers} layers with DeepSeek-V3's attention, one
+`python -m benchmarks.transformers_decode`: {layers} layers with DeepSeek-V3's attention, one
 sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
 
 {transformers_figure}
@@ -425,7 +425,7 @@ sequence, `generate`, tokens per second, and the peak of memory that `generate` 
 
 {versions}
 
-`python benchmarks/flash_padding.py`: milliseconds, causal: the backend `fa2` as a whole, what of it
+`python -m benchmarks.flash_padding`: milliseconds, causal: the backend `fa2` as a whole, what of it
 are the copies that pad and trim, and our Triton kernels beside it.
 
 {padding}

@@ -1,8 +1,8 @@
 """Make a folder for PYTHONPATH in which FlashInfer, FlashMLA, FlashAttention 3 and 4 look installed, from loose files.
 
-    python benchmarks/peers_site.py PEERS SITE
+    python -m benchmarks.peers_site PEERS SITE
     PYTHONPATH=SITE python -m pytest -m gpu tests/plugins/test_decode_gpu.py
-    PYTHONPATH=SITE python benchmarks/decode_backends.py
+    PYTHONPATH=SITE python -m benchmarks.decode_backends
 
 PEERS holds wheels, which are installed without their dependencies, and ``_vllm_fa3_C.abi3.so.xz``, vLLM's build of
 FlashAttention 3, for which the folder gets a package ``vllm`` that does nothing but load it. vLLM itself is not needed.

@@ -1,7 +1,7 @@
 """Prefill and training attention (head_dim_qk 192, head_dim_v 128, bfloat16) on this GPU, forward and backward.
 
-    python benchmarks/prefill.py                   ours and PyTorch's own kernels
-    python benchmarks/prefill.py --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
+    python -m benchmarks.prefill                   ours and PyTorch's own kernels
+    python -m benchmarks.prefill --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
 from mla_plugin.kernels import mla_attention
 
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128

@@ -1,9 +1,9 @@
 """Every attention backend side by side on this GPU, forward and backward, and how far the resolver's choice is behind.
 
-    python benchmarks/prefill_backends.py             every shape
-    python benchmarks/prefill_backends.py --quick     a few shapes
-    python benchmarks/prefill_backends.py --between   shapes between those of the resolver's table
-    python benchmarks/prefill_backends.py --check     exit 1 where the choice is below 0.95 of the best
+    python -m benchmarks.prefill_backends             every shape
+    python -m benchmarks.prefill_backends --quick     a few shapes
+    python -m benchmarks.prefill_backends --between   shapes between those of the resolver's table
+    python -m benchmarks.prefill_backends --check     exit 1 where the choice is below 0.95 of the best
 
 bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
 two passes are compared apart. Milliseconds of the GPU, from events around short bursts; the backends take turns in a
@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import error, parser, write
 
 import mla_plugin
+from benchmarks.common import error, parser, write
 from mla_plugin import AttentionRequest, AttentionTensors, Plan, device
 from mla_plugin.hooks.attention import Residuals
 from mla_plugin.operations.attention import dispatch

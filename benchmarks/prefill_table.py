@@ -1,6 +1,6 @@
 """Write the resolver's table of measured calls from the kept results of ``prefill_backends.py``.
 
-    python benchmarks/prefill_table.py
+    python -m benchmarks.prefill_table
 
 A test holds ``mla_plugin/resolver/attention_measured.py`` to what this writes.
 """

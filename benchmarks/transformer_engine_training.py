@@ -1,6 +1,6 @@
 """Training steps inside TransformerEngine's own CUDA build, with NVTE_MLA_TRITON unset, "1" and "true".
 
-    python benchmarks/transformer_engine_training.py --json benchmarks/results/transformer_engine_h200.json
+    python -m benchmarks.transformer_engine_training --json benchmarks/results/transformer_engine_h200.json
 
 The program that trains (``--train``) knows nothing of this library. Each variant is a process of its own:
 

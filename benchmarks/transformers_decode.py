@@ -1,8 +1,8 @@
 """Decoding in Hugging Face transformers over a DeepSeek-V3-shaped stack: tokens per second and peak memory.
 
-    python benchmarks/transformers_decode.py                     the table, on this GPU
-    python benchmarks/transformers_decode.py --crossover         also: how many queries at once are still a decode
-    python benchmarks/transformers_decode.py --device cpu --tiny every step of it in a few seconds, for its figures not
+    python -m benchmarks.transformers_decode                     the table, on this GPU
+    python -m benchmarks.transformers_decode --crossover         also: how many queries at once are still a decode
+    python -m benchmarks.transformers_decode --device cpu --tiny every step of it in a few seconds, for its figures not
 
 Attention has DeepSeek-V3's dims (hidden 7168, 128 heads, q_lora 1536, kv_lora 512, 128 + 64, 128); layers are few, the
 MLPs and the vocabulary small, the weights random, bfloat16. The cache is filled with random latents: eager attention

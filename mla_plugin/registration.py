@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-ADAPTERS = ("megatron", "transformer_engine", "transformers")
+ADAPTERS = ("megatron", "torchtitan", "transformer_engine", "transformers")
 """Frameworks that have an adapter in ``mla_plugin.compat``."""
 IMPORTED_BY_USERS = {
+    "torchtitan": "torchtitan.models.common.config_utils",
     "transformer_engine": "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
     "transformers": "transformers.modeling_utils",
 }
@@ -41,6 +42,7 @@ def register(host: str) -> Registration | None:
     Args:
         host: ``"transformers"``: registers ``mla_plugin`` as an ``attn_implementation``. ``"megatron"``: every dense
             MLA layer of Megatron-Core built afterwards runs its attention through mla-plugin.
+            ``"torchtitan"``: registers ``mla_plugin`` as an ``attn_backend``.
             ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:

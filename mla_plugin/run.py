@@ -4,11 +4,11 @@ It is ``mla_plugin.register(host)`` for a program that cannot be edited, and wor
 ``torchrun --nproc-per-node 8 -m mla_plugin.run train.py ...``. Processes that the program itself spawns start without
 it.
 
-Without ``--host`` TransformerEngine and transformers are registered as soon as the program imports them; a version that
-is too old is a warning. What then runs on us is said as without this program: to transformers by
-``attn_implementation="mla_plugin"``, which many programs take as an argument, to TransformerEngine by
-``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered by ``--host megatron`` alone, because all its
-layers attend through us from then on.
+Without ``--host`` torchtitan, TransformerEngine and transformers are registered as soon as the program imports them; a
+version that is too old is a warning. What then runs on us is said as without this program: to transformers by
+``attn_implementation="mla_plugin"`` and to torchtitan by ``attn_backend="mla_plugin"``, which many programs take as an
+argument, to TransformerEngine by ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered by ``--host
+megatron`` alone, because all its layers attend through us from then on.
 """
 
 from __future__ import annotations

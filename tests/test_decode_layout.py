@@ -304,8 +304,8 @@ def test_a_decision_is_for_one_host_backend_environment_and_set_of_plugins(monke
     try:
         outcome(call(backend="honest"))
         outcome(call(backend="second"))
-        outcome(call(backend="honest", host="vllm"))
-        assert ran == [("direct", "honest"), ("direct", "second"), ("vllm", "honest")]
+        outcome(call(backend="honest", host="megatron"))
+        assert ran == [("direct", "honest"), ("direct", "second"), ("megatron", "honest")]
         ran.clear()
         monkeypatch.setenv("MLA_PLUGIN_BACKEND", "honest")
         outcome(call(backend=None))

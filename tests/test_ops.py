@@ -92,13 +92,13 @@ def test_opcheck(layout: str) -> None:
     lengths = {name: given.pop(name) for name in list(given) if name.startswith("cu_seqlens")}
     tensors = AttentionTensors(q, k, v, 0.2, **lengths)
     call = ops.Call(tensors, CallOptions(**given, return_lse=True).completed(tensors), None)
-    torch.library.opcheck(ops.attention_forward, call.arguments)
+    torch.library.opcheck(ops.attention_forward, call.in_order())
     detached = replace(tensors, q=q.detach(), k=k.detach(), v=v.detach())
     output = run(AttentionRequest.of(detached, **given, return_lse=True), detached)
     out, lse = output.out, output.lse
     torch.library.opcheck(
         ops.attention_backward,
-        (torch.ones_like(out), torch.ones_like(lse), out, lse, *call._replace(tensors=detached).arguments),
+        (torch.ones_like(out), torch.ones_like(lse), out, lse, *call._replace(tensors=detached).in_order()),
     )
 
 

@@ -54,15 +54,18 @@ from mla_plugin.compat.transformers.attention import attention_forward
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import attention_mask_for
 from mla_plugin.compat.transformers.ranks import context_parallel, shard_batch
+from mla_plugin.compat.transformers.steps import LatentSteps, latent_steps
 
 MINIMUM_VERSION = "4.57"
 
 __all__ = [
     "MINIMUM_VERSION",
     "NAME",
+    "LatentSteps",
     "attention_forward",
     "attention_mask_for",
     "context_parallel",
+    "latent_steps",
     "register",
     "shard_batch",
 ]

@@ -10,9 +10,12 @@ import torch
 
 import mla_plugin
 from mla_plugin.compat.transformers import latent, ranks
+from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
+from mla_plugin.compat.transformers.padding import hidden_by, tokens_first
 from mla_plugin.compat.transformers.sinks import with_sinks
+from mla_plugin.compat.transformers.steps import Reason, record
 
 Attend: TypeAlias = Callable[..., torch.Tensor]
 
@@ -90,12 +93,17 @@ def attention_forward(
 
     if latent.gets_latents(module):
         is_plain = is_causal and packing is None and sliding_window is None and not dropout
-        out = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux) if is_plain else None
-        if out is not None:
+        out: torch.Tensor | Reason = latent.NOT_PLAIN
+        if is_plain:
+            out = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux)
+        if not isinstance(out, Reason):
+            record(module, None)
             return out, None
+        record(module, out)
         num_keys = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else None
         key, value = latent.expand(module, key[:, :, :num_keys], value[:, :, :num_keys])
-    latent.hand_over_latents(module, query, key, value)
+    else:
+        latent.pass_later_latents_on(module)
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     attend = partial(
@@ -111,6 +119,8 @@ def attention_forward(
         out = _padded(attend, q, k, v, attention_mask, sliding_window)
     elif packing is None and _is_ranges(attention_mask, len(q)):
         out = _in_ranges(attend, q, k, v, attention_mask, sliding_window)
+    elif packing is None and indices is None and not is_causal:
+        out = _bidirectional(attend, q, k, v, attention_mask)
     else:
         out = attend(q, k, v, **_dense_mask(attention_mask, indices, packing, q, k))
     return out.contiguous(), None
@@ -137,7 +147,7 @@ def _check_packing(
         return
     assert mask is not None
     across = _across_sequences(packing, len(query), query.shape[2], key.shape[2])
-    hidden = _hidden(mask[..., : key.shape[2]], query.dtype)
+    hidden = hidden_by(mask[..., : key.shape[2]], query.dtype)
     if torch.compiler.is_compiling() or bool((across & ~hidden).any()):
         raise ValueError(
             f"packed sequences: the mask that {type(module).__name__} selected keys by shows it those of other "
@@ -236,8 +246,8 @@ def _compacted(
     is_causal: bool = True,
 ) -> torch.Tensor:
     rows = torch.arange(len(q), device=q.device)[:, None]
-    kv_order, cu_seqlens_kv = _tokens_first(tokens)
-    q_order, cu_seqlens_q = (kv_order, cu_seqlens_kv) if q_tokens is tokens else _tokens_first(q_tokens)
+    kv_order, cu_seqlens_kv = tokens_first(tokens)
+    q_order, cu_seqlens_q = (kv_order, cu_seqlens_kv) if q_tokens is tokens else tokens_first(q_tokens)
     mask = causal_with_lengths(cu_seqlens_q, cu_seqlens_kv) | ({} if is_causal else {"attn_mask_type": "padding"})
     out = attend(
         q[rows, q_order],
@@ -247,12 +257,6 @@ def _compacted(
         **_window(sliding_window, tokens.shape[1], is_causal=True),
     )
     return out[rows, q_order.argsort()]
-
-
-def _tokens_first(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that moves the tokens of each row to its front, and cumulative numbers of tokens."""
-    order = tokens.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return order, torch.nn.functional.pad(tokens.sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _packed(
@@ -270,11 +274,27 @@ def _packed(
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
-def _hidden(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Where a 4-D mask hides keys: transformers writes the lowest number of either dtype into an additive one."""
-    if mask.dtype == torch.bool:
-        return ~mask
-    return mask <= max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
+def _bidirectional(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """A 4-D mask of a layer that is not causal: by lengths where it says no more than lengths do."""
+    (batch_size, s_q), s_kv = q.shape[:2], k.shape[1]
+    keys = padded_keys(mask[..., :s_kv], s_q)
+    if keys is not None:
+        order, cu_seqlens_kv = tokens_first(keys.expand(batch_size, s_kv))
+        rows = torch.arange(batch_size, device=q.device)[:, None]
+        cu_seqlens_q = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * s_q
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        return attend(q, k[rows, order], v[rows, order], attn_mask_type="padding", **lengths)
+    is_mask = mask.dtype == torch.bool or mask.is_floating_point()
+    packing = (
+        sequences(mask, q.dtype) if is_mask and mask.shape[::3] == (batch_size, s_q) == (batch_size, s_kv) else None
+    )
+    if packing is None:
+        return attend(q, k, v, **_dense_mask(mask, None, None, q, k))
+    if len(packing["cu_seqlens_q"]) == batch_size + 1:
+        return attend(q, k, v, attn_mask_type="no_mask")
+    return _packed(attend, q, k, v, packing, False, None)
 
 
 def _dense_mask(
@@ -293,7 +313,7 @@ def _dense_mask(
     batch_size, s_q, s_kv = q.shape[0], q.shape[1], k.shape[1]
     mask = mask[..., :s_kv]
     arguments: dict[str, Any] = {"attn_mask_type": "arbitrary"}
-    hidden = _hidden(mask, q.dtype)
+    hidden = hidden_by(mask, q.dtype)
     if mask.dtype != torch.bool:
         arguments["core_attention_bias_type"] = "post_scale_bias"
         # as a bias, the lowest number would let empty rows average over all keys

@@ -1,8 +1,8 @@
 """Decoding over the latent cache: absorbed attention for the MLA models of transformers >= 5.15.
 
 Their cache holds c_kv and k_rope, and their method ``expand_kv`` makes K and V of them, at every step, of all tokens,
-for all heads, right before attention is called (transformers PR 47460). ``hand_over_latents`` replaces that method on a
-layer: the attention function gets the latents and decides, call by call, which of two equal computations it runs:
+for all heads, right before attention is called (transformers PR 47460). ``pass_latents_on`` replaces that method: the
+attention function gets the latents and decides, call by call, which of two equal computations it runs:
 
     expanded   K_nope = c_kv W_UK^T, V = c_kv W_UV^T;  softmax(q_nope K_nope^T + q_rope k_rope^T) V
     absorbed   softmax((q_nope W_UK) c_kv^T + q_rope k_rope^T) c_kv W_UV^T      (DeepSeek-V2, arXiv 2405.04434, 2.1.2)
@@ -14,8 +14,8 @@ loading another state and ``.to(...)`` need no notice.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,8 +23,10 @@ import transformers
 from packaging.version import Version
 
 import mla_plugin
-from mla_plugin.arguments.autocast import autocast_dtype
+from mla_plugin.compat.transformers.padding import tokens_first
+from mla_plugin.compat.transformers.projection import dtype_of, obstacles, projection_of
 from mla_plugin.compat.transformers.sinks import with_sinks
+from mla_plugin.compat.transformers.steps import Reason
 
 NAME = "mla_plugin"
 
@@ -38,7 +40,14 @@ _VERSION = Version(transformers.__version__)
 _DENSE_CACHE_LATENTS = Version("5.15") <= _VERSION
 _SPARSE_CACHE_LATENTS = Version("5.18") <= _VERSION
 
-_logger = logging.getLogger(__name__)
+FEW_KEYS = Reason("so few keys are faster expanded")
+MANY_QUERIES = Reason("so many queries are faster over expanded keys: a prompt, or a chunk of one")
+WITH_GRADIENTS = Reason("gradients are wanted, and decode has no backward", "call it under torch.no_grad()")
+DENSE_MASK = Reason("a 4-D mask of the caller", "pass the attention_mask [B, S] of the tokens")
+PADDED_QUERIES = Reason("several queries, of which some are padding", "pad on the left")
+NOT_PLAIN = Reason(
+    "more than causal attention: packed sequences, a sliding window, dropout, or tokens that see later ones"
+)
 
 
 class Keys(NamedTuple):
@@ -73,40 +82,61 @@ def caches_latents(config: Any) -> bool:
     return _DENSE_CACHE_LATENTS if getattr(config, "index_topk", None) is None else _SPARSE_CACHE_LATENTS
 
 
-def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a layer calls in place of its method: the latents as they are, for the attention function to go on with."""
-    return (kv_nope, k_rot) if gets_latents(module) else expand(module, kv_nope, k_rot)
+_replaced: set[str] = set()
+"""Modules of models whose layers pass their latents on."""
+
+
+def pass_latents_on(config: Any) -> None:
+    """Let the layers of this model pass their latents to the attention function; called before any of them runs.
+
+    The method ``expand_kv`` of their classes is replaced, once in a process, by one that asks ``gets_latents``. So
+    copies and pickles need no care, and a traced layer is the same in its first call and in later ones.
+    """
+    if caches_latents(config):
+        _replace_methods(type(config).__module__.replace(".configuration_", ".modeling_"))
+
+
+def pass_later_latents_on(module: Any) -> None:
+    """The same from the next call on, for a layer of a model that makes no mask (GLM-5 Next)."""
+    method = getattr(type(module), "expand_kv", None)
+    if method is not None and not hasattr(method, "passes_latents_on") and caches_latents(module.config):
+        _replace_methods(method.__module__)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it is run while tracing
+def _replace_methods(modeling: str) -> None:
+    if modeling in _replaced:
+        return
+    _replaced.add(modeling)
+    for kind in list(vars(sys.modules.get(modeling, object)).values()):
+        if isinstance(kind, type) and "expand_kv" in vars(kind):
+            kind.expand_kv = _passing_latents_on(kind.expand_kv)  # type: ignore[attr-defined]
+
+
+def _passing_latents_on(original: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def expand_kv(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (kv_nope, k_rot) if gets_latents(module) else original(module, kv_nope, k_rot)
+
+    expand_kv.passes_latents_on = True  # type: ignore[attr-defined]
+    return expand_kv
 
 
 def expand(module: Any, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K [B, H, S_kv, head_dim_qk] and V [B, H, S_kv, head_dim_v] of the latents, by the model's own code."""
-    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv(module, c_kv, k_rope))
+    return cast(tuple[torch.Tensor, torch.Tensor], type(module).expand_kv.__wrapped__(module, c_kv, k_rope))
 
 
-def hand_over_latents(module: Any, *tensors: torch.Tensor) -> None:
-    """Let the layer pass latents on from its next call.
-
-    Not where its cache has none, nor where someone else replaced the method, nor while gradients are wanted: a model
-    that only trains stays as it is. A ``partial`` is what deepcopy, pickle and a traced graph can all make again.
-
-    Args:
-        module: the layer.
-        *tensors: what it attends with.
-    """
-    if _want_gradients(*tensors) or not hasattr(type(module), "expand_kv") or "expand_kv" in vars(module):
-        return
-    if caches_latents(module.config):
-        module.expand_kv = functools.partial(expand_kv, module)
+def gets_latents(module: Any) -> bool:
+    """Whether this layer passes latents on: its method is the one above, nobody replaced it, and we attend."""
+    method = getattr(type(module), "expand_kv", None)
+    if not hasattr(method, "passes_latents_on") or "expand_kv" in vars(module):
+        return False
+    return module.config._attn_implementation == NAME and caches_latents(module.config)
 
 
 def _want_gradients(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def gets_latents(module: Any) -> bool:
-    """Whether this layer passes latents to the attention function: it was told to, and the function is still ours."""
-    method = getattr(module, "expand_kv", None)
-    return getattr(method, "func", None) is expand_kv and module.config._attn_implementation == NAME
 
 
 def attend(
@@ -118,7 +148,7 @@ def attend(
     indices: torch.Tensor | None,
     scaling: float | None,
     s_aux: torch.Tensor | None,
-) -> torch.Tensor | None:
+) -> torch.Tensor | Reason:
     """Absorbed causal attention of the last S_q positions over latents.
 
     Args:
@@ -126,59 +156,70 @@ def attend(
         query: [B, H, S_q, qk_nope_head_dim + qk_rope_head_dim].
         c_kv: [B, 1, S_kv, kv_lora_rank], any strides.
         k_rope: [B, 1, S_kv, qk_rope_head_dim], any strides.
-        attention_mask: None, key ranges (see ``masks``) or, with ``indices``, a 4-D pattern.
+        attention_mask: None, key ranges or tokens (see ``masks``) or, with ``indices``, a 4-D pattern.
         indices: [B, S_q, top_k], the keys that a sparse layer selected.
         scaling: multiplies the scores; default head_dim_qk ** -0.5.
         s_aux: attention sinks [H].
 
     Returns:
-        [B, S_q, H, v_head_dim], contiguous; None where K and V have to be made instead: for another mask, with
-        gradients (decode has no backward), for more queries than ``is_decode`` wants, or where ``kv_b_proj`` is no
-        plain projection, which the log says once.
+        [B, S_q, H, v_head_dim], contiguous; or why K and V have to be made instead: another mask, gradients (decode has
+        no backward), more queries than ``is_decode`` wants, or a ``kv_b_proj`` that cannot be absorbed.
     """
     dim_nope, dim_v = module.qk_nope_head_dim, module.v_head_dim
     if not is_decode(query.shape[2], c_kv.shape[2], c_kv.shape[3], dim_nope, dim_v):
-        return None
+        return FEW_KEYS if c_kv.shape[2] < LEAST_KEYS else MANY_QUERIES
     if _want_gradients(query, c_kv, k_rope, *module.kv_b_proj.parameters()):
-        return None
-    if not _is_absorbable(module, query, c_kv, k_rope):
-        return None
+        return WITH_GRADIENTS
+    obstacle = next(obstacles(module, query, c_kv, k_rope), None)
+    if obstacle is not None:
+        return obstacle
     if indices is None:
         indices = _indices_within(module, attention_mask)
     if indices is None:
-        keys = _keys_of(c_kv, k_rope, attention_mask)
+        keys = _keys_of(query, c_kv, k_rope, attention_mask)
     else:
         keys = _selected_keys(module, query, c_kv, k_rope, attention_mask, indices)
-    if keys is None:
-        return None
+    if isinstance(keys, Reason):
+        return keys
     batch_size, num_heads, s_q, head_dim_qk = query.shape
-    w_uk, w_uv = module.kv_b_proj.weight.unflatten(0, (num_heads, -1)).split((dim_nope, dim_v), dim=1)
+    dtype = dtype_of(query)
+    query, c_kv, k_rope = (x.to(dtype) for x in (query, keys.c_kv, keys.k_rope))
+    projection = projection_of(module, query)
     q_nope, q_rope = query.split((dim_nope, head_dim_qk - dim_nope), dim=-1)
-    q_nope_abs = torch.einsum("bhsd,hdr->bshr", q_nope, w_uk)
-    q_rope = q_rope.transpose(1, 2)
+    q_nope_abs, q_rope = projection.absorbed(q_nope, dim_v), q_rope.transpose(1, 2)
     if indices is not None:  # each query has keys of its own: a batch of single queries
         q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
     out = with_sinks(
         mla_plugin.decode,
         q_nope_abs,
         q_rope,
-        (keys.c_kv, keys.k_rope),
+        (c_kv, k_rope),
         softmax_scale=head_dim_qk**-0.5 if scaling is None else scaling,
         s_aux=s_aux,
         host="transformers",
         **keys.lengths,
     )
-    return torch.einsum("bshr,hdr->bshd", out.reshape(batch_size, s_q, num_heads, -1), w_uv).contiguous()
+    return projection.values(out.reshape(batch_size, s_q, num_heads, -1), dim_nope, dim_v)
 
 
-def _keys_of(c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Tensor | None) -> Keys | None:
-    """All keys, or a range of them in each row; None for any other mask."""
+def _keys_of(
+    query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, attention_mask: torch.Tensor | None
+) -> Keys | Reason:
+    """All keys, a range of them in each row, or copies of the tokens among them; else why not."""
     if attention_mask is None:
         return Keys(c_kv[:, 0], k_rope[:, 0], {})
-    if attention_mask.dtype != torch.int32:
-        return None
-    ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
-    return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
+    if attention_mask.dtype == torch.int32:
+        ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
+        return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
+    if attention_mask.ndim != 2:
+        return DENSE_MASK
+    # One query sees every token up to it, be it padding itself; several ones have to be the last tokens of their rows.
+    if query.shape[2] > 1 and not getattr(attention_mask, "queries_are_tokens", False):
+        return PADDED_QUERIES
+    order, _ = tokens_first(attention_mask)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    lengths = {"seqlens_kv": attention_mask.sum(1, dtype=torch.int32)}
+    return Keys(c_kv[rows, 0, order], k_rope[rows, 0, order], lengths)
 
 
 def _makes_its_mask(module: Any) -> bool:
@@ -214,18 +255,18 @@ def _selected_keys(
     k_rope: torch.Tensor,
     mask: torch.Tensor | None,
     indices: torch.Tensor,
-) -> Keys | None:
+) -> Keys | Reason:
     """Copies [B S_q, top_k, ..] of the latents that each query selected, those that the mask shows it first.
 
-    None where the mask may add to the scores, and where the copies would take more memory than K and V.
+    Not where the mask may add to the scores, nor where the copies would take more memory than K and V.
     """
     if not _is_pattern(module, mask):
-        return None
+        return DENSE_MASK
     mask = cast(torch.Tensor, mask)
     (batch_size, num_heads, s_q, head_dim_qk), s_kv = query.shape, c_kv.shape[2]
     top_k, latent_dim = indices.shape[-1], c_kv.shape[-1] + k_rope.shape[-1]
     if s_q * top_k * latent_dim > s_kv * num_heads * (head_dim_qk + module.v_head_dim):
-        return None
+        return MANY_QUERIES
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     indices = indices.long()
     visible = visible[:, 0, :, :s_kv].expand(batch_size, s_q, s_kv).gather(-1, indices)
@@ -234,57 +275,3 @@ def _selected_keys(
     rows = torch.arange(batch_size, device=chosen.device)[:, None]
     c_kv, k_rope = (x[rows, 0, chosen].view(batch_size * s_q, top_k, x.shape[-1]) for x in (c_kv, k_rope))
     return Keys(c_kv, k_rope, {"seqlens_kv": visible.sum(-1, dtype=torch.int32).flatten()})
-
-
-def _is_absorbable(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
-    """Whether ``kv_b_proj`` does nothing but multiply by a weight that can be split; the log says once why not."""
-    reason = next(_obstacles(module, query, c_kv, k_rope), None)
-    if reason is not None and not torch.compiler.is_compiling():
-        _say_once(f"{type(module).__name__} decodes over expanded K and V: {reason}")
-    return reason is None
-
-
-def _obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> Iterator[str]:
-    kv_b_proj = module.kv_b_proj
-    if type(kv_b_proj) is not torch.nn.Linear:
-        yield f"kv_b_proj is a {type(kv_b_proj).__name__}, only a plain nn.Linear can be absorbed"
-        return
-    weight = kv_b_proj.weight
-    if type(weight) not in (torch.nn.Parameter, torch.Tensor):
-        yield f"kv_b_proj.weight is a {type(weight).__name__}, only a plain tensor can be absorbed"
-    if kv_b_proj.bias is not None:
-        yield "kv_b_proj has a bias"
-    of_all = torch.nn.modules.module
-    if of_all._global_forward_pre_hooks or of_all._global_forward_hooks:
-        yield "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by"
-    if kv_b_proj._forward_pre_hooks or kv_b_proj._forward_hooks or _is_wrapped(kv_b_proj):
-        yield "kv_b_proj has forward hooks (offloading, tensor parallelism), which absorbing would pass by"
-    if weight.device != query.device:
-        yield f"kv_b_proj.weight is on {weight.device}, the queries are on {query.device}"
-    expected = (query.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), c_kv.shape[3])
-    if weight.shape != expected:
-        yield f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}"
-    dtypes = {x.dtype for x in (query, c_kv, k_rope, weight)} | {autocast_dtype(query.device.type) or weight.dtype}
-    if len(dtypes) > 1:
-        yield f"the dtypes of queries, cache, kv_b_proj and autocast differ: {', '.join(sorted(map(str, dtypes)))}"
-
-
-def _is_wrapped(projection: torch.nn.Linear) -> bool:
-    """Whether ``forward`` was replaced by one that does something else.
-
-    Not by accelerate's for a model that ``device_map`` spreads over devices: it moves inputs to the weight, and does no
-    more unless it offloads that (``accelerate.hooks``, AlignDevicesHook). Where it is removed, it leaves the plain one.
-    """
-    forward = vars(projection).get("forward")
-    if forward is None:
-        return False
-    hook: Any = vars(projection).get("_hf_hook")
-    only_moves = type(hook).__name__ == "AlignDevicesHook" and hook.offload is False
-    if only_moves and getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
-        forward = projection._old_forward
-    return getattr(forward, "__func__", None) is not torch.nn.Linear.forward
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.warning(message)

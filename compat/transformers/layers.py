@@ -15,7 +15,9 @@ import torch
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.compat.transformers import attention, latent
 from mla_plugin.compat.transformers.latent import NAME
+from mla_plugin.compat.transformers.projection import obstacles
 from mla_plugin.compat.transformers.sinks import with_sinks
+from mla_plugin.compat.transformers.steps import latent_steps
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.layers import Asked, AttentionCall, Batch, LayerKind, ModelLayers, grouped
 
@@ -44,10 +46,22 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
         notes.append(
             f'its attn_implementation is {implementation!r}; this is what model.set_attn_implementation("{NAME}") runs'
         )
+    notes += _steps_so_far(model)
     device = model.device
     return ModelLayers(
         f"{type(model).__name__} (transformers)", grouped(found), device.type, device.index, tuple(notes)
     )
+
+
+def _steps_so_far(model: torch.nn.Module) -> Iterator[str]:
+    """Layers whose counts are equal, together."""
+    alike: dict[tuple[int, int, str | None], list[str]] = {}
+    for name, steps in latent_steps(model).items():
+        alike.setdefault((steps.absorbed, steps.expanded, steps.reason), []).append(name)
+    for (absorbed, expanded, reason), names in alike.items():
+        layers = names[0] if len(names) == 1 else f"{len(names)} layers from {names[0]} to {names[-1]}"
+        why = "" if reason is None else f", the last one: {reason}"
+        yield f"so far {layers}: {absorbed} calls over latents, {expanded} over expanded keys and values{why}"
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -160,9 +174,9 @@ def _step(
         torch.empty((), dtype=dtype, device=module.kv_b_proj.weight.device).expand(shape)
         for shape in ((1, heads, 1, dim_qk), (1, 1, keys, rank), (1, 1, keys, rope))
     )
-    obstacle = next(latent._obstacles(module, query, *cache), None)
+    obstacle = next(obstacles(module, query, *cache), None)
     if obstacle is not None:
-        return expanded, f"it decodes over expanded keys and values: {obstacle}"
+        return expanded, f"it decodes over expanded keys and values: {obstacle.text}; what to do: {obstacle.advice}"
     if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
         return expanded, None
     if top_k is not None:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from mla_plugin.compat.transformers import ranks
-from mla_plugin.compat.transformers.latent import caches_latents, is_decode
+from mla_plugin.compat.transformers.latent import caches_latents, is_decode, pass_latents_on
 
 MaskFunction: TypeAlias = Callable[..., torch.Tensor]
+
+_bidirectional: Any = getattr(masking_utils, "bidirectional_mask_function", None)  # since 5.0
 
 
 def attention_mask_for(
@@ -43,6 +46,7 @@ def attention_mask_for(
         **kwargs,
     }
     config = kwargs.get("config")
+    pass_latents_on(config)
     if (shared := ranks.current()) is not None:
         local_size = kwargs.get("local_size")
         is_wide = local_size is not None and local_size >= kwargs["kv_length"] * shared.group.size
@@ -60,6 +64,8 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
+    if mask_function is _bidirectional and attention_mask is not None:
+        return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
     is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
     may_be_compact = is_plain and allow_is_causal_skip
@@ -68,10 +74,14 @@ def attention_mask_for(
         return compact if is_known else cast(torch.Tensor, sdpa_mask(**pattern))
     tokens = _tokens(attention_mask, **kwargs) if may_be_compact else None
     if tokens is not None:
-        is_full, ends_with_tokens = torch.stack((tokens.all(), tokens[:, -1].all())).tolist()
+        queries = tokens[:, tokens.shape[1] - _num_queries(kwargs) :]
+        is_full, ends_with_tokens, queries_are_tokens = torch.stack(
+            (tokens.all(), tokens[:, -1].all(), queries.all())
+        ).tolist()
         if is_full and tokens.shape[1] == kwargs["kv_length"]:
             return None
         tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
+        tokens.queries_are_tokens = queries_are_tokens  # type: ignore[attr-defined]
         return tokens
     packing = _recognize_packing(mask_function)
     if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
@@ -80,6 +90,27 @@ def attention_mask_for(
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
     return mask
+
+
+def _padded_keys(
+    attention_mask: torch.Tensor,
+    *,
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Keys that are tokens, expanded over the queries without memory; None where all are and the model allows that."""
+    tokens = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    tokens = torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
+    if allow_is_bidirectional_skip and not torch.compiler.is_compiling() and bool(tokens.all()):
+        return None
+    return tokens[:, None, None].expand(batch_size, 1, _num_queries(kwargs), kv_length)
+
+
+def _num_queries(sizes: dict[str, Any]) -> int:
+    return int(sizes["q_length"]) if "q_length" in sizes else int(sizes["cache_position"].shape[0])
 
 
 def _tokens(

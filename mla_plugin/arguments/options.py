@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.mask import window_pair
 
-HOSTS = ("direct", "transformer_engine", "transformers", "vllm", "sglang", "megatron")
+HOSTS = ("direct", "transformer_engine", "transformers", "megatron")
 """The frameworks that call; selection rules differ between them."""
 
 

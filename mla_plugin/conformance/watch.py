@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import secrets
 import sys
@@ -26,17 +27,41 @@ class PoisonedMemory(TorchDispatchMode):
 
     ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
     algorithms, which change what is under test.
+
+    Args:
+        inputs: tensors that no operator may write to, not even for a while: another thread may read them.
     """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor | None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners = _owners(inputs or {})
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        for position, name in _written(func):
+            x = args[position] if position < len(args) else (kwargs or {}).get(name)
+            owner = self._owners.get(_address(x)) if isinstance(x, torch.Tensor) and x.numel() else None
+            if owner is not None and not _changes_nothing(func, args):
+                fail(f"{owner} is written to by {func}; a backend must leave its inputs as they are")
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in _ALLOCATIONS and result.is_floating_point():
             result.fill_(torch.nan)
         if isinstance(result, list):  # one with None, which stands for an undefined tensor, cannot go back
             return [torch.empty(0) if x is None else x for x in result]
         return result
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, x.name) for i, x in arguments if x.alias_info is not None and x.alias_info.is_write)
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Triton's interpreter copies every argument of a kernel back to where it came from."""
+    return func.overloadpacket is torch.ops.aten.copy_ and _equal_bits(args[0], args[1])
 
 
 @contextmanager
@@ -133,10 +158,12 @@ def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], 
         enter(random_state_kept(device_type))
         enter(synchronisation_is_an_error(device_type))
         if is_poisoned:
-            enter(PoisonedMemory())  # type: ignore[no-untyped-call]
+            enter(PoisonedMemory(inputs))
         enter(torch._C._AutoDispatchBelowAutograd())
         enter(torch._C._DisableAutocast())
         yield
+        if torch.is_grad_enabled():
+            fail("the hook leaves gradients switched on; autograd is the library's part")
 
 
 class Kept:
@@ -167,11 +194,16 @@ def check_no_graph(**tensors: torch.Tensor | None) -> None:
 
 def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
     """Results lie in memory of their own."""
-    owners = {_address(x): name for name, x in inputs.items() if x is not None and x.numel()}
+    owners = _owners(inputs)
     for name, x in results.items():
         owner = owners.get(_address(x)) if isinstance(x, torch.Tensor) and x.numel() else None
         if owner is not None:
             fail(f"{name} shares its memory with {owner}; return a fresh tensor")
+
+
+def _owners(inputs: Mapping[str, torch.Tensor | None]) -> dict[int, str]:
+    """The input that memory belongs to, by its address."""
+    return {_address(x): name for name, x in inputs.items() if x is not None and x.numel()}
 
 
 def _address(x: torch.Tensor) -> int:

@@ -49,6 +49,6 @@ def attention(
     options = options.completed(tensors)
     if not is_traced():  # the operator's schema would raise less clear errors, or convert silently
         checked_request(tensors, options, process_group.size(), cp_comm_type)
-    arguments = plain.Call(tensors, options, backend).arguments
+    arguments = plain.Call(tensors, options, backend).in_order()
     out, lse, _ = context_parallel_forward(*arguments, process_group.group_name, cp_comm_type)
     return AttentionOutput(out, lse)

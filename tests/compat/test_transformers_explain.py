@@ -11,11 +11,12 @@ from transformers import DynamicCache
 
 import mla_plugin
 from mla_plugin import DecodeRequest, DecodeTensors, Platform
+from mla_plugin.compat.transformers import LatentSteps, latent_steps
 from mla_plugin.compat.transformers.layers import layers_of
 from mla_plugin.layers import AttentionCall, Batch
 from mla_plugin.operations.attention.api import request_of_call
 from mla_plugin.resolver import survey
-from tests.compat.latent_models import fresh
+from tests.compat.latent_models import NUM_NEW, fresh, generate, prefill
 from tests.compat.test_transformers_models import every_family
 from tests.requests import H100
 
@@ -62,7 +63,7 @@ def test_it_speaks_of_the_requests_that_the_layers_make(name, asked):
         expected = said(model, "prefill")
         assert prefill == expected
         asked.clear()
-        model(ids[:, :1], past_key_values=past)  # layers pass latents on from their second call
+        model(ids[:, :1], past_key_values=past)
         step = set(asked)
     assert step == said(model, "next token", LENGTH + 1)
     assert step
@@ -142,7 +143,26 @@ def test_a_projection_that_cannot_be_absorbed_is_named():
     attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)
     attention.kv_b_proj.weight = attention.kv_b_proj[0].weight
     text = mla_plugin.explain(model, seqlen=64)
-    assert "it decodes over expanded keys and values: kv_b_proj is a Sequential" in text
+    assert "it decodes over expanded keys and values: kv_b_proj is a torch.nn.modules.container.Sequential" in text
+
+
+def test_a_model_that_ran_says_how_often_it_decoded_over_latents():
+    model = fresh("DeepseekV3").eval()
+    assert "so far" not in mla_plugin.explain(model, seqlen=64)
+    generate(model)
+    names = [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    first = LatentSteps(NUM_NEW - 1, 1, "so many queries are faster over expanded keys: a prompt, or a chunk of one")
+    assert latent_steps(model) == dict.fromkeys(names, first)
+    assert (
+        f"so far 2 layers from {names[0]} to {names[1]}: {NUM_NEW - 1} calls over latents, 1 over expanded keys and "
+        "values, the last one: so many queries are faster"
+    ) in mla_plugin.explain(model, seqlen=64)
+    past = prefill(model)
+    model(torch.tensor([[5]] * 3), past_key_values=past)
+    latent_steps(model)[names[0]].absorbed = 0  # a copy
+    steps = LatentSteps(NUM_NEW - 1, 3, "gradients are wanted, and decode has no backward")
+    assert latent_steps(model) == dict.fromkeys(names, steps)
+    assert latent_steps(fresh("DeepseekV3")) == {}
 
 
 @pytest.mark.parametrize(

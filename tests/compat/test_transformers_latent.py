@@ -95,19 +95,32 @@ def test_a_cache_of_strided_views(spy, monkeypatch):
     torch.testing.assert_close(found, step(eager, prefill(eager)), rtol=1e-4, atol=1e-4)
 
 
+def steps_behind_padding(model: torch.nn.Module, padding: str, num_tokens: int, last_is_token: bool = True):
+    ids, mask = tokens_of(padding)
+    past = cache_of(model, "dynamic")
+    longer = torch.nn.functional.pad(mask, (0, num_tokens), value=1)
+    longer[0, -1] = last_is_token
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=past)
+    return step(model, past, num_tokens, attention_mask=longer)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("padding", ["holes", "right"])
-def test_padding_between_tokens_is_expanded(padding, num_tokens, spy):
-    ids, mask = tokens_of(padding)
-    outputs = []
-    for model in trio("DeepseekV3"):
-        past = cache_of(model, "dynamic")
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=past)
-        longer = torch.nn.functional.pad(mask, (0, num_tokens), value=1)
-        outputs.append(step(model, past, num_tokens, attention_mask=longer))
-    assert spy.calls["absorbed"] == 0
-    assert_as_good_as_eager(*outputs, what="logits")
+def test_padding_between_tokens(padding, num_tokens, spy):
+    found, *others = (steps_behind_padding(model, padding, num_tokens) for model in trio("DeepseekV3"))
+    assert spy.calls["absorbed"] == 2
+    lengths = [call["seqlens_kv"].tolist() for call in spy.decoded]
+    assert lengths == [(tokens_of(padding)[1].sum(1) + num_tokens).tolist()] * 2
+    assert_as_good_as_eager(found, *others, what="logits")
+
+
+def test_a_query_that_is_padding(spy):
+    """It sees the tokens before it, as in eager attention; several such queries are expanded."""
+    assert_as_good_as_eager(*(steps_behind_padding(m, "right", 1, False) for m in trio("DeepseekV3")), what="logits")
+    assert spy.calls["absorbed"] == 2
+    assert_as_good_as_eager(*(steps_behind_padding(m, "right", 3, False) for m in trio("DeepseekV3")), what="logits")
+    assert spy.calls["absorbed"] == 2
 
 
 @pytest.mark.parametrize("name", decoding("DeepseekV3", "DeepseekV32"))

@@ -11,8 +11,10 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations import finegrained_fp8
 
 from mla_plugin.compat.transformers import latent
+from mla_plugin.compat.transformers.projection import obstacles
 from mla_plugin.operations.decode import operator as decode_operator
 from tests.compat.latent_models import NUM_NEW, cache_of, fresh, generate, layers_of, prefill, step
 from tests.compat.test_transformers_models import tokens_of, trio
@@ -26,12 +28,6 @@ def test_gradients_are_taken_of_expanded_keys(spy):
     assert spy.calls == {"expanded": 2}
     out.sum().backward()
     assert model.model.layers[0].self_attn.kv_b_proj.weight.grad.abs().sum() > 0
-
-
-def test_a_model_that_only_trains_is_left_as_it_is():
-    model = fresh()
-    model(tokens_of("none")[0], use_cache=False).logits.sum().backward()
-    assert not any("expand_kv" in vars(layer) for layer in layers_of(model))
 
 
 @pytest.mark.parametrize("change", ["in place", "load_state_dict", "new parameter", "dtype"])
@@ -118,12 +114,12 @@ def with_a_subclass_as_weight(layer: torch.nn.Module) -> None:
         (with_hook, "kv_b_proj has forward hooks"),
         (with_pre_hook, "kv_b_proj has forward hooks"),
         (with_a_wrapped_forward, "kv_b_proj has forward hooks"),
-        (with_a_low_rank_update, "kv_b_proj is a LowRankUpdate, only a plain nn.Linear can be absorbed"),
-        (quantized, "kv_b_proj is a QuantizedLinear, only a plain nn.Linear can be absorbed"),
-        (with_a_subclass_as_weight, "kv_b_proj.weight is a OtherTensor, only a plain tensor can be absorbed"),
+        (with_a_low_rank_update, "kv_b_proj is a tests.compat.test_transformers_latent_layers.LowRankUpdate, only"),
+        (quantized, "kv_b_proj is a tests.compat.test_transformers_latent_layers.QuantizedLinear, only"),
+        (with_a_subclass_as_weight, "kv_b_proj.weight is a tests.compat.test_transformers_latent_layers.OtherTensor"),
     ],
 )
-def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reason, spy, caplog, forget_what_was_said):
+def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reason, spy, caplog):
     model, eager = fresh(), fresh(implementation="eager")
     for each in (model, eager):
         for layer in layers_of(each):
@@ -131,10 +127,52 @@ def test_a_projection_that_cannot_be_absorbed_is_run_and_said_once(change, reaso
     with caplog.at_level(logging.WARNING, logger="mla_plugin"):
         found = generate(model)
     assert spy.calls == {"expanded": 2 * NUM_NEW}
-    assert [record.message for record in caplog.records if reason in record.message] == [caplog.records[0].message]
-    assert caplog.records[0].message.startswith("DeepseekV3Attention decodes over expanded K and V: ")
+    (line,) = [record.message for record in caplog.records]
+    layer = "layer 0, transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention"
+    assert line.startswith(f"{layer}, decodes over expanded K and V: {reason}")
+    assert "; what to do: " in line
     assert torch.equal(found, generate(eager))
     assert not torch.equal(found, generate(fresh())) or change is with_a_subclass_as_weight
+
+
+def fp8_of(linear: torch.nn.Linear, block: tuple[int, int] | None) -> torch.nn.Module:
+    """The layer that transformers makes of a projection, with scales that differ."""
+    torch.manual_seed(0)
+    quantized = finegrained_fp8.FP8Linear(linear.in_features, linear.out_features, block_size=block)
+    quantized.weight.data = linear.weight.data.to(torch.float8_e4m3fn)
+    scale = quantized.weight_scale_inv
+    scale.data = torch.rand(scale.shape) + 0.5
+    return quantized.requires_grad_(False)
+
+
+def dequantized(quantized: torch.nn.Module) -> torch.Tensor:
+    weight, scale = quantized.weight.float(), quantized.weight_scale_inv
+    if quantized.block_size is None:
+        return weight * scale
+    blocks = [torch.arange(n) // size for n, size in zip(weight.shape, quantized.block_size, strict=True)]
+    return weight * scale[blocks[0][:, None], blocks[1]]
+
+
+@pytest.mark.parametrize("block", [None, (24, 6)])  # 112 rows and 16 columns: neither is a multiple
+def test_weights_in_fp8_are_absorbed(block, spy, monkeypatch):
+    model, plain = fresh(), fresh(implementation="eager")
+    for ours, theirs in zip(layers_of(model), layers_of(plain), strict=True):
+        ours.kv_b_proj = fp8_of(ours.kv_b_proj, block)
+        theirs.kv_b_proj.weight.data = dequantized(ours.kv_b_proj)
+    kernel = lambda self, x: torch.nn.functional.linear(x, dequantized(self))  # noqa: E731  theirs needs a GPU
+    monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", kernel)
+    past, other = prefill(model), prefill(plain)
+    spy.calls.clear()
+    torch.testing.assert_close(step(model, past), step(plain, other), rtol=1e-4, atol=1e-4)
+    assert spy.calls == {"absorbed": 2}
+
+
+def test_weights_in_fp4_are_not():
+    layer = layers_of(fresh())[0]
+    layer.kv_b_proj = fp8_of(layer.kv_b_proj, (24, 6))
+    layer.kv_b_proj.weight = torch.nn.Parameter(torch.zeros(112, 16, dtype=torch.int8), requires_grad=False)
+    query, *cache = (torch.zeros(1, heads, 1, dim) for heads, dim in ((4, 24), (1, 16), (1, 8)))
+    assert "FP4" in next(obstacles(layer, query, *cache)).text
 
 
 class AlignDevicesHook:
@@ -211,13 +249,29 @@ def test_a_projection_that_cannot_be_absorbed_over_a_static_cache(padding, spy):
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_autocast_decodes_over_latents_of_its_own_dtype(weights, spy):
-    model = fresh().to(weights)
+def test_autocast_decodes_over_latents_in_its_own_dtype(weights, spy):
+    outputs = []
+    for model in (fresh().to(weights), fresh(implementation="eager").to(weights)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            past = prefill(model)
+            spy.calls.clear()
+            outputs.append(step(model, past))
+        if not outputs[1:]:
+            assert spy.calls == {"absorbed": 2}
+            assert {call["q_nope_abs"].dtype for call in spy.decoded} == {torch.bfloat16}
+    found, expected = (x.double() for x in outputs)
+    exact = fresh(implementation="eager").to(weights).double()
+    exact = step(exact, prefill(exact))
+    assert (found - exact).norm() < 1.5 * (expected - exact).norm() + 1e-2 * exact.norm()
+
+
+def test_float64_under_autocast_is_left_to_the_model(spy):
+    model = fresh().double()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         past = prefill(model)
         spy.calls.clear()
         step(model, past)
-    assert spy.calls == {"absorbed" if weights is torch.bfloat16 else "expanded": 2}
+    assert spy.calls == {"expanded": 2}
 
 
 def test_a_frozen_model_decodes_over_latents_with_gradients_enabled(spy):
@@ -277,6 +331,22 @@ def test_a_method_that_someone_else_replaced_stays(spy):
     generate(model)
     assert calls == {"theirs": 2 * NUM_NEW}
     assert spy.calls == {"expanded": 2 * NUM_NEW}
+
+
+def test_a_second_generate_compiles_nothing_again(monkeypatch):
+    """Static caches, the whole model compiled; with sdpa nothing is compiled again either."""
+    compiled = []
+    model = fresh("Youtu")
+    kind = type(layers_of(model)[0])  # as it is in a new process
+    monkeypatch.setattr(kind, "expand_kv", getattr(kind.expand_kv, "__wrapped__", kind.expand_kv))
+    monkeypatch.setattr(latent, "_replaced", set())
+    model.forward = torch.compile(model.forward, backend=lambda graph, example: compiled.append(graph) or graph)
+    first = generate(model, "none", cache_implementation="static")
+    count = len(compiled)
+    assert count >= 2
+    assert torch.equal(generate(model, "none", cache_implementation="static"), first)
+    assert torch.equal(first, generate(fresh("Youtu", "eager"), "none"))
+    assert len(compiled) == count
 
 
 @pytest.mark.parametrize(("cache", "is_warm"), [("dynamic", True), ("static", True), ("static", False)])

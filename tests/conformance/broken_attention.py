@@ -230,7 +230,7 @@ PADDING = [
         "padded_offsets_of_q_for_k",
         REQUEST,
         "tensors.cu_seqlens_q_padded is not None",
-        "t = type(t)(**{**vars(t), 'cu_seqlens_kv_padded': t.cu_seqlens_q_padded})",
+        "t = replace(t, cu_seqlens_kv_padded=t.cu_seqlens_q_padded)",
     ),
     only_if(
         "max_seqlen_is_a_length",
@@ -315,11 +315,11 @@ STRIDES = [
     broken(
         "bias_taken_as_contiguous",
         "        if t.bias is not None:\n",
-        "        if t.bias is not None and not t.bias.is_contiguous() and t.bias.shape[0] == 1:\n            t = type(t)(**{**vars(t), 'bias': torch.as_strided(t.bias, t.bias.shape, torch.empty(t.bias.shape).stride(), t.bias.storage_offset())})\n        if t.bias is not None:\n",
+        "        if t.bias is not None and not t.bias.is_contiguous() and t.bias.shape[0] == 1:\n            t = replace(t, bias=torch.as_strided(t.bias, t.bias.shape, torch.empty(t.bias.shape).stride(), t.bias.storage_offset()))\n        if t.bias is not None:\n",
     ),
     broken(
         "mask_taken_as_contiguous",
-        "        full = t.attention_mask.expand(request.batch_size, request.num_heads, -1, -1)",
+        "        full = four(t.attention_mask).expand(request.batch_size, request.num_heads, -1, -1)",
         "        m = t.attention_mask\n        full = torch.as_strided(m, m.shape, torch.empty(m.shape).stride(), m.storage_offset()).expand(request.batch_size, request.num_heads, -1, -1)",
     ),
     broken(
@@ -499,7 +499,7 @@ CONTRACT = [
     broken(
         "batch_of_first_lengths_in_backward",
         REQUEST_B,
-        "    request, t = plan.request, residuals.tensors\n    t = t if t.cu_seqlens_kv is None else type(t)(**{**vars(t), 'cu_seqlens_kv': t.cu_seqlens_q})\n",
+        "    request, t = plan.request, residuals.tensors\n    t = t if t.cu_seqlens_kv is None else replace(t, cu_seqlens_kv=t.cu_seqlens_q)\n",
     ),
 ]
 BROKEN = [fault for fault in (*COMBINATIONS, *NUMBERS, *PADDING, *STRIDES, *SIZES, *CONTRACT) if fault.new != fault.old]

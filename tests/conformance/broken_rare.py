@@ -22,7 +22,7 @@ from tests.conformance.broken_attention import (
 from tests.conformance.broken_later import HIDE, SCORES
 
 OUT_AND_DOUT = "    out, dout = (layout.to_bhsd(x).to(exact) for x in (residuals.out, dout))"
-FULL_MASK = "        full = t.attention_mask.expand(request.batch_size, request.num_heads, -1, -1)"
+FULL_MASK = "        full = four(t.attention_mask).expand(request.batch_size, request.num_heads, -1, -1)"
 BIAS = "        if t.bias is not None:\n"
 
 ATTENTION = [
@@ -30,13 +30,13 @@ ATTENTION = [
         "backward_keeps_k_by_address",
         REQUEST_B,
         REQUEST_B
-        + "    kept = CACHE.setdefault((t.k.data_ptr(), t.k.dtype), t.k.detach().clone())\n    t = type(t)(**{**vars(t), 'k': kept}) if kept.shape == t.k.shape else t\n",
+        + "    kept = CACHE.setdefault((t.k.data_ptr(), t.k.dtype), t.k.detach().clone())\n    t = replace(t, k=kept) if kept.shape == t.k.shape else t\n",
     ),
     broken(
         "backward_keeps_lengths_by_address",
         REQUEST_B,
         REQUEST_B
-        + "    if t.cu_seqlens_kv is not None:\n        kept = CACHE.setdefault(t.cu_seqlens_kv.data_ptr(), t.cu_seqlens_kv.clone())\n        t = type(t)(**{**vars(t), 'cu_seqlens_kv': kept}) if kept.shape == t.cu_seqlens_kv.shape else t\n",
+        + "    if t.cu_seqlens_kv is not None:\n        kept = CACHE.setdefault(t.cu_seqlens_kv.data_ptr(), t.cu_seqlens_kv.clone())\n        t = replace(t, cu_seqlens_kv=kept) if kept.shape == t.cu_seqlens_kv.shape else t\n",
     ),
     broken(
         "backward_keeps_dout_by_address",
@@ -127,7 +127,7 @@ ATTENTION = [
     broken(
         "mask_one_query_row",
         FULL_MASK,
-        "        full = t.attention_mask.expand(request.batch_size, request.num_heads, -1, -1)\n        full = full if full.shape[2] > 1 else full & False",
+        "        full = four(t.attention_mask).expand(request.batch_size, request.num_heads, -1, -1)\n        full = full if full.shape[2] > 1 else full & False",
     ),
     broken(
         "mask_of_two_dimensions",
@@ -231,6 +231,11 @@ DECODE = [
     ),
     broken(
         "sets_default_dtype", of_decode.ALLOCATE, "    torch.set_default_dtype(torch.float64)\n" + of_decode.ALLOCATE
+    ),
+    broken(
+        "default_dtype_lse",
+        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.promote_types(t.c_kv.dtype, torch.float32))",
+        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf)",
     ),
     broken("version_counter", of_decode.TAKE, of_decode.TAKE + "\n    STATE['v'] = t.c_kv._version"),
     broken("random_in_select_backend", of_decode.ACCEPT, "    torch.manual_seed(0)\n" + of_decode.ACCEPT),

@@ -4,6 +4,8 @@
 are rounded to; None for the call's own.
 """
 
+from dataclasses import replace  # noqa: F401, a fault may use it
+
 import torch
 
 from mla_plugin import Accepted, AttentionOutput, DecodeRequest, Gradients, Refused, hookimpl
@@ -51,6 +53,10 @@ def spans(request, extent, cu, padded):
     return list(zip(starts, lengths, strict=True))
 
 
+def four(x):
+    return x[(None,) * (4 - x.dim())]
+
+
 def hidden(request, t, b, len_q, len_kv):
     left, right, bottom_right = request.band.left, request.band.right, request.band.bottom_right
     offset = len_kv - len_q if bottom_right else 0
@@ -62,7 +68,7 @@ def hidden(request, t, b, len_q, len_kv):
         mask = mask | (distance > right)
     mask = mask.expand(request.num_heads, len_q, len_kv)
     if t.attention_mask is not None:
-        full = t.attention_mask.expand(request.batch_size, request.num_heads, -1, -1)
+        full = four(t.attention_mask).expand(request.batch_size, request.num_heads, -1, -1)
         mask = mask | full[b][:, :len_q, :len_kv].expand(mask.shape)
     return mask
 
@@ -82,7 +88,7 @@ def sequences(request, t):
         k_b, v_b = k_b.repeat_interleave(group, 0), v_b.repeat_interleave(group, 0)
         scores = q_b @ k_b.mT
         if t.bias is not None:
-            bias = t.bias.expand(request.batch_size, request.num_heads, -1, -1)[b].to(exact)
+            bias = four(t.bias).expand(request.batch_size, request.num_heads, -1, -1)[b].to(exact)
             bias = bias.expand(-1, q.shape[2], k.shape[2])[:, :len_q, :len_kv]
         if request.bias_type == "pre_scale_bias":
             scores = scores + bias
@@ -114,7 +120,7 @@ def forward(plan, tensors):
 
 def add_bias_gradient(dbias, ds, request, t, b):
     factor = t.softmax_scale if request.bias_type == "pre_scale_bias" else 1.0
-    dbias = dbias.view((1,) * (4 - dbias.dim()) + dbias.shape)
+    dbias = four(dbias)
     target = dbias[b if dbias.shape[0] > 1 else 0]
     for axis in (0, 1, 2):
         ds = ds.sum(axis, keepdim=True) if target.shape[axis] == 1 else ds

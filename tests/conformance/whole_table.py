@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mla_plugin.conformance import BackendConformance, DecodeConformance, surroundings
-from tests.conformance import broken_attention, broken_decode, broken_later, broken_rare
+from tests.conformance import broken_attention, broken_decode, broken_hidden, broken_later, broken_rare
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
 SUITES = {"attention": BackendConformance, "decode": DecodeConformance}
@@ -33,8 +33,8 @@ GENERAL = {
     "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings"),
 }
 FAULTS = {
-    "attention": (*broken_attention.BROKEN, *broken_later.ATTENTION, *broken_rare.ATTENTION),
-    "decode": (*broken_decode.BROKEN, *broken_later.DECODE, *broken_rare.DECODE),
+    "attention": (*broken_attention.BROKEN, *broken_later.ATTENTION, *broken_rare.ATTENTION, *broken_hidden.ATTENTION),
+    "decode": (*broken_decode.BROKEN, *broken_later.DECODE, *broken_rare.DECODE, *broken_hidden.DECODE),
 }
 CAUGHT = HERE / "caught.json"
 

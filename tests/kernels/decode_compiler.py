@@ -15,7 +15,10 @@ TYPES = {2: "bf16", 4: "fp32"}
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the tile table, compiled for one card and one kind of cache (page_size 0: contiguous)."""
+    """One entry of the tile table, compiled for one card and one kind of cache (page_size 0: contiguous).
+
+    ``invariant``: for ``batch_invariant``.
+    """
 
     capability: int
     itemsize: int
@@ -23,12 +26,13 @@ class Job:
     tile: DecodeTile
     page_size: int
     descriptors: bool = False
+    invariant: bool = False
 
     @property
     def name(self) -> str:
         tile = self.tile
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
-        way = "descriptors" if self.descriptors else "pointers"
+        way = ("descriptors" if self.descriptors else "pointers") + (" invariant" if self.invariant else "")
         return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}"
 
 
@@ -39,17 +43,23 @@ def jobs() -> list[Job]:
         for columns, tile in entries:
             for capability in CARDS[kind]:
                 found.append(Job(capability, itemsize, columns, tile, 64))
-            if columns < 576 or itemsize == 4:
+            if columns < 576:
+                continue
+            for capability in CARDS[kind]:
+                found.append(Job(capability, itemsize, columns, tile, 64, invariant=True))
+            if itemsize == 4:
                 continue
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
             found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
             if tile.block_m == 64 and kind != "163 KiB":
                 found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True))
+                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True, invariant=True))
     return found
 
 
 def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
+    from mla_plugin.kernels.decode.invariant.launch import CHUNK
     from mla_plugin.kernels.tile_math import split_head_dim
 
     rank, rope = RANKS[job.columns]
@@ -74,19 +84,24 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }
     constants["DEPENDENT"] = job.capability >= 90
+    if job.invariant:
+        constants["CHUNK"] = CHUNK
     return types, constants
 
 
 def program(job: Job) -> Program:
     """The kernel for the job's card."""
+    from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
     from mla_plugin.kernels.decode.kernel import decode_kernel
 
     types, constants = _arguments(job)
-    options = {"num_warps": job.tile.num_warps, "num_stages": constants["STAGES"]}
+    options: dict[str, Any] = {"num_warps": job.tile.num_warps, "num_stages": constants["STAGES"]}
     if job.tile.max_registers is not None:
         options["maxnreg"] = job.tile.max_registers
     if constants["DEPENDENT"]:
         options["launch_pdl"] = True
+    if job.invariant:
+        return Program(job.capability, chunks_kernel, types, constants, options | {"enable_fp_fusion": False})
     return Program(job.capability, decode_kernel, types, constants, options)
 
 

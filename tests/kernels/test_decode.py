@@ -91,9 +91,9 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read full tiles through tensor descriptors wherever the strides allow it."""
     if DEVICE == "cpu":
         describe_for_the_interpreter(monkeypatch)
-    device = decode_launch._device(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
+    device = decode_launch.device_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     if device.kind == "Hopper":
-        monkeypatch.setattr(decode_launch, "_device", lambda _: device._replace(has_descriptors=True))
+        monkeypatch.setattr(decode_launch, "device_of", lambda _: device._replace(has_descriptors=True))
     monkeypatch.setattr(decode_launch, "_TILES_FOR_DESCRIPTORS", 0)
     monkeypatch.setattr(decode_layout, "_known", {})
 
@@ -131,7 +131,7 @@ def test_two_column_blocks_over_parts(parts: int) -> None:
 @pytest.mark.parametrize("batch", [1, 8, 66, 256])
 def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, rank: int) -> None:
     """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
-    device = decode_launch._Device("Hopper", 132, True, True)
+    device = decode_launch.Device("Hopper", 132, True, True)
     for rows in (1, 16, 512):
         for parts in (2, 66, 264):
             launch = decode_launch._combine_launch(device, batch, rows, 1, parts, rank)
@@ -179,7 +179,7 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
     in_pages = paged(shape, page_size or 1, torch.float16, lengths)
     inputs = in_pages if page_size else contiguous(shape, torch.float16, lengths)
     check(inputs, is_causal)
-    if decode_launch._device(inputs.c_kv.device).kind == "Hopper":
+    if decode_launch.device_of(inputs.c_kv.device).kind == "Hopper":
         assert (only_launches().descriptor_widths is not None) == (page_size != 16)
 
 
@@ -191,7 +191,7 @@ def test_layers_with_caches_of_one_layout() -> None:
     for n, m in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)):
         tokens = torch.cat([c_kv[n], k_rope[m]], -1)
         check(replace(layers[0], c_kv=c_kv[n], k_rope=k_rope[m], tokens=tokens))
-    if decode_launch._device(c_kv[0].device).kind == "Hopper":
+    if decode_launch.device_of(c_kv[0].device).kind == "Hopper":
         assert len(only_launches().descriptors) == 4
 
 

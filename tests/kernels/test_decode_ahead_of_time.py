@@ -12,7 +12,7 @@ pytestmark = pytest.mark.xdist_group("compiler")
 JOBS = {job.name: job for job in jobs()}
 # spilled stores in the whole program; those of 64 rows keep the state of a run while the loop over a piece works
 SPILLS = 24
-SPILLS_OF_64_ROWS = {90: 100, 80: 40, 100: 170}
+SPILLS_OF_64_ROWS = {90: 100, 80: 40, 100: 200}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_hopper_uses_warpgroup_products_from_64_rows_on(name: str, compiled: dic
     assert (compiled[name].warpgroup_products > 0) == (JOBS[name].tile.block_m == 64)
 
 
-FULL_TILES = [name for name, job in JOBS.items() if job.capability == 90 and job.descriptors]
+FULL_TILES = [name for name, job in JOBS.items() if job.capability == 90 and job.descriptors and not job.invariant]
 
 
 @pytest.mark.parametrize("name", FULL_TILES)

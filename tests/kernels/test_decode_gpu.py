@@ -196,7 +196,7 @@ def test_addresses_that_are_no_multiple_of_16() -> None:
 
 
 def test_long_pieces_of_many_heads_read_by_descriptors() -> None:
-    device = decode_launch._device(torch.device("cuda", torch.cuda.current_device()))
+    device = decode_launch.device_of(torch.device("cuda", torch.cuda.current_device()))
     inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
     check(inputs, is_causal=False)
     launches = list(decode_layout._known.values())[-1].kept["triton"]
@@ -208,7 +208,7 @@ def test_the_kernels_are_compiled_together_once_for_all_lengths(
     heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 64 rows the plan is a kernel of its own."""
-    if decode_launch._device(torch.device("cuda", torch.cuda.current_device())).kind == "99 KiB":
+    if decode_launch.device_of(torch.device("cuda", torch.cuda.current_device())).kind == "99 KiB":
         kernels = 2
     compiled = []
     monkeypatch.setattr(decode_launch, "_compiled", set())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import prefill_table
 from benchmarks.measured_calls import attention_request
 from mla_plugin import AttentionRequest, NoBackendError, Platform, resolve
 from mla_plugin.resolver import attention_speed as speed
@@ -19,8 +19,6 @@ from mla_plugin.resolver import choice, survey
 from tests.requests import A100, CPU, H100, mla_request
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import prefill_table  # noqa: E402  a script of the benchmarks
 
 RESULTS = [
     json.loads((ROOT / "benchmarks" / "results" / name).read_text())

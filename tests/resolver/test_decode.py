@@ -106,13 +106,25 @@ def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
         decision = survey_decode(call, platform=gpu(), environ=environ)
         assert decision.request.batch_invariant
         assert "batch_invariant" in describe_request(decision.request)
+        assert decision.plan is not None
+        assert decision.plan.forward_backend == "triton"
+        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch; "
         for entry in decision.trace:
-            reason = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch"
             was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
-            assert not entry.accepted
-            assert (reason in entry.reasons) == was_taken or not was_taken
+            assert entry.accepted == (entry.backend == "triton")
+            why = [found.removeprefix(reason) for found in entry.reasons if found.startswith(reason)]
+            assert len(why) == 1 or entry.accepted or not was_taken
+            assert all("splits" in text or "products" in text for text in why)
     assert not plain.request.batch_invariant
     assert survey_decode(request(), platform=gpu(), environ={"MLA_PLUGIN_BATCH_INVARIANT": "yes"}).plan == plain.plan
+
+
+def test_left_padding_in_pages_has_no_invariant_bits() -> None:
+    for page_size, is_taken in ((64, False), (None, True)):
+        call = request(batch_invariant=True, has_leftpad_kv=True, page_size=page_size)
+        entry = next(x for x in survey_decode(call, platform=gpu(), environ={}).trace if x.backend == "triton")
+        assert entry.accepted == is_taken
+        assert is_taken or entry.reasons[0].startswith("batch_invariant=True with leftpad_kv and page_size=64")
 
 
 def test_a_backend_asked_for_by_name_runs_or_raises() -> None:

@@ -64,7 +64,10 @@ class Call:
         return self if self.dlse is None else replace(self, dlse=None)
 
     def in_memory_of(self, other: Call) -> Call | None:
-        """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded."""
+        """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded.
+
+        Neither their addresses nor their version counters say that it happened: kernels of other packages count none.
+        """
         mine, theirs = ({**x.inputs, "dout": x.dout, "dlse": x.dlse} for x in (self, other))
         for name, x in mine.items():
             there = theirs[name]
@@ -75,8 +78,7 @@ class Call:
         for name, x in mine.items():
             there = theirs[name]
             if x is not None and there is not None:
-                with torch.no_grad():
-                    there.copy_(x)
+                there.data.copy_(x)
         tensors = replace(other.tensors, softmax_scale=self.tensors.softmax_scale)
         return replace(self, tensors=tensors, dout=other.dout, dlse=other.dlse)
 
@@ -120,14 +122,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of a backend, called as the library does: outside autograd, and watched."""
+    """The hooks of a backend, called as the library does: outside autograd, and watched.
+
+    Attributes:
+        manager: that holds it.
+        device_type: of the calls.
+        kept: what calls that are alike but for values share, see ``AttentionTensors.kept``.
+    """
 
     manager: BackendManager
     device_type: str
+    kept: dict[str, Any] | None = None
 
     def forward(self, plan: Plan, call: Call, *, is_poisoned: bool = True) -> Any:
         """The forward of a call; ``is_poisoned`` fills uninitialised memory with NaN."""
         run = self.manager.caller("forward", plan.forward_backend)
+        if self.kept is not None:
+            vars(call.tensors)["kept"] = self.kept
         with as_the_library(self.device_type, call.inputs, is_poisoned=is_poisoned):
             return run(plan=plan, tensors=call.tensors)
 

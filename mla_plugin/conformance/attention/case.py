@@ -42,7 +42,8 @@ class Case:
         lead, tail: ``thd`` only: rows of q, k and v before the first sequence (with ``rows_q``) and behind the last.
         lead_kv: rows of k and v before the first sequence; None for ``lead``.
         max_seqlen: what the caller says of the longest sequence: ``exact``, or ``extent`` of the tensor, which is no
-            less. Padding masks in a dense layout say the extent unless told otherwise: ``exact`` is below it.
+            less, or with ``thd`` ``beyond`` it, as a graph captured for longer sequences has it. Padding masks in a
+            dense layout say the extent unless told otherwise: ``exact`` is below it.
         num_heads, num_kv_heads, head_dim_qk, head_dim_v: as in ``AttentionRequest``.
         bottom_right_diagonal: where the diagonal of a window is; with a causal mask the mask type decides.
         bias_type, bias_shape, bias_requires_grad: the shape has a letter for each dimension, ``1`` where it is
@@ -89,7 +90,7 @@ class Case:
     is_large: bool = False
     lead: int = 0
     lead_kv: int | None = None
-    max_seqlen: Literal["exact", "extent"] | None = None
+    max_seqlen: Literal["exact", "extent", "beyond"] | None = None
     scores: Literal["normal", "large", "overflow"] = "normal"
     storage_q: Storage | None = None
     storage_k: Storage | None = None
@@ -156,7 +157,7 @@ class Case:
             "pad_between_seqs": self._pads_between_sequences,
             "lead": self.lead > 0 or bool(self.lead_kv),
             "tail": self.tail > 0,
-            "max_seqlen_of_extent": self.is_packed and self.max_seqlen == "extent",
+            "max_seqlen_of_extent": self.is_packed and self.max_seqlen in ("extent", "beyond"),
             "bias": has_bias,
             f"bias_{self.bias_shape}": has_bias,
             "bias_requires_grad": self.bias_requires_grad,
@@ -202,6 +203,8 @@ class Case:
         return self.lead if side == "q" or self.lead_kv is None else self.lead_kv
 
     def _max_seqlen(self, side: Side) -> int:
+        if self.is_packed and self.max_seqlen == "beyond":
+            return self._extent(side) + 37
         if not self.has_padding or (self.max_seqlen or ("exact" if self.is_packed else "extent")) == "extent":
             return self._extent(side)
         return max(self._lengths(side))
@@ -372,6 +375,6 @@ class Case:
         """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely."""
         shape = self._score_shape(self.mask_shape)
         mask = draw.uniform(shape) < 1 / 3
-        for row in {0, shape[-2] // 2, shape[-2] - 1} if shape[-2] > 1 else ():
+        for row in {0, shape[-2] // 2, shape[-2] - 1} if len(shape) > 1 and shape[-2] > 1 else ():
             mask[..., row, :] = True
         return draw.placed(mask, self.bias_storage)

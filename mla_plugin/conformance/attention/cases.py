@@ -68,14 +68,15 @@ def _every_pair() -> tuple[Case, ...]:
 @functools.cache
 def _edges() -> tuple[Case, ...]:
     families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable, _together, _further)
-    plain = [case for family in families for case in family()]
+    later = (_long, _many, _rare_strides)
+    plain = [case for family in (*families, *later) for case in family()]
     dtypes = (torch.float32, torch.bfloat16)
     named = [
         replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
         for index, case in enumerate(plain)
         for dtype in (dtypes if index < 9 else dtypes[index % 2 : index % 2 + 1])
     ]
-    return (*named, *_other_dtypes())
+    return (*named, *_other_dtypes(), *_in_float64())
 
 
 @functools.cache
@@ -212,6 +213,83 @@ def _further() -> Iterator[Case]:
     yield Case("sliced_v", "sbhd", storage_v="sliced_tokens", dout_storage="sliced_heads", attn_mask_type="causal")
 
 
+def _long() -> Iterator[Case]:
+    """More queries and keys than any tile, with what makes a kernel leave tiles out, in each layout."""
+    few: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16, "num_heads": 2, "num_kv_heads": 1}
+    square: dict[str, Any] = {"seqlens_q": (280,), "seqlens_kv": (560,), **few}
+    yield Case("long-window", window_size=(100, 0), return_lse=True, **square)
+    yield Case("long-bhsd-window", "bhsd", window_size=(30, 200), bottom_right_diagonal=False, **square)
+    yield Case("long-sbhd", "sbhd", attn_mask_type="causal_bottom_right", scores="large", **square)
+    yield Case("longer-bhsd", "bhsd", **(square | {"seqlens_q": (600,), "seqlens_kv": (1100,)}))
+    yield Case("long-mask", attn_mask_type="arbitrary", mask_shape="bhss", **square)
+    yield Case("long-bias", bias_type="post_scale_bias", bias_requires_grad=True, **square)
+    dense: dict[str, Any] = {"rows_q": (290,) * 2, "rows_kv": (560,) * 2}
+    dense |= {"seqlens_q": (280, 9), "seqlens_kv": (350, 560), "return_lse": True, **few}
+    yield Case("long-bshd-padding", attn_mask_type="padding", window_size=(-1, 40), **dense)
+    yield Case("long-sbhd-padding", "sbhd", attn_mask_type="padding_causal_bottom_right", window_size=(260, 0), **dense)
+    yield Case("long-bhsd-padding", "bhsd", attn_mask_type="padding_causal", scores="large", **dense)
+    packed: dict[str, Any] = {"seqlens_q": (270, 3, 300), "seqlens_kv": (530, 130, 290), "return_lse": True, **few}
+    for mask, window in (("padding_causal", (-1, -1)), ("padding", (70, 300)), ("padding_causal_bottom_right", (9, 0))):
+        yield Case(f"long-thd-{mask}", "thd", attn_mask_type=mask, window_size=window, **packed)
+
+
+def _many() -> Iterator[Case]:
+    """Many sequences, heads, and heads that share one of the keys'."""
+    widths: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
+    lengths: dict[str, Any] = {"seqlens_q": (3,) * 140, "seqlens_kv": (5,) * 140, "num_heads": 1, "num_kv_heads": 1}
+    yield Case("batch_140", "sbhd", **lengths, **widths)
+    lengths = {"seqlens_q": (2, 0, 3) * 44, "seqlens_kv": (4, 1, 2) * 44, "num_heads": 1, "num_kv_heads": 1}
+    yield Case("batch_132-thd", "thd", attn_mask_type="padding_causal", **lengths, **widths)
+    short: dict[str, Any] = {"seqlens_q": (9, 9), "seqlens_kv": (33, 33)}
+    for qkv_format in ("bhsd", "sbhd"):
+        yield Case(f"heads_131-{qkv_format}", qkv_format, num_heads=131, num_kv_heads=131, **short, **widths)
+    yield Case("heads_128_1", num_heads=128, num_kv_heads=1, attn_mask_type="causal_bottom_right", **short, **widths)
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "max_seqlen": "beyond"}
+    packed |= {"seqlens_q": (9, 5, 0), "seqlens_kv": (33, 2, 7), "return_lse": True}
+    yield Case("heads_49_7-thd", num_heads=49, num_kv_heads=7, window_size=(5, 11), **packed, **widths)
+    wide: dict[str, Any] = {"head_dim_qk": 320, "head_dim_v": 272}
+    yield Case("heads_64_1-head_dims_320_272-thd", num_heads=64, num_kv_heads=1, **packed, **wide)
+    for qkv_format, mask in (("thd", "padding"), ("bhsd", "no_mask")):
+        odd: dict[str, Any] = {"seqlens_q": (19, 7), "seqlens_kv": (19, 7)} if qkv_format == "thd" else {}
+        yield Case(f"head_dims_13_7-{qkv_format}", qkv_format, attn_mask_type=mask, head_dim_qk=13, head_dim_v=7, **odd)
+
+
+def _rare_strides() -> Iterator[Case]:
+    """Tensors that begin off 16 bytes, and what broadcasting leaves: learned queries, sums of out over an axis."""
+    unaligned: dict[str, Any] = {"storage_k": "offset", "dlse_storage": "offset", "offsets_storage": "offset"}
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "return_lse": True}
+    yield Case("unaligned-thd", seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_KV, **unaligned, **packed)
+    bias: dict[str, Any] = {"bias_type": "post_scale_bias", "bias_requires_grad": True, "seqlens_kv": (37, 37)}
+    yield Case("unaligned_bias", bias_storage="offset", bias_shape="bhss", storage_k="offset", **bias)
+    yield Case("only_bias_needs_gradient", bias_shape="1hss", needs_gradient="", **bias)
+    yield Case("expanded_bias", bias_storage="expanded", bias_shape="bhss", **bias)
+    yield Case("bias_of_one_dimension", bias_shape="s", **bias)
+    yield Case("mask_of_one_dimension", attn_mask_type="arbitrary", mask_shape="s", seqlens_kv=(37, 37))
+    for index, axis in enumerate(("tokens", "batch", "dims", "heads")):
+        qkv_format = ("bshd", "sbhd", "bhsd", "bshd")[index]
+        strides: dict[str, Any] = {"dout_storage": f"expanded_{axis}", "attn_mask_type": "causal"}
+        if axis in ("tokens", "heads"):
+            strides |= {"storage_q": "expanded_tokens", "num_heads": 4, "num_kv_heads": 2}
+        yield Case(f"expanded_{axis}_of_dout", qkv_format, return_lse=index % 2 == 0, **strides)
+    yield Case("expanded_tokens_of_v", storage_v="expanded_tokens", storage_k="expanded_tokens", seqlens_kv=(37, 37))
+
+
+def _in_float64() -> Iterator[Case]:
+    """float64, in which gradients are checked by differences, with the features that a kernel treats apart."""
+    both: dict[str, Any] = {"dtype": torch.float64, "num_heads": 4, "num_kv_heads": 2, "return_lse": True}
+    both |= {"head_dim_qk": 24, "head_dim_v": 16}
+    yield Case("fp64-window", seqlens_kv=(83, 83), window_size=(5, 11), softmax_scale=0.1353, **both)
+    between: dict[str, Any] = {"rows_q": (8, 24, 72, 5, 0), "rows_kv": (8, 17, 32, 16, 3), "tail": 9}
+    between |= {"seqlens_q": (1, 17, 67, 5, 0), "seqlens_kv": (3, 17, 29, 5, 3), "qkv_format": "thd"}
+    yield Case("fp64-thd-between", attn_mask_type="padding_causal", window_size=(7, 0), **between, **both)
+    bias: dict[str, Any] = {"bias_type": "pre_scale_bias", "bias_requires_grad": True, "bias_shape": "bhss"}
+    dense: dict[str, Any] = {"seqlens_q": (1, 17, 0), "seqlens_kv": (29, 17, 5)}
+    dense |= {"rows_q": (19,) * 3, "rows_kv": (31,) * 3}
+    yield Case("fp64-sbhd-padding-bias", "sbhd", attn_mask_type="padding", **bias, **dense, **both)
+    yield Case("fp64-bhsd-mask", "bhsd", attn_mask_type="arbitrary", mask_shape="bhss", seqlens_kv=(37, 37), **both)
+    yield Case("fp64-large_scores", attn_mask_type="causal", scores="large", deterministic=True, **both)
+
+
 def _other_dtypes() -> Iterator[Case]:
     for dtype in (torch.float16, torch.float64):
         name = DTYPE_NAMES[dtype]
@@ -219,6 +297,8 @@ def _other_dtypes() -> Iterator[Case]:
         lengths: dict[str, Any] = {"seqlens_q": VARLEN_Q, "seqlens_kv": VARLEN_KV}
         yield Case(f"thd-padding_causal-{name}", "thd", dtype, attn_mask_type="padding_causal", **lengths)
         yield Case(f"gqa-128_128-{name}", dtype=dtype, head_dim_qk=128, num_heads=4, num_kv_heads=2)
+    wide: dict[str, Any] = {"seqlens_q": (40,), "seqlens_kv": (700,), "head_dim_qk": 24, "head_dim_v": 16}
+    yield Case("keys_700-fp16", dtype=torch.float16, window_size=(300, 9), return_lse=True, **wide)
 
 
 def _large() -> Iterator[Case]:

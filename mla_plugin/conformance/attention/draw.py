@@ -21,6 +21,8 @@ Storage = Literal[
     "packed",
     "expanded_heads",
     "expanded_batch",
+    "expanded_tokens",
+    "expanded_dims",
     "expanded",
     "strided",
 ]
@@ -61,9 +63,10 @@ class Draw:
         """
         if storage == "expanded":
             return self._like(values, ()).copy_(values.flatten()[0]).expand(values.shape)
-        if storage in ("expanded_heads", "expanded_batch"):
+        if storage.startswith("expanded_"):
             assert layout is not None
-            axis = layout.heads if storage == "expanded_heads" else layout.batch
+            last, name = values.dim() - 1, storage.removeprefix("expanded_")
+            axis = last if name == "dims" else getattr(layout, name)
             if axis is None:
                 return self.placed(values, "contiguous")
             first = values.narrow(axis, 0, min(1, values.shape[axis]))

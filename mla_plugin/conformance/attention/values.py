@@ -25,7 +25,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_values(suite: BackendConformance) -> None:
-    """Zeros, gradients that are tiny or large, scores far below zero, and NaN."""
+    """Zeros, inputs and gradients that are tiny or large, scores far below zero, masks of one value, and NaN."""
     for case in _cases(suite):
         plan = suite.plan_of(case)
         if plan is None:
@@ -38,21 +38,27 @@ def check_values(suite: BackendConformance) -> None:
 
 
 def _cases(suite: BackendConformance) -> Iterator[Case]:
-    """The plain ones, one in each low precision, one with a bias."""
+    """The plain ones, one in each low precision, one whose lse is used, one with a bias, one with a mask."""
     plain = _plain(suite)
     yield from plain
     for case, dtype in zip(plain, _DTYPES, strict=False):
         if case.dtype != dtype:
             yield replace(case, dtype=dtype, name=f"{case.name} in {dtype}")
+    for case in plain[:1]:
+        yield replace(case, name=f"{case.name} with lse", return_lse=True)
     for case in [case for case in plain if not case.is_packed][:1]:
         yield replace(case, name=f"{case.name} with a bias", bias_type="post_scale_bias", bias_shape="bhss")
+        yield replace(case, name=f"{case.name} with a mask", attn_mask_type="arbitrary", mask_shape="bhss")
 
 
 def _plain(suite: BackendConformance) -> list[Case]:
     """One of each layout, made small: each is computed a dozen times."""
-    lengths: dict[str, Any] = {"seqlens_q": (33, 33), "seqlens_kv": (33, 33), "rows_q": None, "rows_kv": None}
-    lengths |= {"lead": 0, "lead_kv": None, "tail": 0, "num_heads": 2, "num_kv_heads": 2}
-    found = [replace(case, **lengths) for case in suite.plain_cases()]
+    sizes: dict[str, Any] = {"rows_q": None, "rows_kv": None, "lead": 0, "lead_kv": None, "tail": 0}
+    sizes |= {"num_heads": 2, "num_kv_heads": 2}
+    found = []
+    for case in suite.plain_cases():
+        lengths = (33, 20) if case.is_packed else (33, 33)
+        found.append(replace(case, seqlens_q=lengths, seqlens_kv=lengths, **sizes))
     return [case for case in found if suite.plan_of(case) is not None][: 1 if suite.is_slow else None]
 
 
@@ -67,9 +73,19 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
         yield f"{words} dout", replace(call, dout=call.dout * factor, dlse=dlse)
     yield "scores around -140", _with(call, q=lambda q: -16 * q.abs(), k=torch.abs)
     yield "equal keys", _with(call, k=torch.ones_like)
+    yield "k that is q", replace(call, tensors=replace(call.tensors, k=call.tensors.q))
+    tiny, large = (2.0**-6, 2.0**6) if call.case.dtype == torch.float16 else (2.0**-30, 2.0**30)
+    yield "tiny queries and large keys", _with(call, q=_times(tiny), k=_times(large))
+    yield "large queries and tiny keys", _with(call, q=_times(large), k=_times(tiny))
+    yield "a large v", _with(call, v=_times(large))
+    yield "a tiny v", _with(call, v=_times(tiny))
     if call.case.head_dim_v <= call.case.head_dim_qk:
         slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
         yield "v that is a slice of k", replace(call, tensors=replace(call.tensors, v=slice_of_k))
+    if call.tensors.attention_mask is not None:
+        for words, hides in (("nothing", False), ("all", True)):
+            mask = torch.full_like(call.tensors.attention_mask, hides)
+            yield f"a mask that hides {words}", replace(call, tensors=replace(call.tensors, attention_mask=mask))
     if call.tensors.bias is not None:
         hidden = torch.rand(call.tensors.bias.shape, device=call.tensors.bias.device) < 1 / 3
         bias = call.tensors.bias.detach().masked_fill(hidden, torch.finfo(call.case.dtype).min)
@@ -84,6 +100,10 @@ def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call
         x = getattr(call.tensors, name)
         made[name] = change(x.detach()).requires_grad_(x.requires_grad)
     return replace(call, tensors=replace(call.tensors, **made))
+
+
+def _times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * factor
 
 
 def _check(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
@@ -133,7 +153,7 @@ def _check_infinite_dlse(suite: BackendConformance) -> None:
 
 def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan, Call]]:
     """Some queries of a sequence see no key, others do, and lse has a gradient."""
-    for case in suite.cases():
+    for case in sorted(suite.cases(), key=lambda case: case.cost):
         if not case.return_lse or "large" in case.tags or not {"unequal_lengths", "empty_sequences"} & case.tags:
             continue
         plan = suite.plan_of(case)
@@ -147,20 +167,35 @@ def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan,
 
 
 def check_surroundings(suite: BackendConformance) -> None:
-    """Other settings, another thread, inference mode; and no tensor of a call is kept."""
+    """Other settings, other threads, inference mode, what like calls share; and no tensor of a call is kept."""
     for case in _plain(suite):
         plan = suite.plan_of(case)
         if plan is None:
             continue
         call = call_of(suite, case, plan.request)
         step(suite, plan, call)  # what a library does when it is loaded is its own
-        with surroundings.settings_kept():
-            step(suite, plan, call)
-        with surroundings.default_dtype(torch.bfloat16):
+        surroundings.check_settings_are_kept(functools.partial(step, suite, plan, call))
+        with surroundings.unusual_settings():
             check_step(call, *step(suite, plan, call))
         check_step(call, *surroundings.in_another_thread(functools.partial(step, suite, plan, call)))
+        if not suite.is_slow:  # interpreters of kernels have one state for all threads
+            others = [call_of(suite, case, plan.request) for _ in range(2)]
+            surroundings.at_the_same_time([functools.partial(_checked_step, suite, plan, other) for other in others])
+        _check_like_calls(suite, case, plan)
         _check_inference_mode(suite, case)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+
+
+def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:
+    check_step(call, *step(suite, plan, call))
+
+
+def _check_like_calls(suite: BackendConformance, case: Case, plan: Plan) -> None:
+    """Calls that differ in values alone share ``AttentionTensors.kept``, so nothing there may be of their values."""
+    hooks = replace(suite.hooks(), kept={})
+    for each in (case, replace(case.other(), softmax_scale=case.softmax_scale)):
+        call = call_of(suite, each, plan.request)
+        checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
 
 
 def _tensors_of_a_call(suite: BackendConformance, case: Case, plan: Plan) -> dict[str, torch.Tensor | None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +18,18 @@ from mla_plugin.hooks.types import Accepted
 if TYPE_CHECKING:
     from mla_plugin.conformance.decode.suite import DecodeConformance
 
-LENGTHS = (700, 3, 0, 64, 257, 1)
+LENGTHS = (700, 3, 0, 64, 257, 1, 256)
+"""Around multiples of powers of two, where keys are cut."""
+BATCHES = ((1, 1, 16), (8, 1, 256), (16, 8, 64), (24, 2, 40), (48, 4, 64), (64, 1, 256), (128, 1, 256), (128, 8, 6))
+"""Heads, query tokens and sequences of the large batches on a CUDA device."""
+_AT_MOST = 12
 
 
 def check_batch_invariance(suite: DecodeConformance) -> None:
-    """For the first accepted case with pages, and the first without, of one query token and of several."""
+    """For the first accepted case with pages, and the first without, of one query token and of several.
+
+    On a CUDA device also for large batches of other heads, in every dtype and in pages of 1, 16 and 64.
+    """
     seen = set()
     for case in suite.cases():
         kind = (case.page_size is None, case.seqlen_q > 1)
@@ -28,23 +37,39 @@ def check_batch_invariance(suite: DecodeConformance) -> None:
         if not is_plain or kind in seen or not suite._accepts(case):
             continue
         seen.add(kind)
-        case = replace(case, lengths=LENGTHS, rows=None, return_lse=True)
-        request = case.request(suite.device).replace(batch_invariant=True)
-        answer = suite._answer(request)
-        if isinstance(answer, Accepted):
-            _check(suite, case)
-        elif not any("batch_invariant" in reason for reason in answer.reasons):
-            checks.fail(f"{suite.backend} refuses batch_invariant=True without naming it: {answer.reasons}")
+        _check_case(suite, replace(case, lengths=LENGTHS, rows=None, return_lse=True))
+    if torch.device(suite.device).type == "cuda" and not suite.quick:
+        for case in _large_batches():
+            if suite._accepts(case):
+                _check_case(suite, case)
+
+
+def _large_batches() -> Iterator[DecodeCase]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes, page_sizes = itertools.cycle((torch.bfloat16, torch.float16)), itertools.cycle((64, 16, None, 1, 64))
+    for (heads, seqlen_q, batch), dtype, page_size in zip(BATCHES, dtypes, page_sizes, strict=False):
+        lengths = torch.randint(0, 1500, (batch,), generator=generator).tolist()
+        lengths[: len(LENGTHS)] = LENGTHS[:batch]
+        of_step: dict[str, Any] = {"seqlen_q": seqlen_q, "num_heads": heads, "has_host_lengths": True}
+        yield DecodeCase("", dtype, tuple(lengths), rank=512, page_size=page_size, **of_step)
+
+
+def _check_case(suite: DecodeConformance, case: DecodeCase) -> None:
+    answer = suite._answer(case.request(suite.device).replace(batch_invariant=True))
+    if isinstance(answer, Accepted):
+        _check(suite, case)
+    elif not any("batch_invariant" in reason for reason in answer.reasons):
+        checks.fail(f"{suite.backend} refuses batch_invariant=True without naming it: {answer.reasons}")
 
 
 def _check(suite: DecodeConformance, case: DecodeCase) -> None:
-    """Every sequence by itself, each of its queries by itself, and the batch in another order."""
+    """Sequences by themselves, each of their queries by itself, and the batch in another order."""
     whole = case.tensors(suite.device, suite._generator(), suite.padding_poison)
     assert whole.seqlens_kv is not None
     out, lse = _run(suite, case, whole, case.lengths)
-    for b, length in enumerate(case.lengths):
+    for b in {*range(min(len(case.lengths), _AT_MOST)), len(case.lengths) - 1}:
         for i in range(case.seqlen_q):
-            seen = max(length - (case.seqlen_q - 1 - i), 0)
+            seen = max(case.lengths[b] - (case.seqlen_q - 1 - i), 0)
             alone = _run(suite, case, _part(whole, [b], slice(i, i + 1), [seen]), (seen,))
             _same(f"query {i} of sequence {b}", (out[b, i], lse[b, :, i]), (alone[0][0, 0], alone[1][0, :, 0]))
     order = list(range(len(case.lengths)))[::-1]

@@ -13,8 +13,8 @@ from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.decode import DecodeRequest
 
-OTHER_PAGES = 3
-"""Pages of the cache that no sequence uses."""
+UNUSED = (2**30, -1, 0, -(2**31))
+"""Entries of the page table behind those in use."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class DecodeCase:
         page_size: tokens of a page; None for a contiguous cache.
         causal: queries are the last tokens.
         has_seqlens_kv: False leaves the lengths out; they fill the cache then.
+        lengths_storage: of the lengths and the first keys that are seen, on the device.
         has_host_lengths: the lengths come as ``DecodeLengths``.
         leftpads: keys before which nothing is seen; None for no such tensor.
         return_lse: lse is asked for.
@@ -40,9 +41,12 @@ class DecodeCase:
         softmax_scale: 0.1353 is DeepSeek-V3's, where YaRN multiplies 192 ** -0.5 by 1.87.
         scores: ``large`` are 100 and more.
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
+        rope_storage: of q_rope, where it is another one: the product with W_UK may leave q_nope_abs alone head-major.
         cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence.
         table_storage: of the page table.
         shares_pages: the sequences' first two pages are the same ones, as a cache of common prefixes has it.
+        has_pages_in_order: each sequence's pages follow one another in the cache, as in one that is still empty.
+        spare_pages: pages of the cache that no sequence uses, half of them before those that one does.
     """
 
     name: str
@@ -64,9 +68,13 @@ class DecodeCase:
     softmax_scale: float = 0.1353
     scores: Literal["normal", "large"] = "normal"
     query_storage: Storage = "contiguous"
+    rope_storage: Storage | None = None
     cache_storage: Literal["contiguous", "sliced_dims", "sliced_batch"] = "contiguous"
-    table_storage: Literal["contiguous", "sliced_dims"] = "contiguous"
+    table_storage: Literal["contiguous", "sliced_dims", "offset"] = "contiguous"
+    lengths_storage: Literal["contiguous", "offset"] = "contiguous"
     shares_pages: bool = False
+    has_pages_in_order: bool = False
+    spare_pages: int = 3
 
     def __str__(self) -> str:
         return self.name
@@ -177,15 +185,17 @@ class DecodeCase:
         stored = [self._cache(draw, x) for x in whole_or_parts[0]]
         c_kv, k_rope = (stored[0][..., : self.rank], stored[0][..., self.rank :]) if self.is_packed else stored
         parts = [queries] if self.is_packed else [queries[..., : self.rank], queries[..., self.rank :]]
-        placed = [draw.placed(x.contiguous(), self.query_storage, LAYOUTS["bshd"]) for x in parts]
+        storages = (self.query_storage, self.rope_storage or self.query_storage)
+        placed = [draw.placed(x.contiguous(), how, LAYOUTS["bshd"]) for x, how in zip(parts, storages, strict=False)]
         q_nope, q_rope = (placed[0][..., : self.rank], placed[0][..., self.rank :]) if self.is_packed else placed
         seqlens_kv = lengths = leftpad_kv = None
         if self.has_seqlens_kv:
             given = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-            seqlens_kv = draw.placed(given, "contiguous")
+            seqlens_kv = draw.placed(given, self.lengths_storage)
             lengths = DecodeLengths(self.lengths, seqlens_kv=seqlens_kv) if self.has_host_lengths else None
         if self.leftpads is not None:
-            leftpad_kv = torch.tensor(self.leftpads, dtype=torch.int32, device=device)
+            given = torch.tensor(self.leftpads, dtype=torch.int32, device=device)
+            leftpad_kv = draw.placed(given, self.lengths_storage)
         return DecodeTensors(
             *(q_nope, q_rope, c_kv, k_rope),
             softmax_scale=self.softmax_scale,
@@ -209,9 +219,13 @@ class DecodeCase:
         assert self.page_size is not None
         batch, capacity, width = tokens.shape
         each = capacity // self.page_size
-        order = torch.randperm(batch * each + OTHER_PAGES, generator=draw.generator)
+        count = batch * each + self.spare_pages
+        order = torch.randperm(count, generator=draw.generator)
+        if self.has_pages_in_order:
+            order = torch.arange(count).roll(-(self.spare_pages // 2 + 1))
         cache = draw.normal((len(order), self.page_size, width)) * poison
-        page_table = torch.full((batch, each + 1), 2**30, dtype=torch.int32)
+        page_table = torch.tensor(UNUSED, dtype=torch.int32).repeat(batch * (each + 1))[: batch * (each + 1)]
+        page_table = page_table.view(batch, each + 1)
         pages = order[: batch * each].view(batch, each)
         pages[:, : self._shared_pages] = pages[:1, : self._shared_pages].clone()
         for b, length in enumerate(self.lengths):

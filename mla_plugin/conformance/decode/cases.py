@@ -89,6 +89,48 @@ def _small() -> Iterator[DecodeCase]:
     yield DecodeCase("queries_20", seqlen_q=20, page_size=16, lengths=(30, 7, 0), **narrow)
     yield DecodeCase("batch_70", lengths=tuple(range(70)), page_size=16, num_heads=2, **narrow)
     yield DecodeCase("keys_8200", lengths=(8200,), num_heads=40, page_size=64, **narrow)
+    yield from _long()
+    yield from _rare_memory()
+    yield DecodeCase("queries_70", seqlen_q=70, page_size=16, lengths=(90, 33, 0), **narrow)
+    yield DecodeCase("ranks_640_128", rank=640, rope=128, page_size=64, seqlen_q=2)
+    yield DecodeCase("ranks_13_7", rank=13, rope=7, seqlen_q=2, causal=False)
+    yield DecodeCase("ranks_13_7-pages_of_5", rank=13, rope=7, page_size=5, is_packed=False)
+    yield DecodeCase("batch_140", lengths=(3, 0, 9, 1, 17) * 28, page_size=8, num_heads=1, **narrow)
+    yield DecodeCase("pages_of_1000", lengths=(64, 1000, 1001, 5), page_size=1000, **narrow)
+
+
+def _long() -> Iterator[DecodeCase]:
+    """More keys than one part of a split holds, with everything else that a split has to know."""
+    long: dict[str, Any] = {"lengths": (1500, 3, 4200), "rank": 72, "rope": 8}
+    yield DecodeCase("long-contiguous-queries_3", seqlen_q=3, **long)
+    yield DecodeCase("long-paged-all_keys", seqlen_q=2, causal=False, page_size=16, num_heads=20, **long)
+    yield DecodeCase("long-leftpad", leftpads=(1200, 0, 70), page_size=64, has_host_lengths=True, **long)
+    yield DecodeCase("long-leftpad-queries_2", leftpads=(7, 3, 4190), seqlen_q=2, has_host_lengths=True, **long)
+    yield DecodeCase("long-heads_70", num_heads=70, page_size=64, scores="large", **long)
+    yield DecodeCase("long-full_cache", **(long | {"lengths": (1500, 1500)}), has_seqlens_kv=False, num_heads=17)
+    for page_size in (64, None):
+        place = "contiguous" if page_size is None else "paged"
+        wide: dict[str, Any] = {"lengths": (1500, 2, 1100), "rank": 512, "page_size": page_size, "num_heads": 2}
+        yield DecodeCase(f"long-512_64-{place}", seqlen_q=2, is_packed=page_size is None, **wide)
+
+
+def _rare_memory() -> Iterator[DecodeCase]:
+    """Pages one behind the other, pages beyond 16 bits, lengths off 16 bytes, q_nope_abs and q_rope apart."""
+    small: dict[str, Any] = {"rank": 72, "rope": 8}
+    order: dict[str, Any] = {"has_pages_in_order": True, "lengths": (67, 40, 0, 130)}
+    yield DecodeCase("pages_in_order", page_size=16, **order, **small)
+    sliced: dict[str, Any] = {"cache_storage": "sliced_batch", "seqlen_q": 3}
+    yield DecodeCase("pages_in_order-queries_3", page_size=8, **sliced, **order, **small)
+    yield DecodeCase("pages_in_order-leftpad", page_size=16, leftpads=(5, 33, 0, 70), **order, **small)
+    yield DecodeCase("pages_in_order-shared", page_size=16, shares_pages=True, has_host_lengths=True, **order, **small)
+    yield DecodeCase("page_numbers_beyond_16_bits", page_size=1, lengths=(7, 0, 3), spare_pages=2 * 70_000, **small)
+    unaligned: dict[str, Any] = {"lengths_storage": "offset", "table_storage": "offset", "page_size": 16}
+    yield DecodeCase("unaligned_lengths", leftpads=(5, 1, 0, 130), **unaligned, **small)
+    unlike: dict[str, Any] = {"is_packed": False, "query_storage": "transposed", "rope_storage": "contiguous"}
+    yield DecodeCase("head_major_q_nope_abs", seqlen_q=3, page_size=64, **unlike)
+    yield DecodeCase("head_major_q_nope_abs-batch", seqlen_q=2, num_heads=17, causal=False, **unlike)
+    unlike = {"is_packed": False, "query_storage": "contiguous", "rope_storage": "sliced_heads"}
+    yield DecodeCase("sliced_q_rope", seqlen_q=2, num_heads=16, page_size=16, **unlike)
 
 
 def _large() -> Iterator[DecodeCase]:

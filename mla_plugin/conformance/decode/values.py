@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]:
-    """The plainest accepted cases with and without pages, with few heads."""
+    """The plainest accepted cases with and without pages, with few heads; with lse, unless the backend has none."""
     found: dict[bool, tuple[DecodeCase, DecodePlan]] = {}
-    for case in sorted(suite.cases(), key=lambda case: (len(case.tags), case.cost)):
-        if case.is_large or not case.return_lse or (case.page_size is None) in found:
+    for case in sorted(suite.cases(), key=lambda case: (not case.return_lse, len(case.tags), case.cost)):
+        if case.is_large or (case.page_size is None) in found:
             continue
         request = case.request(suite.device)
         if isinstance(suite._answer(request), Accepted):
@@ -33,14 +33,24 @@ def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]
 
 
 def check_values(suite: DecodeConformance) -> None:
-    """Zeros, scores far below zero, no keys at all, and NaN."""
-    for case, plan in plain_calls(suite):
+    """Zeros, numbers that are tiny or large, scores far below zero, no keys at all, and NaN."""
+    for case, plan in _calls(suite):
         for words, asked, tensors in _variants(suite, case):
             try:
                 suite.check_output(asked, tensors, suite.forward(plan, tensors))
             except checks.ConformanceError as error:
                 checks.fail(f"{case} with {words}: {error}")
         _check_nan(suite, case, plan)
+
+
+def _calls(suite: DecodeConformance) -> Iterator[tuple[DecodeCase, DecodePlan]]:
+    """The plain ones, and one in bfloat16, which holds numbers beyond float16's."""
+    plain = plain_calls(suite)
+    yield from plain
+    for case in [replace(case, dtype=torch.bfloat16) for case, _ in plain[:1] if case.dtype != torch.bfloat16]:
+        request = case.request(suite.device)
+        if isinstance(suite._answer(request), Accepted):
+            yield case, DecodePlan(request, suite.platform(), suite.backend)
 
 
 def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str, DecodeCase, DecodeTensors]]:
@@ -61,6 +71,11 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         case,
         tensors._replace(q_nope_abs=factor * q_nope_abs, q_rope=factor * q_rope, c_kv=c_kv, k_rope=k_rope),
     )
+    for words, of_cache in (("a large cache", 1.0), ("large queries", -1.0)):  # the other side has the inverse factor
+        power = (6 if case.dtype == torch.float16 else 30) * of_cache
+        q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
+        c_kv, k_rope = (x * 2.0**power for x in tensors[2:4])
+        yield words, case, tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope)
     if case.has_seqlens_kv:
         empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
         yield "no keys at all", empty, drawn(empty)
@@ -81,15 +96,16 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
 
 
 def check_surroundings(suite: DecodeConformance) -> None:
-    """Other settings, another thread, inference mode; and no tensor of a call is kept."""
+    """Other settings, other threads, inference mode; and no tensor of a call is kept."""
     for case, plan in plain_calls(suite):
         run = functools.partial(_one_call, suite, case, plan)
         run()  # what a library does when it is loaded is its own
-        with surroundings.settings_kept():
-            _one_call(suite, case, plan, is_checked=False)
-        with surroundings.default_dtype(torch.bfloat16):
+        surroundings.check_settings_are_kept(functools.partial(_one_call, suite, case, plan, is_checked=False))
+        with surroundings.unusual_settings():
             run()
         surroundings.in_another_thread(run)
+        if not suite.is_slow:  # interpreters of kernels have one state for all threads
+            surroundings.at_the_same_time([run, run])
         with torch.inference_mode():
             run()
         surroundings.check_nothing_is_kept(run)

@@ -192,6 +192,7 @@ def fold_on_hopper(
     acc,
     row_max,
     row_sum,
+    sums,
     q0,
     q_rope,
     C_kv,
@@ -219,7 +220,7 @@ def fold_on_hopper(
     LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum.
+    """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum, sums.
 
     Both conditions are always true, and nothing of them is left in the machine code. They steer Triton:
 
@@ -229,9 +230,8 @@ def fold_on_hopper(
     - A condition whose results only the next iteration needs goes behind the loads of the next tile. So these start
       before the softmax, not after the product with the values, and arrive in time.
 
-    The halves of the sum stay apart until the end: together they would be exchanged in every tile.
+    The halves of the sum stay apart in ``sums``, [BLOCK_M, 2]: together they would be exchanged in every tile.
     """
-    sums = tl.zeros([q0.shape[0], 2], tl.float32)
     # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
@@ -265,4 +265,4 @@ def fold_on_hopper(
             row_sum = row_sum * rescale
             acc = tl.dot(p.to(c.dtype), c, acc * rescale[:, None])
             row_max = new_max
-    return acc, row_max, row_sum + tl.sum(sums, 1)
+    return acc, row_max, row_sum, sums

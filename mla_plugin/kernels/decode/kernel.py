@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.plan import key_range, load_plan, run_of, tiles_b
 
 
 @triton.jit
-def _load_queries(
+def load_queries(
     base, rows, num_rows, num_heads, stride_s, stride_h, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):
     """Columns C0 .. C0 + C of some (query, head) rows: [len(rows), C]; what does not exist is 0."""
@@ -27,7 +27,7 @@ def _load_queries(
 
 
 @triton.jit
-def _store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+def store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Store x [len(rows), C] into columns C0 .. C0 + C of rows of D contiguous elements."""
     columns = C0 + tl.arange(0, C)
     mask = exists[:, None]
@@ -101,14 +101,14 @@ def _attend(
     rows = tile * BLOCK_M + (at < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
     # before anything that depends on the length, so that both are fetched at the same time
     q_base = Q_nope_abs + b64 * stride_qb
-    q0 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
+    q0 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
     q1 = q0
     if R1 > 0:
-        q1 = _load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
+        q1 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, R0, R1, R)
     q_rope = q0
     if ROPE > 0:
         q_rope_base = Q_rope + b64 * stride_rb
-        q_rope = _load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+        q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
     tiles = tiles_between(origin, length, BLOCK_N)
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
@@ -133,15 +133,17 @@ def _attend(
     pages = page_table
     if PAGE_SIZE > 0:
         pages = page_table + b64 * stride_pt
+    no_sums = tl.zeros([BLOCK_M, 2], tl.float32)
     # fmt: off
     if TMA:
         full_last = tl.maximum(tl.minimum(seen_by_all, last) // BLOCK_N * BLOCK_N, first)
         if HOPPER:
-            acc0, row_max, row_sum = fold_on_hopper(
-                acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+            acc0, row_max, row_sum, sums = fold_on_hopper(
+                acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
                 R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True,
             )
+            row_sum += tl.sum(sums, 1)
         else:
             acc0, acc1, row_max, row_sum = fold_keys(
                 acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
@@ -150,11 +152,12 @@ def _attend(
             )
         first = full_last
     if HOPPER:
-        acc0, row_max, row_sum = fold_on_hopper(
-            acc0, row_max, row_sum, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
+        acc0, row_max, row_sum, sums = fold_on_hopper(
+            acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
             first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
             R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False,
         )
+        row_sum += tl.sum(sums, 1)
     else:
         acc0, acc1, row_max, row_sum = fold_keys(
             acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
@@ -173,18 +176,18 @@ def _attend(
     acc0 *= inverse[:, None]
     acc1 *= inverse[:, None] if R1 > 0 else 1.0
     if count == 1:
-        _store_columns(Out, b64 * num_rows + rows, exists, acc0, 0, R0, R)
+        store_columns(Out, b64 * num_rows + rows, exists, acc0, 0, R0, R)
         if R1 > 0:
-            _store_columns(Out, b64 * num_rows + rows, exists, acc1, R0, R1, R)
+            store_columns(Out, b64 * num_rows + rows, exists, acc1, R0, R1, R)
         if Lse is not None:
             lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
             tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
     else:
         slot = tl.where(high == tiles, num_parts + first_part, part)
         slot_rows = slot.to(tl.int64) * num_rows + rows
-        _store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
+        store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
         if R1 > 0:
-            _store_columns(Parts, slot_rows, exists, acc1, R0, R1, R)
+            store_columns(Parts, slot_rows, exists, acc1, R0, R1, R)
         tl.store(lse_of_parts(Parts, num_parts, num_rows, R) + slot_rows, lse_log2, mask=exists)
     is_listed = (low == 0) & (high > 0) & (tile == 0)
     entry, other = b, first_part

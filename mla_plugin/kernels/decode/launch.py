@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # tiles that a sequence's start counts as in a run
 
 
-class _Device(NamedTuple):
+class Device(NamedTuple):
     """What the launch must know of a device."""
 
     kind: str
@@ -52,21 +53,36 @@ class _Device(NamedTuple):
 
 
 @functools.cache
-def _device(device: torch.device) -> _Device:
+def device_of(device: torch.device) -> Device:
+    """What the launch must know of it."""
     if _INTERPRETED:
-        return _Device("Hopper", 8, False, False)
+        return Device("Hopper", 8, False, False)
     if device.type != "cuda":
         raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
     capability = (properties.major, properties.minor)
     kind = card(capability, properties.shared_memory_per_block_optin)
     is_hopper_or_newer = capability >= (9, 0)
-    return _Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
+    return Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
 
 
 def choose_parts(row_tiles: int, slots: int) -> int:
     """Into how many parts all key tiles go, so that ``row_tiles`` programs for each fill ``slots`` concurrent ones."""
     return max(1, slots // max(row_tiles, 1))
+
+
+class Round(NamedTuple):
+    """The launches of the kernels, in order.
+
+    Attributes:
+        plan: None where the programs of attend find their work themselves.
+        attend: computes.
+        combine: None where no sequence can have two pieces.
+    """
+
+    plan: Launch | None
+    attend: Launch
+    combine: Launch | None
 
 
 @dataclass
@@ -75,9 +91,8 @@ class Launches:
 
     Attributes:
         out_shape, lse_shape: of the results.
-        workspace: elements between the two kernels, see ``_workspace``.
-        plan, attend, combine: the launches of the kernels; plan is None where the programs of attend find their work
-            themselves, combine is None where no sequence can have two pieces.
+        workspace: elements between the kernels of a round.
+        rounds: one after the other, in one workspace.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
         cuda_index: of the device; None where there is none.
@@ -88,9 +103,7 @@ class Launches:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     workspace: int
-    plan: Launch | None
-    attend: Launch
-    combine: Launch | None
+    rounds: tuple[Round, ...]
     descriptor_widths: tuple[int, int, int] | None
     block_n: int
     cuda_index: int | None
@@ -131,7 +144,8 @@ def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: in
     return elements
 
 
-def _options(device: _Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
+def options_of(device: Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
+    """Of a launch; None leaves one to Triton."""
     dependent: dict[str, int | None] = {"launch_pdl": True} if device.has_dependent_launch else {}
     return {"num_warps": num_warps, **others, **dependent}
 
@@ -153,7 +167,7 @@ def _combine_shape(entries: int, num_rows: int, parts: int, rank: int) -> tuple[
     return rows, columns, pieces, max(1, columns // 256)
 
 
-def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int) -> Launch:
+def _combine_launch(device: Device, batch: int, heads: int, seqlen_q: int, parts: int, rank: int) -> Launch:
     entries, num_rows = min(batch, parts), heads * seqlen_q
     rows, columns, pieces, warps = _combine_shape(entries, num_rows, parts, rank)
     return Launch(
@@ -163,11 +177,11 @@ def _combine_launch(device: _Device, batch: int, heads: int, seqlen_q: int, part
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
         | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces}
         | {"DEPENDENT": device.has_dependent_launch},
-        _options(device, warps),
+        options_of(device, warps),
     )
 
 
-def _count_tiles(batch: int, capacity: int, block_n: int) -> int:
+def count_tiles(batch: int, capacity: int, block_n: int) -> int:
     """Key tiles of a sequence at most.
 
     Raises:
@@ -184,7 +198,7 @@ def _count_tiles(batch: int, capacity: int, block_n: int) -> int:
 
 
 def _plan_launch(
-    device: _Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
+    device: Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
 ) -> Launch:
     return Launch(
         plan_kernel,
@@ -192,12 +206,12 @@ def _plan_launch(
         _PLAN_GIVEN,
         {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD, "num_rows": num_rows}
         | {"R": rank, "BLOCK_N": block_n, "DEPENDENT": device.has_dependent_launch},
-        _options(device, 4),
+        options_of(device, 4),
     )
 
 
 def _constants(
-    tensors: DecodeTensors, device: _Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
+    tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
 ) -> dict[str, object]:
     """What ``decode_kernel`` is compiled for, but for the strides of rows."""
     c_kv, rank, rope = tensors.c_kv, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
@@ -217,7 +231,6 @@ def _constants(
         "TMA": by_descriptors,
         "HOPPER": is_hopper and tile.block_m >= 64 and second == 0 and c_kv.element_size() == 2,
         "DEPENDENT": device.has_dependent_launch,
-        "PLANNED": tile.planned,
         "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
     }
 
@@ -226,59 +239,102 @@ def _rope_columns(rope: int) -> int:
     return max(16, triton.next_power_of_2(rope)) if rope else 0
 
 
-def _make_launches(tensors: DecodeTensors) -> Launches:
-    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
-    page_table, leftpad_kv, capacity = tensors.page_table, tensors.leftpad_kv, tensors.capacity
-    device = _device(q_nope_abs.device)
-    batch, seqlen_q, heads, rank = q_nope_abs.shape
-    rows = seqlen_q * heads
-    widths = (*split_head_dim(rank), _rope_columns(q_rope.shape[-1]))
-    tile = decode_tiles.tile_for(device.kind, c_kv.element_size(), sum(widths), rows)
-    page_size, page_stride = 0, 0
-    if page_table is not None:
-        page_size, page_stride = c_kv.shape[1], page_table.stride(0)
-    key_tiles, row_tiles = _count_tiles(batch, capacity, tile.block_n), triton.cdiv(rows, tile.block_m)
-    slots = choose_parts(row_tiles, device.processors * tile.programs)
-    parts = min(slots, batch * key_tiles)
-    by_descriptors = (
+def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.DecodeTile:
+    """The table's tile for so many rows."""
+    return decode_tiles.tile_for(device.kind, tensors.c_kv.element_size(), sum(_widths(tensors)), rows)
+
+
+def _widths(tensors: DecodeTensors) -> tuple[int, int, int]:
+    """Padded columns of c_kv's two column blocks and of k_rope."""
+    return (*split_head_dim(tensors.q_nope_abs.shape[-1]), _rope_columns(tensors.q_rope.shape[-1]))
+
+
+def page_size_of(tensors: DecodeTensors) -> int:
+    """0: contiguous."""
+    return 0 if tensors.page_table is None else tensors.c_kv.shape[1]
+
+
+def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile) -> bool:
+    """Whether full tiles can be read by descriptors, and gain by it."""
+    c_kv, k_rope = tensors.c_kv, tensors.k_rope
+    return (
         device.has_descriptors
         and starts_aligned(c_kv, k_rope)
-        and leftpad_kv is None
-        and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
-        and _tiles_fit_descriptors(tile, page_size, c_kv, k_rope)
+        and tensors.leftpad_kv is None
+        and _tiles_fit_descriptors(tile, page_size_of(tensors), c_kv, k_rope)
     )
-    constants = _constants(tensors, device, tile, page_size, by_descriptors)
-    fixed = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": capacity}
-    fixed |= {"num_parts": parts, "overhead": _OVERHEAD}
+
+
+def attend_launch(
+    kernel: Any,
+    tensors: DecodeTensors,
+    device: Device,
+    tile: decode_tiles.DecodeTile,
+    programs: int,
+    by_descriptors: bool,
+    more: Mapping[str, object],
+    **options: int,
+) -> Launch:
+    """The launch of ``decode_kernel``, or of one that takes what it takes and ``more``."""
+    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
+    page_size = page_size_of(tensors)
+    batch, seqlen_q, heads, _ = q_nope_abs.shape
+    fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": tensors.capacity}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
-    fixed |= {"stride_pt": page_stride}
-    plan, combine = None, None
-    if tile.planned:
-        plan = _plan_launch(device, batch, capacity, parts, rows, rank, tile.block_n)
-    if parts > 1 and key_tiles > 1:
-        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
+    fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    fixed |= _constants(tensors, device, tile, page_size, by_descriptors)
     stages = decode_tiles.stages_for(tile, page_size)
-    options = _options(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers)
-    code = (c_kv.dtype, c_kv.device, combine and combine.arguments[-4:-1], leftpad_kv is None, *constants.values())
+    asked = options_of(device, tile.num_warps, num_stages=stages, maxnreg=tile.max_registers, **options)
+    return Launch(kernel, (programs, 1, 1), _GIVEN, {**fixed, **more}, asked)
+
+
+def launches_of(
+    tensors: DecodeTensors,
+    tile: decode_tiles.DecodeTile,
+    by_descriptors: bool,
+    workspace: int,
+    rounds: tuple[Round, ...],
+    code: tuple[object, ...],
+) -> Launches:
+    """All of a call's; ``code`` is what decides about that of the kernels, beside the inputs' dtype and device."""
+    q_nope_abs = tensors.q_nope_abs
     return Launches(
-        out_shape=(batch, seqlen_q, heads, rank),
+        out_shape=tuple(q_nope_abs.shape),
         lse_shape=tensors.lse_shape,
-        workspace=_workspace(2 * parts * rows, min(batch, parts), parts, rank, c_kv.element_size()),
-        plan=plan,
-        attend=Launch(decode_kernel, (row_tiles * parts, 1, 1), _GIVEN, fixed | constants, options),
-        combine=combine,
-        descriptor_widths=widths if by_descriptors else None,
+        workspace=workspace,
+        rounds=rounds,
+        descriptor_widths=_widths(tensors) if by_descriptors else None,
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=code,
+        code=(q_nope_abs.dtype, q_nope_abs.device, tensors.leftpad_kv is None, *code),
     )
 
 
-def _checked_launches(tensors: DecodeTensors) -> Launches:
-    check_tensors(tensors, DTYPES)
-    check_query_strides(tensors)
-    return _make_launches(tensors)
+def make_launches(tensors: DecodeTensors) -> Launches:
+    """Those that share out the tiles of all sequences by count."""
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
+    tile = tile_of(tensors, device, rows)
+    key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
+    row_tiles: int = triton.cdiv(rows, tile.block_m)
+    slots = choose_parts(row_tiles, device.processors * tile.programs)
+    parts = min(slots, batch * key_tiles)
+    is_long = batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
+    by_descriptors = is_long and can_use_descriptors(tensors, device, tile)
+    shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
+    attend = attend_launch(
+        decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, shared_out | {"PLANNED": tile.planned}
+    )
+    plan, combine = None, None
+    if tile.planned:
+        plan = _plan_launch(device, batch, tensors.capacity, parts, rows, rank, tile.block_n)
+    if parts > 1 and key_tiles > 1:
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
+    workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.c_kv.element_size())
+    constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
+    code = (combine and combine.arguments[-4:-1], *constants.values())
+    return launches_of(tensors, tile, by_descriptors, workspace, (Round(plan, attend, combine),), code)
 
 
 def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
@@ -301,18 +357,25 @@ def _descriptors(launches: Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -
     return found
 
 
-def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Tensor | None]:
+def decode(
+    tensors: DecodeTensors,
+    known: Known,
+    make: Callable[[DecodeTensors], Launches] = make_launches,
+    kept: str = _KEPT,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; tensors as ``mla_decode_attention`` takes them.
 
-    ``known`` is of their layout.
+    ``known`` is of their layout; under the name ``kept`` it holds the launches that ``make`` makes.
     """
     q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, _, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
-    launches = known.kept.get(_KEPT)
+    launches = known.kept.get(kept)
     if launches is None:
-        launches = known.kept[_KEPT] = _checked_launches(tensors)
+        check_tensors(tensors, DTYPES)
+        check_query_strides(tensors)
+        launches = known.kept[kept] = make(tensors)
     if launches.cuda_index is not None and launches.cuda_index != torch.cuda.current_device():
         with torch.cuda.device(launches.cuda_index):  # Triton launches on the current device
-            return decode(tensors, known)
+            return decode(tensors, known, make, kept)
     out = q_nope_abs.new_empty(launches.out_shape)
     lse = q_nope_abs.new_empty(launches.lse_shape, dtype=torch.float32) if return_lse else None
     if known.has_no_query:
@@ -321,12 +384,16 @@ def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Te
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
     descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
     parts = q_nope_abs.new_empty(launches.workspace)
-    of_attend, of_combine = (*inputs, parts, out, lse, *descriptors, scale), (parts, out, lse)
-    calls = [(launches.plan, (parts, seqlens_kv, leftpad_kv)), (launches.attend, of_attend)]
-    calls.append((launches.combine, of_combine))
+    given = (
+        (parts, seqlens_kv, leftpad_kv),
+        (*inputs, parts, out, lse, *descriptors, scale),
+        (parts, out, lse),
+    )
+    calls = [pair for of_round in launches.rounds for pair in zip(of_round, given, strict=True)]
     wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
-    if launches.attend.run is None and out.is_cuda and len(wanted) > 1 and launches.code not in _compiled:
-        compile_together(wanted, out.device)
+    first = launches.rounds[0]
+    if first.attend.run is None and out.is_cuda and len(wanted) > 1 and launches.code not in _compiled:
+        compile_together(wanted[: len(first) - first.count(None)], out.device)
         _compiled.add(launches.code)
     for launch, arguments in wanted:
         launch(*arguments)

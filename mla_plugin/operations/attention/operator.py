@@ -47,9 +47,8 @@ class Call(NamedTuple):
             options = options._replace(window_size=tuple(options.window_size))  # type: ignore[arg-type]
         return cls(AttentionTensors(*arguments[:_TENSOR_FIELDS]), options, arguments[-1])
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments in the schema's order."""
+    def in_order(self) -> tuple[Any, ...]:
+        """The arguments in the schema's order; no property, which PyTorch 2.10 does not trace on a tuple."""
         return (*(getattr(self.tensors, name) for name in _NAMES[:_TENSOR_FIELDS]), *self.options, self.backend)
 
 

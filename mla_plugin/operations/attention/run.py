@@ -63,7 +63,7 @@ def _run_observed(
         options = said.completed(tensors)
     else:
         options = options_of(request_for(tensors, said))
-    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).arguments))
+    return AttentionOutput(*attention_forward(*Call(tensors, options, backend).in_order()))
 
 
 def is_traced() -> bool:
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
             call = Call(tensors, options_of(known.request), known.backend)
             keep(call, lse, known)
-            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.arguments)
+            dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.in_order())
         else:
             dq, dk, dv, dbias = compute.backward(known, Residuals(tensors, out, lse), dout, dlse)
         return None, None, dq, dk, dv, dbias if known.request.bias_requires_grad else None

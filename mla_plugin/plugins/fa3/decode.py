@@ -35,7 +35,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     rope = request.qk_rope_head_dim
     if rope % 8 or not 0 < rope <= MAX_ROPE:
         yield f"qk_rope_head_dim={rope}, accepted is a multiple of 8 from 8 to {MAX_ROPE}"
-    yield from batch_dependence(request)
+    yield from batch_dependence(request, "FlashAttention 3 chooses the number of splits by batch and lengths")
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_aligned_rows:

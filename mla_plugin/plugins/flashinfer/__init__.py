@@ -88,7 +88,7 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
     if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
         yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
-    yield from batch_dependence(request)
+    yield from batch_dependence(request, "FlashInfer's plan splits sequences by the lengths of all")
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_aligned_rows:

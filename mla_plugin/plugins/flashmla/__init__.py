@@ -49,7 +49,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield f"page_size={request.page_size}, accepted are pages of {PAGE_SIZE}"
     elif not request.max_seqlen_kv:
         yield "max_seqlen_kv=0: it reads the first entry of a sequence's pages, accepted is at least 1"
-    yield from batch_dependence(request)
+    yield from batch_dependence(request, "FlashMLA's schedule splits sequences by the lengths of all")
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, accepted is False"
     if not request.has_joined_rows:

@@ -24,7 +24,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
         yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
-    yield from batch_dependence(request)
+    yield from batch_dependence(request, "PyTorch's products are computed in an order that follows their sizes")
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:

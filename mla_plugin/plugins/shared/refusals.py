@@ -20,10 +20,10 @@ NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backe
 """The answer to an attention request of a backend of decode."""
 
 
-def batch_dependence(request: DecodeRequest) -> Iterator[str]:
-    """The reason of a backend of decode that does not promise ``batch_invariant``."""
+def batch_dependence(request: DecodeRequest, why: str) -> Iterator[str]:
+    """The reason of a backend of decode that does not promise ``batch_invariant``, and ``why`` not."""
     if request.batch_invariant:
-        yield BATCH_DEPENDENT
+        yield f"{BATCH_DEPENDENT}; {why}"
 
 
 def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:

@@ -116,7 +116,7 @@ def _packing_of(request: AttentionRequest, tensors: AttentionTensors | None) -> 
 def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
     """One kernel, or the decode kernels; see mla_plugin/kernels/README.md."""
     if isinstance(tensors, DecodeTensors):
-        return decode.forward(tensors)
+        return decode.forward(tensors, batch_invariant=plan.request.batch_invariant)
     launch_forward, _ = _launches()
     # a row's bits follow the tile, which the table chooses by dtype and widths alone, measurements by the lengths too
     tuned = environment.is_autotuning_requested() and not plan.request.batch_invariant

@@ -8,7 +8,6 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.shared.refusals import batch_dependence
 from mla_plugin.plugins.triton import needs
 
 MAX_COLUMNS = 576
@@ -31,7 +30,11 @@ def columns(request: DecodeRequest) -> int:
 def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why the kernels cannot compute the request."""
     yield from needs.refusals(request.dtype, platform)
-    yield from batch_dependence(request)
+    if request.batch_invariant and request.has_leftpad_kv and request.page_size is not None:
+        yield (
+            f"batch_invariant=True with leftpad_kv and page_size={request.page_size}, accepted is a contiguous cache: "
+            "chunks begin at the first key that is seen, which in pages is no tile's first"
+        )
     if columns(request) > MAX_COLUMNS:
         yield (
             f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
@@ -45,8 +48,13 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     return Refused(reasons) if reasons else Accepted()
 
 
-def forward(tensors: DecodeTensors) -> DecodeOutput:
+def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
+    # here, because Triton is slow to import
+    if batch_invariant:
+        from mla_plugin.kernels.decode.invariant import launch as invariant
+
+        return DecodeOutput(*invariant.decode(tensors, known_of(tensors)))
     from mla_plugin.kernels.decode import launch
 
     return DecodeOutput(*launch.decode(tensors, known_of(tensors)))

@@ -1,0 +1,89 @@
+"""How often each layer attended over latents, how often it expanded them and why, and the log of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+_logger = logging.getLogger("mla_plugin.compat.transformers.latent")
+
+
+class Reason(NamedTuple):
+    """Why a call expanded K and V: in words, and what to do about it; None where nothing is to be done."""
+
+    text: str
+    advice: str | None = None
+
+
+@dataclass
+class LatentSteps:
+    """Calls of one layer, of the process so far; those inside of compiled graphs are not counted.
+
+    Attributes:
+        absorbed: over latents.
+        expanded: over K and V that were made of them, prompts included.
+        reason: why the last of ``expanded`` was; None where there is none.
+    """
+
+    absorbed: int = 0
+    expanded: int = 0
+    reason: str | None = None
+
+
+_steps: weakref.WeakKeyDictionary[torch.nn.Module, LatentSteps] = weakref.WeakKeyDictionary()
+_said: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+"""By the id of a model's config, which its layers share: the reasons that were logged."""
+
+
+def record(module: Any, reason: Reason | None) -> None:
+    """Count a call of a layer, expanded for ``reason`` or absorbed, and log each reason once for each model."""
+    if torch.compiler.is_compiling() or not isinstance(module, torch.nn.Module):
+        return
+    steps = _steps.get(module)
+    if steps is None:
+        steps = _steps[module] = LatentSteps()
+    if reason is None:
+        steps.absorbed += 1
+        return
+    steps.expanded += 1
+    steps.reason = reason.text
+    if reason.advice is not None:
+        _say_once(module, reason)
+
+
+def _say_once(module: Any, reason: Reason) -> None:
+    key, config = id(module.config), module.config
+    if key not in _said:
+        _said[key] = (weakref.ref(config, lambda _: _said.pop(key, None)), set())
+    said = _said[key][1]
+    if reason.text in said:
+        return
+    said.add(reason.text)
+    kind = type(module)
+    _logger.warning(
+        "layer %s, %s.%s, decodes over expanded K and V: %s; what to do: %s",
+        getattr(module, "layer_idx", "?"),
+        kind.__module__,
+        kind.__qualname__,
+        reason.text,
+        reason.advice,
+    )
+
+
+def latent_steps(model: torch.nn.Module) -> dict[str, LatentSteps]:
+    """How often each MLA layer of a model decoded over latents, and why it did not the last time that it did not.
+
+    Args:
+        model: of transformers; PEFT's and other wrappers too.
+
+    Returns:
+        name of each layer that was called without gradients since it was made, in order, to its counts. Empty before
+        the first call, for models without latents, and for transformers before 5.15.
+    """
+    found = ((name, _steps.get(module)) for name, module in model.named_modules())
+    return {name: dataclasses.replace(steps) for name, steps in found if steps is not None}

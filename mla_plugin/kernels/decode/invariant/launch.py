@@ -1,0 +1,115 @@
+"""The launch of the decode kernels whose bits do not depend on what is beside a query."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import Known
+from mla_plugin.kernels.decode import launch
+from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
+from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
+from mla_plugin.kernels.decode.tiles import DecodeTile
+from mla_plugin.kernels.launch import Launch
+
+CHUNK = 256
+"""Keys of a chunk, a multiple of every tile's. A result depends on it, so it may depend on nothing that a call may
+change; see kernels/README.md for what it costs."""
+WORKSPACE_BYTES = 512 << 20
+"""Results of chunks that are held at a time, where two sequences need no more."""
+_KEPT = "triton, batch invariant"
+_COMBINE_COLUMNS, _COMBINE_CHUNKS = 256, 16
+
+
+def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
+    """(rounds, chunks of all sequences that a round looks at, slots) for sequences of up to so many chunks.
+
+    A round takes the sequences that begin in its share of the row of all chunks, and the last one may reach beyond.
+    """
+    most = max(WORKSPACE_BYTES // slot_bytes, 2 * chunks)
+    if batch * chunks <= most:
+        return 1, max(1, batch * chunks), batch * chunks
+    size = most - chunks
+    return triton.cdiv(batch * chunks, size), size, most
+
+
+_ROUNDED = {"enable_fp_fusion": False}
+"""Every product and every sum rounded by itself, so that all ways through a kernel compute the same."""
+
+
+def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int) -> Launch:
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    columns = min(triton.next_power_of_2(rank), _COMBINE_COLUMNS)
+    return Launch(
+        combine_chunks_kernel,
+        (batch * seqlen_q * heads, triton.cdiv(rank, columns), 1),
+        ("Parts", "Out", "Lse"),
+        {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank, "BLOCK_R": columns}
+        | {"BLOCK_CHUNKS": _COMBINE_CHUNKS, "DEPENDENT": device.has_dependent_launch},
+        launch.options_of(device, 1, **_ROUNDED),
+    )
+
+
+def _plan_launch(tensors: DecodeTensors, device: launch.Device, fixed: dict[str, int]) -> Launch:
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    return Launch(
+        plan_chunks_kernel,
+        (fixed["num_parts"], 1, 1),
+        ("Parts", "seqlens_kv", "leftpad_kv"),
+        fixed
+        | {"batch": batch, "capacity": tensors.capacity, "num_rows": seqlen_q * heads, "R": rank, "CHUNK": CHUNK}
+        | {"DEPENDENT": device.has_dependent_launch},
+        launch.options_of(device, 4),
+    )
+
+
+def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
+    """Elements of what ``combine_chunks_kernel`` describes."""
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    words: int = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
+    elements: int = triton.cdiv(slots * seqlen_q * heads * rank, 2) * 2
+    itemsize: int = tensors.q_nope_abs.element_size()
+    return elements + words * (4 // itemsize)
+
+
+def make_launches(tensors: DecodeTensors) -> launch.Launches:
+    """Those that cut every sequence at the same keys.
+
+    The tile follows from the heads, not from all rows: a query is computed alone as among others.
+    """
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    device = launch.device_of(tensors.q_nope_abs.device)
+    tile: DecodeTile = launch.tile_of(tensors, device, heads)
+    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, CHUNK), triton.cdiv(seqlen_q * heads, tile.block_m)
+    slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
+    rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
+    if chunks == 1:
+        slots = 0  # every result is written where it belongs
+    parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
+    by_descriptors = launch.can_use_descriptors(tensors, device, tile)
+    found = []
+    for n in range(rounds):
+        fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size}
+        attend = launch.attend_launch(
+            chunks_kernel,
+            tensors,
+            device,
+            tile,
+            row_tiles * parts,
+            by_descriptors,
+            fixed | {"PLANNED": tile.planned, "CHUNK": CHUNK},
+            **_ROUNDED,
+        )
+        plan = _plan_launch(tensors, device, fixed) if tile.planned else None
+        found.append(launch.Round(plan, attend, _combine_launch(tensors, device, slots) if chunks > 1 else None))
+    code = (CHUNK, rank, heads, tensors.causal, tile, launch.page_size_of(tensors), by_descriptors)
+    return launch.launches_of(
+        tensors, tile, by_descriptors, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1)
+    )
+
+
+def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]: the same bits of a query in every call of as many heads."""
+    return launch.decode(tensors, known, make_launches, _KEPT)

@@ -1,0 +1,84 @@
+"""What ``chunks_kernel`` computes with, for each kind of call: ``python -m tests.kernels.decode_arithmetic``.
+
+Bits are the same where operations and layouts are: a layout says which thread adds what in which order. Triton chooses
+layouts for each compiled kernel anew, so they are compared: of calls with and without a causal mask, with left padding,
+of every way to read the cache. ``--all`` does so for every card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from mla_plugin.kernels.decode.tiles import DECODE
+from mla_plugin.kernels.tiles import CARDS
+from tests.kernels.compiler import Program
+from tests.kernels.decode_compiler import Job, program
+
+_FLOATS = r"tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma|math\.\w+|arith\.(?:mulf|addf|subf|divf|maxnumf|truncf|extf)"
+_ALIAS = re.compile(r"^(#\w+) = (#?.*)$", re.MULTILINE)
+
+
+def operations(text: str) -> Counter[str]:
+    """Every operation on floating-point numbers in a kernel, with the types of its operands, layouts spelt out."""
+    layouts = dict(_ALIAS.findall(text))
+    found: Counter[str] = Counter()
+    for line in re.sub(r"loc\([^)]*\)", "", text).splitlines():
+        operation = re.search(rf"({_FLOATS})\b.*? : (.*)$", line) or re.search(r"^\s*(\}\)) : (\(tensor.*)$", line)
+        if operation:
+            spelt = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operation[2])
+            spelt = re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), spelt)
+            found[f"{operation[1]} {spelt}"] += 1
+    return found
+
+
+def calls(capability: int, itemsize: int, columns: int) -> Iterator[tuple[str, str, Program]]:
+    """(tile, kind of call, program)."""
+    kind = next(kind for kind, cards in CARDS.items() if capability in cards)
+    for most, tile in DECODE[kind, itemsize]:
+        if most != columns:
+            continue
+        plain = Job(capability, itemsize, columns, tile, 64, invariant=True)
+        paged = {size: program(dataclasses.replace(plain, page_size=size)) for size in (64, 0, 1, 16)}
+        yield f"{tile.block_m}", "pages of 64", paged[64]
+        yield f"{tile.block_m}", "one query", _changed(paged[64], CAUSAL=False)
+        yield f"{tile.block_m}", "left padding", _changed(paged[0], leftpad_kv=None)
+        yield f"{tile.block_m}", "pages of 1", paged[1]
+        if "--all" in sys.argv:
+            yield f"{tile.block_m}", "pages of 16", paged[16]
+            yield f"{tile.block_m}", "contiguous", paged[0]
+        if tile.block_m == 64 and capability >= 90:
+            yield f"{tile.block_m}", "descriptors", program(dataclasses.replace(plain, descriptors=True))
+
+
+def _changed(given: Program, **constants: bool | None) -> Program:
+    """With other constants; None: a pointer to int32 instead."""
+    kept = {name: value for name, value in given.constants.items() if name not in constants}
+    kept |= {name: value for name, value in constants.items() if value is not None}
+    pointers = {name: "*i32" for name, value in constants.items() if value is None}
+    return dataclasses.replace(given, constants=kept, types={**given.types, **pointers})
+
+
+def _compiled(given: Program) -> Counter[str]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", given.capability, 32)
+    return operations(triton.compile(given.source(), target=target, options=dict(given.options)).asm["ttgir"])
+
+
+def main() -> None:
+    """One JSON line a call: what it has beside the tile's first call, and how often each operation occurs."""
+    cards = [(card, size, 576) for cards in CARDS.values() for card in cards for size in (2, 4)]
+    for card, itemsize, columns in cards if "--all" in sys.argv else [(90, 2, 576)]:
+        for tile, name, given in calls(card, itemsize, columns):
+            found = _compiled(given)
+            print(json.dumps({"card": card, "itemsize": itemsize, "tile": tile, "call": name, "found": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""``batch_invariant`` decode: right, and the same bits whatever is beside a query.
+
+In Triton's interpreter without a GPU, compiled with one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_plugin import DecodeTensors
+from mla_plugin.arguments import decode_layout
+from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
+from mla_plugin.kernels.decode.tiles import DECODE
+from tests.kernels.decode_cases import (
+    DEVICE,
+    DTYPES,
+    Inputs,
+    assert_as_good_as_pytorch,
+    contiguous,
+    paged,
+    with_leftpad,
+)
+from tests.kernels.test_decode import describe_for_the_interpreter
+
+CHUNK = 128  # here; two tiles, so that the interpreter has less to do
+REAL_CHUNK = invariant.CHUNK
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outputs and the memory between the kernels start as NaN, and what was launched before is forgotten."""
+    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
+    monkeypatch.setattr(decode_layout, "_known", {})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full tiles are read through tensor descriptors wherever the strides allow it."""
+    if DEVICE == "cpu":
+        describe_for_the_interpreter(monkeypatch)
+        device = decode_launch.device_of(torch.device("cpu"))
+        monkeypatch.setattr(decode_launch, "device_of", lambda _: device._replace(has_descriptors=True))
+
+
+def run(inputs: Inputs, is_causal: bool = True) -> Results:
+    tensors = DecodeTensors(
+        *inputs.tensors(),
+        inputs.softmax_scale,
+        is_causal and inputs.q_nope_abs.shape[1] > 1,
+        True,
+        inputs.page_table,
+        inputs.seqlens_kv,
+        inputs.leftpad_kv,
+    )
+    out, lse = invariant.decode(tensors, decode_layout.known_of(tensors))
+    assert lse is not None
+    return out, lse
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """-0 and 0 are two of them."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def assert_same(found: Results, wanted: Results) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(bits(x), bits(y))
+
+
+def part(inputs: Inputs, sequences: list[int], queries: slice, lengths: list[int], wider: int = 0) -> Inputs:
+    """Some sequences and queries with the first so many keys of each, and a wider page table."""
+    page_table = inputs.page_table
+    if page_table is not None:
+        page_table = torch.nn.functional.pad(page_table[sequences], (0, wider), value=2**30)
+    is_paged = page_table is not None
+    return replace(
+        inputs,
+        q_nope_abs=inputs.q_nope_abs[sequences][:, queries],
+        q_rope=inputs.q_rope[sequences][:, queries],
+        c_kv=inputs.c_kv if is_paged else inputs.c_kv[sequences],
+        k_rope=inputs.k_rope if is_paged else inputs.k_rope[sequences],
+        tokens=inputs.tokens[sequences],
+        page_table=page_table,
+        seqlens_kv=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        leftpad_kv=None if inputs.leftpad_kv is None else inputs.leftpad_kv[sequences],
+    )
+
+
+def assert_alone_as_among_others(inputs: Inputs, found: Results, wider: int = 0) -> None:
+    """Each query of each sequence by itself."""
+    seqlen_q = inputs.q_nope_abs.shape[1]
+    for (b, length), i in itertools.product(enumerate(inputs.lengths()), range(seqlen_q)):
+        seen = max(length - (seqlen_q - 1 - i), 0)
+        out, lse = run(part(inputs, [b], slice(i, i + 1), [seen], wider))
+        assert_same((found[0][b, i], found[1][b, :, i]), (out[0, 0], lse[0, :, 0]))
+
+
+LENGTHS = [CHUNK, 0, CHUNK + 1, 1, 2 * CHUNK + 70, CHUNK - 1]
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), list(zip((0, 7, 64, 1), itertools.cycle(DTYPES))))
+def test_queries_alone_and_among_others(page_size: int, dtype: torch.dtype) -> None:
+    """Ragged lengths; every result is right, too."""
+    shape = (len(LENGTHS), 2, 5, 64, 16, max(LENGTHS))
+    inputs = paged(shape, page_size, dtype, LENGTHS) if page_size else contiguous(shape, dtype, LENGTHS)
+    found = run(inputs)
+    assert_as_good_as_pytorch(*found, inputs, is_causal=True)
+    assert_alone_as_among_others(inputs, found, wider=40)
+
+
+@pytest.mark.usefixtures("descriptors")
+@pytest.mark.parametrize(("heads", "rank"), [(40, 64), (40, 96), (20, 512)])
+def test_more_rows_than_a_tile_and_descriptors(heads: int, rank: int) -> None:
+    """The last tile that all rows see is another one for a query among others."""
+    lengths = [2 * CHUNK, 64]
+    inputs = paged((2, 2, heads, rank, 16, max(lengths)), 64, torch.float16, lengths)
+    found = run(inputs)
+    assert_as_good_as_pytorch(*found, inputs, is_causal=True)
+    assert_alone_as_among_others(inputs, found)
+    by_descriptors = {
+        known.kept[invariant._KEPT].descriptor_widths is not None for known in decode_layout._known.values()
+    }
+    if decode_launch.device_of(inputs.c_kv.device).kind == "Hopper":
+        assert by_descriptors == {heads > 32 or rank == 512}
+
+
+@pytest.mark.usefixtures("descriptors")
+@pytest.mark.parametrize("heads", [8, 40])
+def test_every_page_size(heads: int) -> None:
+    """Contiguous too."""
+    lengths = [CHUNK + 5, 3]
+    shape = (2, 1, heads, 64, 16, CHUNK + 5)
+    wanted = run(contiguous(shape, torch.float16, lengths))
+    for page_size in (1, 7, 64, 256):
+        assert_same(run(paged(shape, page_size, torch.float16, lengths)), wanted)
+
+
+def test_a_large_batch_in_another_order() -> None:
+    lengths = [(37 * b) % 70 for b in range(50)]
+    lengths[30] = CHUNK + 3
+    inputs = paged((50, 1, 2, 32, 0, CHUNK + 3), 16, torch.float16, lengths)
+    found = run(inputs)
+    assert_as_good_as_pytorch(*found, inputs, is_causal=True)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
+    out, lse = run(part(inputs, order, slice(None), [lengths[b] for b in order]))
+    assert_same((out, lse), (found[0][order], found[1][order]))
+    for b in (0, 30, 49):
+        out, lse = run(part(inputs, [b], slice(None), [lengths[b]]))
+        assert_same((out[0], lse[0]), (found[0][b], found[1][b]))
+
+
+def test_what_rounds_to_minus_zero_is_zero_alone_too() -> None:
+    """Alone it is one chunk's result; among others a sum with that of a chunk that the first query does not see."""
+    inputs = contiguous((1, 2, 4, 32, 0, CHUNK + 1), torch.float16, [CHUNK + 1])
+    inputs.c_kv.mul_(0.01)
+    inputs.c_kv[..., 0] = 0
+    inputs.c_kv[0, 0, 0] = -6e-8
+    found = run(inputs)
+    assert (found[0][0, 0, :, 0] == 0).all()
+    assert_alone_as_among_others(inputs, found)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_left_padding_moves_no_bit(is_causal: bool) -> None:
+    """Up to all of the keys; those behind the padding are the same."""
+    shape, pads = (4, 2, 7, 64, 16, 350), [0, 1, 200, 350]
+    inputs = with_leftpad(contiguous(shape, torch.float16, [CHUNK + 90, 170, 340, 350]), pads)
+    found = run(inputs, is_causal)
+    assert_as_good_as_pytorch(*found, inputs, is_causal)
+    for b, (length, pad) in enumerate(zip(inputs.lengths(), pads, strict=True)):
+        moved = replace(part(inputs, [b], slice(None), [max(length - pad, 0)]), leftpad_kv=None)
+        moved = replace(moved, c_kv=moved.c_kv[:, pad:], k_rope=moved.k_rope[:, pad:])
+        out, lse = run(moved, is_causal)
+        assert_same((out[0], lse[0]), (found[0][b], found[1][b]))
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_any_number_of_programs(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of rounds: a workspace that holds few chunks, and one that holds all."""
+    lengths = [2 * CHUNK, 3, 0, 3 * CHUNK + 1, CHUNK + 1, 1, CHUNK, 500]
+    inputs = paged((len(lengths), 1, 4, 32, 0, max(lengths)), 64, torch.float16, lengths)
+    wanted = run(inputs)
+    assert_as_good_as_pytorch(*wanted, inputs, is_causal=True)
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
+    for most, rounds in ((1 << 30, 1), (9 * 4 * 32 * 2, 8), (30 * 4 * 32 * 2, 2)):
+        monkeypatch.setattr(decode_layout, "_known", {})
+        monkeypatch.setattr(invariant, "WORKSPACE_BYTES", most)
+        assert_same(run(inputs), wanted)
+        (known,) = decode_layout._known.values()
+        assert len(known.kept[invariant._KEPT].rounds) == rounds
+
+
+def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The list of sequences, and the numbers of each part."""
+    batch = len(lengths)
+    workspace = torch.full((2 * slots + 2 * batch + NUMBERS * parts,), -1, dtype=torch.float32, device=DEVICE)
+    plan_chunks_kernel[(parts,)](
+        workspace,
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        None,
+        batch=batch,
+        capacity=2**30,
+        num_parts=parts,
+        slots=slots,
+        begin=begin,
+        size=size,
+        num_rows=1,
+        R=1,
+        CHUNK=CHUNK,
+        DEPENDENT=False,
+    )
+    numbers = workspace.view(torch.int32)[slots + slots % 2 + slots :]
+    listed, of_parts = numbers[: 2 * batch].view(batch, 2), numbers[2 * batch :][: NUMBERS * parts].view(parts, NUMBERS)
+    return listed.tolist(), of_parts.tolist()
+
+
+def check_rounds(draw: random.Random) -> None:
+    """Every chunk has one part of one round, and in that round a slot of its own, where the list says."""
+    batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30])
+    lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
+    counts = [max(1, -(-length // CHUNK)) for length in lengths]
+    parts, size = draw.choice([1, 2, 13]), -(-batch * max(counts) // draw.choice([1, 3, 7]))
+    slots = size + max(counts) + (size + max(counts)) % 2
+    seen: list[list[int]] = [[] for _ in lengths]
+    for begin in range(0, batch * max(counts), size):
+        listed, of_parts = plan(lengths, parts, begin, size, slots)
+        for first, last, slot, start, end in of_parts:
+            for b in range(first, last):
+                chunks = range(max(start - slot, 0), min(end - slot, counts[b]))
+                seen[b] += chunks
+                if chunks:
+                    assert listed[b] == [slot, counts[b]]
+                    assert 0 <= slot <= slot + counts[b] <= slots
+                slot += counts[b]
+        starts = [sum(counts[:b]) for b in range(batch)]
+        in_round = [begin <= at < begin + size for at in starts]
+        assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
+    assert [sorted(chunks) for chunks in seen] == [list(range(count)) for count in counts]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_and_parts_hold_every_chunk_once(seed: int) -> None:
+    check_rounds(random.Random(seed))
+
+
+@pytest.mark.gpu
+def test_two_hundred_plans_on_a_gpu() -> None:
+    draw = random.Random(200)
+    for _ in range(200):
+        check_rounds(draw)
+
+
+def test_heads_decide_about_the_tile_and_the_rest_does_not() -> None:
+    """Nor about the blocks of the sum."""
+    shapes = [(1, 1, 16, 300), (7, 8, 16, 5000), (1, 8, 16, 300), (3, 1, 128, 300), (2, 4, 128, 70000)]
+    found: dict[int, set[tuple[object, ...]]] = {}
+    for batch, seqlen_q, heads, keys in shapes:
+        q = torch.empty(batch, seqlen_q, heads, 64, dtype=torch.float16, device=DEVICE)
+        row = torch.empty(1, 1, 80, dtype=torch.float16, device=DEVICE).expand(batch, keys, 80)
+        launches = invariant.make_launches(DecodeTensors(q, q[..., :16], row[..., :64], row[..., 64:], 1.0))
+        _, attend, combine = launches.rounds[0]
+        assert combine is not None
+        names = attend.kernel.arg_names[len(attend.given) :]
+        constants = dict(zip(names, attend.arguments, strict=True))
+        kept = (constants["BLOCK_M"], constants["BLOCK_N"], constants["CHUNK"], constants["HOPPER"])
+        kept += (*combine.arguments[-3:], attend.options["num_warps"], combine.options["num_warps"])
+        found.setdefault(heads, set()).add(kept)
+        assert attend.options["enable_fp_fusion"] is combine.options["enable_fp_fusion"] is False
+    assert [len(kept) for kept in found.values()] == [1, 1]
+
+
+def test_a_chunk_is_whole_tiles_of_every_entry_of_the_table() -> None:
+    assert all(REAL_CHUNK % tile.block_n == 0 for entries in DECODE.values() for _, tile in entries)
+
+
+@pytest.mark.parametrize("batch", [1, 64, 256])
+@pytest.mark.parametrize("capacity", [1, CHUNK, 6000, 128 << 10, 4 << 20])
+@pytest.mark.parametrize("slot_bytes", [2, 16 << 10, 128 << 10, 1 << 20])
+def test_the_workspace_is_bounded(batch: int, capacity: int, slot_bytes: int) -> None:
+    """By a constant or by two sequences, and the rounds take every chunk."""
+    chunks = -(-capacity // CHUNK)
+    rounds, size, slots = invariant.rounds_of(batch, chunks, slot_bytes)
+    assert slots * slot_bytes <= max(invariant.WORKSPACE_BYTES, 2 * chunks * slot_bytes)
+    assert (rounds - 1) * size < batch * chunks <= rounds * size
+    assert slots >= (batch * chunks if rounds == 1 else size + chunks)
+
+
+def test_two_runs_agree_and_other_values_of_one_layout_do_not_share() -> None:
+    for seed, lengths in ((0, [CHUNK + 9, 5]), (1, [64, CHUNK + 1]), (2, [0, 1])):
+        inputs = paged((2, 1, 4, 64, 16, CHUNK + 9), 16, torch.float16, lengths, seed)
+        found = run(inputs)
+        assert_as_good_as_pytorch(*found, inputs, is_causal=False)
+        assert_same(run(inputs), found)
+    assert len(decode_layout._known) == 1
