@@ -49,7 +49,7 @@ def _chosen(request: AttentionRequest, circumstances: Circumstances) -> str | No
         return mla_plugin.resolve(request).forward_backend
     except NoBackendError:
         return None
-    except ValueError as error:  # of a variable; TransformerEngine has its own word on its own
+    except ValueError as error:  # from a variable; TransformerEngine reports errors in its own variables itself
         logger.warning("TransformerEngine keeps a call: %s", error)
         return None
 
