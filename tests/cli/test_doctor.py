@@ -1,4 +1,4 @@
-"""``mla-plugin doctor``: each finding provoked, and the command that mends it."""
+"""``mla-plugin doctor``: each finding, and the command that fixes it."""
 
 from __future__ import annotations
 
