@@ -50,7 +50,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             ``qk_clip`` and ``log_max_attention_logit``.
         layer_number: counts from 1; with ``window_attn_skip_freq`` it decides whether the window applies.
         attn_mask_type: default for the call's.
-        attention_type: ``"self"`` or ``"cross"``; not used, the tensors show it.
+        attention_type: ``"self"`` or ``"cross"``; used only for packed sequences with context parallelism.
         attention_dropout: default ``config.attention_dropout``.
         softmax_scale: multiplies the scores; default head_dim_qk ** -0.5. MLA layers give theirs, with YaRN's factor.
         k_channels: not used; q and k show it.
