@@ -1,6 +1,6 @@
-"""Attention over expanded keys and values, as a backend is asked for it: the request, the plan, the results.
+"""Attention over expanded keys and values: the request that backends answer, the plan and the results.
 
-Everything here is frozen. A request describes a call without its tensors, so it is hashable and a decision about it can
+All classes are frozen. A request describes a call without its tensors, so it is hashable and a decision about it can
 be cached. Names and mask spellings are TransformerEngine's.
 """
 
@@ -41,11 +41,11 @@ _MAX_REQUESTS = 4096
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """One attention call over expanded K and V, without its tensors: checked, and in one spelling for each meaning.
+    """One attention call over expanded K and V, without its tensors: checked and in canonical form.
 
-    ``AttentionRequest.of`` makes it of tensors; made by hand it is checked and normalised alike. A causal mask closes
-    the right side of the window and fixes the diagonal, a window (-1, 0) without a causal mask becomes one, and
-    ``thd`` takes the padding masks.
+    ``AttentionRequest.of`` builds it from tensors; one built by hand is checked and normalised in the same way. A
+    causal mask closes the right side of the window and fixes the diagonal, a window (-1, 0) without a causal mask
+    becomes a causal mask, and with ``thd`` masks become their padding forms.
 
     Attributes:
         qkv_format: memory layout of q, k, v and out: ``bshd``, ``sbhd``, ``bhsd`` or ``thd`` (packed, [T, H, D]).
@@ -55,29 +55,29 @@ class AttentionRequest:
         batch_size: number of sequences; for ``thd`` it is ``len(cu_seqlens_q) - 1``.
         num_heads, num_kv_heads: query heads and key/value heads; the first is a multiple of the second.
         max_seqlen_q, max_seqlen_kv: longest sequence of the batch, in tokens.
-        head_dim_qk, head_dim_v: what a kernel sees (DeepSeek-V3: 192 and 128).
+        head_dim_qk, head_dim_v: head dimensions that a kernel sees (DeepSeek-V3: 192 and 128).
         attn_mask_type: one of ``ATTN_MASK_TYPES``. ``causal`` is aligned top-left.
         window_size: (left, right) tokens around the diagonal that a query sees; -1 means unlimited.
         bottom_right_diagonal: True when the diagonal of a causal mask or a window ends at the last query and last key.
-            None, the default, is what the mask says, and True where it says nothing.
+            None, the default: as the mask says, and True for masks that do not say.
         pad_between_seqs: ``thd`` only: padded offsets differ from the true lengths.
-        lengths_may_differ: nothing says that each sequence has as many queries as keys; False when one tensor of
-            offsets serves both. Kernels that know one alignment of the diagonal need it.
+        lengths_may_differ: a sequence may have different numbers of queries and keys; False when one tensor of offsets
+            is used for both. Needed for kernels that support only one alignment of the diagonal.
         bias_type, bias_shape, bias_requires_grad: additive bias; the shape broadcasts to [B, H, S_q, S_kv].
         dropout_p: dropout probability applied in this call (0.0 in evaluation).
         is_training: a backward will follow.
         deterministic: two runs of the backward must agree bit for bit.
         return_lse: the caller wants the log-sum-exp.
-        batch_invariant: as in ``mla_plugin.attention``; a backend that does not promise it refuses.
-        host: who asks; some rules differ between hosts.
-        partial: the keys are some of those that the queries see, as in context parallelism: outputs are merged by
-            their lse, and the backward gets the out and lse of all keys and must use both. A backend whose backward
-            takes the softmax anew refuses this. ``return_lse`` says, as ever, whether lse may have a gradient.
+        batch_invariant: as in ``mla_plugin.attention``; a backend that does not guarantee it refuses.
+        host: the calling framework; some rules differ between hosts.
+        partial: the keys are only some of those that the queries see, as in context parallelism: outputs are merged by
+            their lse, and the backward gets the out and lse over all keys and must use both. A backend whose backward
+            recomputes the softmax refuses. ``return_lse`` still says whether lse may have a gradient.
 
-    The remaining attributes exist so that a host can describe every call that TransformerEngine's selection knows.
+    The remaining attributes let a host describe every call that TransformerEngine's selection distinguishes.
 
     Raises:
-        ValueError, TypeError: an attribute is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an attribute is invalid; the message says what was given and what is accepted.
     """
 
     qkv_format: str
@@ -136,7 +136,7 @@ class AttentionRequest:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype={self.dtype!r}; a torch.dtype is needed")
         if not isinstance(self.device_type, str):
-            raise TypeError(f"device_type={self.device_type!r}; a text is needed, such as 'cuda'")
+            raise TypeError(f"device_type={self.device_type!r}; a string is needed, such as 'cuda'")
         for name, least in _LEAST.items():
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
@@ -145,8 +145,8 @@ class AttentionRequest:
                 raise ValueError(f"{name}={given}; at least {least} is needed")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} over num_kv_heads={self.num_kv_heads}; the first must be a multiple of "
-                "the second"
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; the first must be a multiple of the "
+                "second"
             )
         _check_flags(self)
         check_number("dropout_p", self.dropout_p)
@@ -155,27 +155,27 @@ class AttentionRequest:
 
     @classmethod
     def of(cls, tensors: AttentionTensors, **options: Any) -> AttentionRequest:
-        """The request that tensors make: everything is checked here, once, for every host.
+        """Build the request of a call; all checks are done here, once, for every host.
 
         Args:
-            tensors: of the call. What they say (shapes, dtype, device) is taken from them.
-            **options: those of ``CallOptions``; a request that ``torch.use_deterministic_algorithms`` covers is
-                deterministic too.
+            tensors: of the call; they give shapes, dtype and device.
+            **options: those of ``CallOptions``; ``torch.use_deterministic_algorithms`` makes the request deterministic
+                too.
 
         Returns:
-            a request; the same object for calls that are alike.
+            a request; the same object for calls of the same kind.
 
         Raises:
-            ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
         """
         unknown = ", ".join(sorted(options.keys() - set(CallOptions._fields)))
         if unknown:
-            raise TypeError(f"{unknown}: no option of a request; accepted: {', '.join(CallOptions._fields)}")
+            raise TypeError(f"{unknown}: not an option of a request; accepted: {', '.join(CallOptions._fields)}")
         return request_of(tensors, CallOptions(**options).completed(tensors))
 
     @functools.cached_property
     def band(self) -> Band:
-        """Which keys a query sees, lengths and ``arbitrary`` masks aside."""
+        """Which keys a query sees, not counting lengths and ``arbitrary`` masks."""
         return Band(*self.window_size, bool(self.bottom_right_diagonal))
 
     @functools.cached_property
@@ -200,7 +200,7 @@ class AttentionRequest:
 
     @functools.cached_property
     def every_query_sees_a_key(self) -> bool:
-        """True where the shapes, or lengths that are the same of both sides, say so; padded rows are no queries."""
+        """True if shapes, or equal lengths of queries and keys, guarantee it; padded rows do not count as queries."""
         if self.has_padding:
             return not self.lengths_may_differ
         if self.attn_mask_type == "arbitrary":
@@ -208,7 +208,7 @@ class AttentionRequest:
         return self.band.shows_every_query_a_key(self.max_seqlen_q, self.max_seqlen_kv)
 
     def replace(self, **changes: Any) -> AttentionRequest:
-        """A copy with some attributes changed; with another mask the window's right side and the diagonal follow it."""
+        """A copy with some attributes changed; a new mask also resets the window's right side and the diagonal."""
         if "attn_mask_type" in changes:
             if "causal" in self.attn_mask_type:
                 changes.setdefault("window_size", (self.window_size[0], -1))
@@ -224,7 +224,7 @@ class AttentionRequest:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes alone: hashes of texts differ between processes."""
+        """Only the attributes: the cached hash is invalid in another process, where strings hash differently."""
         return {name: getattr(self, name) for name in _FIELDS}
 
 
@@ -236,7 +236,7 @@ _requests: dict[tuple[Any, ...], AttentionRequest] = {}
 
 
 def request_of(tensors: AttentionTensors, options: CallOptions) -> AttentionRequest:
-    """The request of tensors and of completed options; what was checked once is looked up."""
+    """The request of tensors and completed options; looked up if calls of this kind were checked before."""
     try:
         key = (kind_of(tensors), options, tuple(map(type, options)), torch.are_deterministic_algorithms_enabled())
         request = _requests.get(key)
@@ -254,9 +254,9 @@ _ONLY_NONE = {type(None)}
 
 
 def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
-    """What a request and its checks depend on: each tensor's class, shape, dtype and device, and nothing of its values.
+    """Everything that a request and its checks depend on: each tensor's class, shape, dtype, device and softmax_scale.
 
-    Memory and strides are left out. softmax_scale is not: it is checked too.
+    Values, addresses and strides of tensors are not part of it.
     """
     q, k, v, scale = tensors.q, tensors.k, tensors.v, tensors.softmax_scale
     rest = (
@@ -334,7 +334,7 @@ def _check_flags(given: AttentionRequest | CallOptions) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision: which backend runs the forward and which the backward of one request."""
+    """The decision for one request: which backend runs the forward, and which the backward."""
 
     request: AttentionRequest
     platform: Platform
@@ -359,7 +359,7 @@ class AttentionOutput:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What a backward gets: the forward's inputs and outputs, whichever backend computed them."""
+    """Inputs of a backward: the forward's inputs and outputs, whichever backend computed them."""
 
     tensors: AttentionTensors
     out: torch.Tensor
@@ -368,7 +368,7 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of q, k, v (their shapes and dtypes) and of the bias when the request asks for it."""
+    """Gradients of q, k, v (same shapes and dtypes), and of the bias if the request asks for it."""
 
     dq: torch.Tensor
     dk: torch.Tensor

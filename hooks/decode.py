@@ -1,4 +1,4 @@
-"""Decode over the compressed cache, as a backend is asked for it: the request, the plan, the result."""
+"""Decode over the compressed cache: the request that backends answer, the plan and the result."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class DecodeRequest:
         num_heads: query heads; all of them share the cache.
         kv_lora_rank, qk_rope_head_dim: width of ``c_kv`` and of ``k_rope`` (DeepSeek-V3: 512 and 64); the second may be
             0.
-        max_seqlen_kv: keys that the cache has room for in a sequence. ``decode`` rounds it up to a power of two, so
-            that a cache that grows by a token at a time does not make a new request at each.
-        page_size: tokens of a page; None for a contiguous cache.
+        max_seqlen_kv: keys that the cache has room for per sequence. ``decode`` rounds it up to a power of two, so that
+            a cache that grows one token at a time does not make a new request at every step.
+        page_size: tokens per page; None for a contiguous cache.
         causal: query i of seqlen_q sees keys up to seqlens_kv - seqlen_q + i; False for a single query, which sees all.
-        has_seqlens_kv: the sequences have lengths of their own; otherwise they fill a contiguous cache.
-        has_host_lengths: the lengths are known on the host too: they fill the cache, or came as ``DecodeLengths``.
-        profile: mean and spread of the lengths, rounded; None where the host does not know them.
-        has_leftpad_kv: sequences begin behind the cache's first token.
+        has_seqlens_kv: lengths are given per sequence; otherwise every sequence fills a contiguous cache.
+        has_host_lengths: the host knows the lengths too: the sequences fill the cache, or ``DecodeLengths`` was given.
+        profile: mean and spread of the lengths, rounded; None if the host does not know them.
+        has_leftpad_kv: sequences are left-padded in the cache.
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.
         has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
-        batch_invariant: as in ``mla_plugin.decode``; a backend that does not promise it refuses.
+        batch_invariant: as in ``mla_plugin.decode``; a backend that does not guarantee it refuses.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
-        host: who asks.
+        host: the calling framework.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class DecodeRequest:
 
     @classmethod
     def of(cls, tensors: DecodeTensors, *, host: str = "direct", batch_invariant: bool = False) -> DecodeRequest:
-        """The request that checked tensors make."""
+        """Build the request of checked tensors."""
         q, c_kv, k_rope, page_table = tensors.q_nope_abs, tensors.c_kv, tensors.k_rope, tensors.page_table
         batch, seqlen_q, heads, rank = q.shape
         steps = [stride * x.element_size() for x in (c_kv, k_rope) for stride in x.stride()[:-1]]
@@ -113,7 +113,7 @@ def _profile_of(tensors: DecodeTensors) -> Profile | None:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A decision: which backend runs one decode request."""
+    """The decision for one decode request: which backend runs it."""
 
     request: DecodeRequest
     platform: Platform
@@ -126,7 +126,7 @@ class DecodeOutput(NamedTuple):
 
     Attributes:
         out: [B, S_q, H, R], dtype of the queries; a query that sees no key is 0.
-        lse: [B, H, S_q], natural log, float32 (float64 for float64); -inf for a query that sees no key. None where the
+        lse: [B, H, S_q], natural log, float32 (float64 for float64); -inf for a query that sees no key. None if the
             call does not ask for it.
     """
 

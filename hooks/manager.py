@@ -1,4 +1,4 @@
-"""The plugin manager: built-in backends by dotted name, other packages' by entry point, one caller per backend."""
+"""The plugin manager: built-in backends by dotted name, third-party ones by entry point, one caller per backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("mla_plugin")
 
 
 def describe_error(error: BaseException) -> str:
-    """The error's type and message, even where turning it into text raises."""
+    """The error's type and message, even if its ``__str__`` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -37,23 +37,23 @@ def describe_error(error: BaseException) -> str:
 class BackendManager:
     """Holds the registered backends and hands out hook callers that reach one backend and every hook wrapper.
 
-    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend; wrappers that it has besides
-    run around its own calls. Any other plugin, such as a timer made of hook wrappers, takes part in every call.
+    A plugin that implements ``select_backend`` (other than as a wrapper) is a backend; its hook wrappers run only
+    around its own calls. The wrappers of any other plugin, such as a timer, run around every call.
 
-    Registering is all or nothing, and every method may be called from any thread and from within a hook: a call that
-    has begun ends with the plugins that it began with.
+    Registration is atomic, and every method may be called from any thread and from within a hook: a call in progress
+    finishes with the plugins that it started with.
 
     The module of an entry point that MLA_PLUGIN_BLOCK names is not imported; once the variable no longer names it, the
     next selection imports it.
 
     Args:
-        builtins: backend name to module, in order; an empty mapping gives a manager to fill by ``register``.
+        builtins: backend name to module, in order; with an empty mapping, use ``register``.
         load_entry_points: register the backends of other installed packages too.
 
     Attributes:
-        generation: grows whenever a plugin comes or goes.
-        broken: names of entry points with which something is wrong, and what.
-        origins: name of an entry point to the name of its distribution, where that is known.
+        generation: incremented whenever a plugin is added or removed.
+        broken: names of broken entry points, and why.
+        origins: name of an entry point to the name of its distribution, if known.
     """
 
     def __init__(self, *, builtins: Mapping[str, str] = BUILTIN_BACKENDS, load_entry_points: bool = True) -> None:
@@ -74,7 +74,7 @@ class BackendManager:
             self.load(environment.names("MLA_PLUGIN_BLOCK", dict(environment.gates())))
 
     def _find_entry_points(self) -> None:
-        """Those of other packages, by name and distribution: the order of a folder's files is nobody's choice."""
+        """Entry points of other packages, sorted by name and distribution, because directory order is arbitrary."""
         try:
             found = [
                 (entry_point.name, _distribution(entry_point) or "", entry_point)
@@ -97,10 +97,9 @@ class BackendManager:
                 self._waiting[name] = entry_point
 
     def load(self, blocked: frozenset[str]) -> None:
-        """Import and register the entry points that are still waiting, other than the blocked ones.
+        """Import and register the pending entry points, except the blocked ones.
 
-        No lock is held meanwhile: a module that computes attention when it is imported, in whatever thread, goes on
-        without the backend.
+        No lock is held meanwhile: a module that computes attention at import, in any thread, runs without the backend.
         """
         for name in tuple(self._waiting):
             entry_point = None if name in blocked else self._waiting.pop(name, None)
@@ -123,16 +122,16 @@ class BackendManager:
         """Register a backend, or a plugin of hook wrappers, under a name; after an error nothing has changed.
 
         Raises:
-            TypeError: the name is not a text.
-            ValueError: the name is taken, or is none that MLA_PLUGIN_BLOCK could hold; the plugin has a name already.
-            pluggy.PluginValidationError: a hook implementation does not fit its specification, is marked under a name
-                that is no hook, or lacks its marker; the plugin implements no hook, or computes without
+            TypeError: the name is not a string.
+            ValueError: the name is taken or cannot be written in MLA_PLUGIN_BLOCK, or the plugin is registered already.
+            pluggy.PluginValidationError: a hook implementation does not match its specification, has a name that is
+                not a hook's, or lacks its marker; the plugin implements no hook, or computes without
                 ``select_backend``.
         """
         if not isinstance(name, str):
-            raise TypeError(f"name={name!r}; a backend's name is a text")
+            raise TypeError(f"name={name!r}; a backend's name is a string")
         if not name.isprintable() or not name.strip() or name != name.strip() or "," in name:
-            raise ValueError(f"name={name!r}; a printable text without commas and outer blanks is needed")
+            raise ValueError(f"name={name!r}; a printable string without commas or surrounding spaces is needed")
         while True:
             before = self._registry
             if name in before.plugins:
@@ -155,10 +154,10 @@ class BackendManager:
                 return
 
     def _publish(self, before: Registry, after: Registry) -> bool:
-        """Put the new registry in the old one's place, unless another thread has done so meanwhile.
+        """Replace the old registry by the new one, unless another thread has replaced it meanwhile.
 
-        Plugins' code runs while a registry is made, so it is made outside the lock. The generation grows last: a
-        decision under the new one never rests on the old callers.
+        Building a registry runs code of plugins, so it happens outside the lock. The generation is incremented last, so
+        a decision of the new generation never uses the old callers.
         """
         with self._lock:
             if self._registry is not before:
@@ -180,9 +179,9 @@ class BackendManager:
         return self._registry.wrappers
 
     def is_ours(self, backend: str) -> bool:
-        """A built-in backend whose hooks run without wrappers around them: nobody else's code makes its results.
+        """True for a built-in backend without hook wrappers around it, so that no third-party code made its results.
 
-        A backend that somebody registered under a built-in's name is not ours.
+        A third-party backend registered under a built-in's name does not count.
         """
         registry = self._registry
         return backend in self._ours and registry.plugins.get(backend) is self._ours[backend] and not registry.wrappers
@@ -192,11 +191,11 @@ class BackendManager:
         return tuple(self._waiting)
 
     def known_names(self) -> frozenset[str]:
-        """Every name that a plugin has: registered, waiting or broken."""
+        """Every known plugin name: registered, pending or broken."""
         return frozenset((*self._registry.plugins, *self.waiting(), *tuple(self.broken)))
 
     def why_not_registered(self, name: object) -> str:
-        """An error's text for a name under which no backend is registered."""
+        """The error message for a name that no backend is registered under."""
         why = ""
         if isinstance(name, str) and name in self.broken:
             why = f", {self.origins.get(name, 'its package')} is broken: {self.broken[name]}"
@@ -220,7 +219,7 @@ class BackendManager:
         return caller
 
     def callers(self, hook: str) -> dict[str, Caller]:
-        """Every backend's caller of the hook, all of one moment, in the order of ``backends``."""
+        """Every backend's caller of the hook, from one snapshot, in the order of ``backends``."""
         registry = self._registry
         return {name: registry.callers[(hook, name)] for name in self._in_order(registry)}
 
@@ -236,7 +235,7 @@ _lock = threading.RLock()
 
 
 def get_manager() -> BackendManager:
-    """The process's manager, made at the first use.
+    """The process's manager, created at first use.
 
     Raises:
         RuntimeError: a backend's module asks for it while it is being imported.
@@ -245,7 +244,7 @@ def get_manager() -> BackendManager:
     if _manager is None:
         with _lock:
             if _is_loading:
-                raise RuntimeError("a backend's module computes or explains attention at import; do it in its hooks")
+                raise RuntimeError("a backend's module calls mla_plugin while it is imported; do so in its hooks")
             if _manager is None:
                 _is_loading = True
                 try:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 from mla_plugin.hooks.attention import AttentionRequest
 
-BATCH_DEPENDENT = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it"
-"""The reason of a backend that does not promise ``batch_invariant``."""
+BATCH_DEPENDENT = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch"
+"""The reason of a backend that does not guarantee ``batch_invariant``."""
 
 
 def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
-    """Yield the reasons of a backend that computes softmax(scores) @ V over expanded K and V, and nothing else.
+    """Yield the reasons of a backend that computes only softmax(scores) @ V over expanded K and V.
 
-    What is left to the backend are layouts, masks, windows, lengths, grouped heads, head dimensions and dtypes. A
-    backend that computes one of these yields the others itself.
+    Refused are dropout, a bias, batch invariance, fp8, another softmax, a score function, a key-value cache, the
+    largest logit, split sums and context parallelism. A backend that supports one of these must yield the other reasons
+    itself. Layouts, masks, windows, lengths, grouped heads, head dimensions and dtypes are left to the backend.
 
     Args:
-        request: what is asked for: dropout, a bias, batch invariance, fp8, another softmax, a score function, a
-            key-value cache, the largest logit, split sums and context parallelism are refused.
+        request: the call.
 
     Yields:
         one reason for each, with the value found and the one accepted.
@@ -31,14 +31,14 @@ def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
 
 
 def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
-    """The same for a backend that computes a bias and dropout too."""
+    """The same for a backend that also supports a bias and dropout."""
     if request.batch_invariant:
         yield BATCH_DEPENDENT
     yield from beyond_the_tensors(request)
 
 
 def beyond_the_tensors(request: AttentionRequest) -> Iterator[str]:
-    """Reasons for what a request says and no hook is given tensors for."""
+    """Reasons for features of a request whose tensors are not passed to the hooks."""
     if request.softmax_type != "vanilla":
         yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
     if request.has_score_mod or request.has_score_mod_bprop:

@@ -1,4 +1,4 @@
-"""What is registered at one moment: plugins that have been checked, and a caller for each backend's hooks."""
+"""An immutable snapshot of what is registered: checked plugins, and a caller for each backend's hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Caller = Callable[..., Any]
 
 
 def _hooks_of(plugins: Mapping[str, object]) -> pluggy.PluginManager:
-    """A pluggy manager that holds these plugins and no other; errors as ``BackendManager.register``."""
+    """A pluggy manager that holds only these plugins; errors as ``BackendManager.register``."""
     pm = pluggy.PluginManager(PROJECT_NAME)
     pm.add_hookspecs(spec)
     for name, plugin in plugins.items():
@@ -40,13 +40,13 @@ def _is_backend(plugin: object, name: str) -> bool:
     if forgotten:
         raise pluggy.PluginValidationError(
             plugin,
-            f"the plugin {name!r} has {' and '.join(forgotten)} without the marker; put @mla_plugin.hookimpl above, or "
-            "choose another name for what is no hook",
+            f"the plugin {name!r} has {' and '.join(forgotten)} without the marker; decorate it with "
+            "@mla_plugin.hookimpl, or rename it if it is not a hook",
         )
     methods = (implementation.function for hook in HOOKS for implementation in found[hook])
     if isinstance(plugin, type) and any("self" in inspect.signature(method).parameters for method in methods):
         raise pluggy.PluginValidationError(
-            plugin, f"the plugin {name!r} is a class whose hooks need an object; register {plugin.__name__}()"
+            plugin, f"the plugin {name!r} is a class whose hooks need an instance; register {plugin.__name__}()"
         )
     if not any(found.values()):
         raise pluggy.PluginValidationError(
@@ -89,12 +89,12 @@ class RaisedInBackendError(Exception):
 
 
 def _direct(caller: pluggy.HookCaller) -> Caller | None:
-    """What the hook's caller comes to where one implementation computes and nothing is around it, 5 us faster."""
+    """The implementation itself, if it is the only one and has no wrapper around it: 5 us faster than the caller."""
     implementations, declared = caller.get_hookimpls(), caller.spec
     if len(implementations) != 1 or _is_wrapper(implementations[0]) or not declared or not declared.opts["firstresult"]:
         return None
     (only,) = implementations
-    if getattr(only, "kwargnames", ()):  # arguments with defaults: pluggy alone knows what to pass
+    if getattr(only, "kwargnames", ()):  # arguments with defaults: only pluggy knows what to pass
         return None
     function, names = only.function, only.argnames
     if set(names) == set(declared.argnames) == _names_by_keyword(function):
@@ -107,17 +107,17 @@ def _direct(caller: pluggy.HookCaller) -> Caller | None:
 
 
 def _names_by_keyword(function: Callable[..., Any]) -> set[str]:
-    """What a call may name. pluggy passes by position, which a decorator, or a slash in the signature, may rely on."""
+    """Arguments that can be passed by name. pluggy passes by position, on which a decorator or ``/`` may rely."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     return {parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD}
 
 
 def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:
-    """The hook's caller; an error out of it keeps its type and gets a note that names the backend."""
+    """The hook's caller; an exception keeps its type and gets a note that names the backend."""
     around = ", ".join(repr(found.plugin_name) for found in caller.get_hookimpls() if _is_wrapper(found))
     note = (
         f"mla-plugin: raised in {caller.name} of the backend {backend!r}"
-        + (f" or in the hook wrappers of {around} around it" if around else "")
+        + (f" or in its hook wrappers, of {around}" if around else "")
         + f"; MLA_PLUGIN_BLOCK={backend} leaves it out, MLA_PLUGIN_BACKEND or backend= chooses another"
     )
 
@@ -127,7 +127,7 @@ def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:
         try:
             return run(**arguments)
         except Exception as error:
-            with contextlib.suppress(Exception):  # an error that takes no note must not be hidden by another
+            with contextlib.suppress(Exception):  # an exception that takes no note must not be replaced by another
                 _add_note(error, note)
             raise
 
@@ -136,14 +136,14 @@ def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:
 
 @dataclass(frozen=True)
 class Registry:
-    """What is registered at one moment. It never changes, so a call that has begun keeps what it began with.
+    """What is registered at one moment. It is immutable, so a call in progress keeps the plugins it started with.
 
     Attributes:
         plugins: every plugin by its name, in order of registration.
         backends: the names of those that are backends; the others are made of hook wrappers.
-        callers: (hook, backend) to a caller of that backend's implementation and of the wrappers. Each backend has a
-            pluggy manager that holds itself and the plugins of wrappers: an allow-list, which what was registered
-            halfway, or meanwhile, cannot enter.
+        callers: (hook, backend) to a caller of that backend's implementation and of the wrappers. Each backend has its
+            own pluggy manager, which holds only the backend and the wrapper plugins, so a plugin that is half
+            registered, or registered later, cannot be called.
     """
 
     plugins: Mapping[str, object] = field(default_factory=dict)
@@ -163,14 +163,14 @@ class Registry:
                 yield (hook, backend), _caller_that_names(getattr(hooks, hook), backend)
 
     def added(self, plugin: object, name: str) -> Registry:
-        """With one more plugin; errors as ``BackendManager.register``."""
+        """A copy with one more plugin; errors as ``BackendManager.register``."""
         is_backend = _is_backend(plugin, name)
         after = Registry({**self.plugins, name: plugin}, self.backends | ({name} if is_backend else set()))
         changed = {name} if is_backend else after.backends
         return Registry(after.plugins, after.backends, {**self.callers, **dict(after._callers_of(changed))})
 
     def removed(self, name: str) -> Registry:
-        """Without one of its plugins."""
+        """A copy without one of its plugins."""
         plugins = {other: plugin for other, plugin in self.plugins.items() if other != name}
         after = Registry(plugins, self.backends - {name})
         if name in self.backends:

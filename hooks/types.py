@@ -1,4 +1,4 @@
-"""What a backend is asked with and answers, whatever the operation: the platform, a yes or a no and its reasons."""
+"""Types of ``select_backend`` for both operations: the platform, ``Accepted``, ``Refused`` with its reasons."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Platform:
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
         compute_capability: (major, minor); None on the CPU.
-        packages: (distribution name, version) pairs of the installed packages that matter, sorted by name.
+        packages: (distribution name, version) pairs of the installed packages that backends use, sorted by name.
         cudnn_version: cuDNN that PyTorch loads, as (major, minor, patch); None without cuDNN.
         cuda_version: CUDA toolkit that PyTorch was built with, such as ``"13.0"``; None for a CPU build.
         shared_memory_per_block: largest opt-in shared memory of one thread block, in bytes; None on the CPU.
         multi_processor_count: number of SMs; None on the CPU.
         tools: build tools found on the PATH (``nvcc``, ``ninja``); ``triton-interpreter`` when Triton runs on the CPU.
-        device_name: what the driver calls the device, such as ``"NVIDIA H200"``; None where it is not known.
+        device_name: the driver's name of the device, such as ``"NVIDIA H200"``; None if unknown.
     """
 
     device_type: str = "cpu"
@@ -37,7 +37,7 @@ class Platform:
         return dict(self.packages).get(distribution)
 
     def __hash__(self) -> int:
-        """The hash of the attributes, computed once: backends look up at every call what they found for a platform."""
+        """The hash of the attributes, computed once: backends look up cached results by platform at every call."""
         value: int | None = self.__dict__.get("_hash")
         if value is None:
             value = hash(tuple(getattr(self, field.name) for field in fields(self)))
@@ -45,7 +45,7 @@ class Platform:
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes alone: hashes of texts differ between processes."""
+        """Only the attributes: the cached hash is invalid in another process, where strings hash differently."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -54,11 +54,11 @@ class Accepted:
     """A backend takes the request.
 
     Attributes:
-        priority: for backends of other packages. 0 (the default) places the backend after the built-in fused backends
-            and before the unfused fallback; a positive number before every built-in, higher numbers first; a negative
+        priority: for third-party backends. 0 (the default) places the backend after the built-in fused backends and
+            before the unfused fallback; a positive number before every built-in, higher numbers first; a negative
             number after everything else. Built-in backends are ordered by the resolver, which ignores their priority.
-        backward_by: name of the backend that runs the backward; None for the accepting backend itself. Outside
-            TransformerEngine a built-in's is not asked: the passes of the built-in backends are chosen apart.
+        backward_by: name of the backend that runs the backward; None for the accepting backend itself. Ignored for
+            built-in backends outside TransformerEngine, where forward and backward are chosen independently.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
     """
 
@@ -68,7 +68,7 @@ class Accepted:
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):
-            raise TypeError(f"priority={self.priority!r}; an integer is needed, 0 for the usual place")
+            raise TypeError(f"priority={self.priority!r}; an integer is needed, 0 for the default order")
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Refused:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reasons, tuple):
-            raise TypeError(f"reasons={self.reasons!r}; a tuple of texts is needed: Refused((reason,))")
+            raise TypeError(f"reasons={self.reasons!r}; a tuple of strings is needed: Refused((reason,))")
         if not self.reasons:
-            raise ValueError("Refused needs at least one reason: say what was found and what is accepted")
+            raise ValueError("Refused needs at least one reason: give the value found and what is accepted")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""The compressed cache in pages: where new tokens go, how they get there, and a contiguous copy.
+"""The paged compressed cache: compute slots, append new tokens, gather a contiguous copy.
 
-A slot is the number of a row: ``page * page_size + row in the page``. int64, because a cache may have more than 2**31
-rows times columns. The functions work in place, may be captured in a CUDA graph and wait for nothing. What only the
-values of slots and page tables can show is checked on the CPU, and on a CUDA device under MLA_PLUGIN_CHECK=1, which
-waits for the device.
+A slot is the index of a row: ``page * page_size + row in the page``. Slots are int64, because a cache may have more
+than 2**31 elements. The functions can be captured in a CUDA graph and do not synchronise. Values of slots and page
+tables are checked on the CPU; on a CUDA device only with MLA_PLUGIN_CHECK=1, which synchronises.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ def _reads_values(x: torch.Tensor) -> bool:
 
 
 def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: int, seqlen_q: int = 1) -> torch.Tensor:
-    """Slots of the last ``seqlen_q`` tokens of each sequence, to ``append`` them.
+    """Slots of the last ``seqlen_q`` tokens of each sequence, for ``append``.
 
     Args:
         page_table: int32 [B, n], each sequence's pages in order.
-        seqlens_kv: int32 [B], all tokens of each sequence, the new ones included.
-        page_size: tokens of a page.
+        seqlens_kv: int32 [B], number of tokens of each sequence, including the new ones.
+        page_size: tokens per page.
         seqlen_q: new tokens of each sequence.
 
     Returns:
-        int64 [B, seqlen_q]; -1, which ``append`` leaves out, for a token before the sequence's first one, and where the
-        sequence's pages are full or the page's number is negative.
+        int64 [B, seqlen_q]; -1, which ``append`` skips, for a token before the sequence's first one, and where the
+        sequence's pages are full or the page index is negative.
 
     Raises:
-        IndexError: a sequence's pages are full, or a token's page is negative. On a CUDA device under
-            MLA_PLUGIN_CHECK=1 only.
-        ValueError, TypeError: an argument is off.
+        IndexError: a sequence's pages are full, or a token's page is negative. On a CUDA device only with
+            MLA_PLUGIN_CHECK=1.
+        ValueError, TypeError: an argument is invalid.
     """
     _check_indices("page_table", page_table, 2, torch.int32)
     _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
     if page_table.shape[0] != seqlens_kv.shape[0] or page_table.device != seqlens_kv.device:
         raise ValueError(
             f"page_table {list(page_table.shape)} on {page_table.device} and seqlens_kv {list(seqlens_kv.shape)} on "
-            f"{seqlens_kv.device}; one row and one length a sequence are needed, on one device"
+            f"{seqlens_kv.device}; one row and one length per sequence are needed, on one device"
         )
     if page_size < 1 or seqlen_q < 0:
         raise ValueError(f"page_size={page_size}, seqlen_q={seqlen_q}; at least 1 and 0 are needed")
@@ -61,7 +60,7 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
     if _reads_values(seqlens_kv) and seqlens_kv.numel() and seqlen_q and int(seqlens_kv.max()) > room:
         raise IndexError(
             f"seqlens_kv={seqlens_kv.tolist()}; page_table has {page_table.shape[1]} pages of {page_size} for each "
-            f"sequence, {room} tokens: they are full, give the sequence another page"
+            f"sequence, {room} tokens: they are full; allocate another page to the sequence"
         )
     position = seqlens_kv.long()[:, None] + torch.arange(-seqlen_q, 0, device=seqlens_kv.device)
     exists = (position >= 0) & (position < room)
@@ -72,7 +71,7 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
     if _reads_values(seqlens_kv) and bool((exists & (pages < 0)).any()):
         raise IndexError(
             f"page_table={page_table.tolist()} has a negative page where a token of seqlens_kv={seqlens_kv.tolist()} "
-            "goes: give the sequence a page"
+            "goes: allocate a page to the sequence"
         )
     return (pages * page_size + position % page_size).masked_fill(~exists | (pages < 0), -1)
 
@@ -80,22 +79,21 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
 def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write new tokens into their slots of a paged cache, in place.
 
-    A contiguous cache [B, S_max, R + Dr] is one of B pages of S_max tokens: slot = sequence * S_max + position.
+    A contiguous cache [B, S_max, R + Dr] counts as B pages of S_max tokens: slot = sequence * S_max + position.
 
     Args:
-        kv_cache: one tensor [pages, page_size, R + Dr] or a pair (c_kv, k_rope) of pages; the last dimension is
-            contiguous.
+        kv_cache: one tensor [pages, page_size, R + Dr], or a pair (c_kv [pages, page_size, R], k_rope [pages,
+            page_size, Dr]); the last dimension is contiguous.
         c_kv: [..., R], the new tokens' normalised latents, dtype of the cache.
-        k_rope: [..., Dr], their keys' rope part, after rope.
-        slot_mapping: int64 [...], each token's slot, none twice; a negative slot leaves its token out, as graphs with
-            spare tokens need.
+        k_rope: [..., Dr], rope part of their keys, with rope applied.
+        slot_mapping: int64 [...], each token's slot, without duplicates. Tokens with a negative slot are skipped, which
+            lets a CUDA graph run with padding tokens.
 
     Raises:
-        NotImplementedError: the cache or a new row requires grad, and gradients are being recorded.
-        IndexError: a slot that the cache does not have, or a slot given twice. On a CUDA device under
-            MLA_PLUGIN_CHECK=1 only; without it a token of such a slot is left out, and of a slot's two tokens either
-            may stay.
-        ValueError, TypeError: an argument is off. After any error the cache is as it was.
+        NotImplementedError: the cache or a new row requires grad while grad mode is on.
+        IndexError: a slot is out of range or given twice. On a CUDA device only with MLA_PLUGIN_CHECK=1; without it an
+            out-of-range token is skipped, and either token of a duplicate slot may be written.
+        ValueError, TypeError: an argument is invalid. After any error the cache is unchanged.
     """
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         if not isinstance(x, torch.Tensor):
@@ -133,28 +131,27 @@ def gather(
     kv_lora_rank: int | None = None,
     max_seqlen_kv: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous copy of each sequence's rows, as ``decode`` and the expansion to keys and values take it.
+    """Copy each sequence's rows into a contiguous cache, for ``decode`` or for expansion to keys and values.
 
     Args:
         kv_cache: as for ``append``.
-        page_table: int32 [B, n]; entries beyond a sequence's length are never followed.
+        page_table: int32 [B, n]; entries beyond a sequence's length are not read.
         seqlens_kv: int32 [B].
-        kv_lora_rank: R; needed to split one tensor.
-        max_seqlen_kv: rows of the copy for each sequence; by default what n pages hold, which takes no look at the
-            lengths. Rows beyond it are left out.
+        kv_lora_rank: R; required to split a cache that is one tensor.
+        max_seqlen_kv: rows of the copy for each sequence; default n * page_size, which does not read the lengths.
+            Rows beyond it are left out.
 
     Returns:
-        c_kv [B, max_seqlen_kv, R] and k_rope [B, max_seqlen_kv, Dr], views of one tensor; rows from a sequence's length
-        on are 0.
+        c_kv [B, max_seqlen_kv, R] and k_rope [B, max_seqlen_kv, Dr], views of one tensor; rows beyond a sequence's
+        length are 0.
 
     Raises:
-        IndexError: a page that the cache does not have. On a CUDA device under MLA_PLUGIN_CHECK=1 only; without it its
-            rows are 0.
-        ValueError, TypeError: an argument is off.
+        IndexError: a page is out of range. On a CUDA device only with MLA_PLUGIN_CHECK=1; without it its rows are 0.
+        ValueError, TypeError: an argument is invalid.
     """
     if kv_lora_rank is None:
         if isinstance(kv_cache, torch.Tensor):
-            raise ValueError("kv_lora_rank is missing; it says where c_kv ends in a cache that is one tensor")
+            raise ValueError("kv_lora_rank is missing; it is needed to split a cache that is one tensor")
         kv_lora_rank = kv_cache[0].shape[-1]
     pages_c, pages_k = split_cache(kv_cache, kv_lora_rank)
     _check_pages(pages_c, pages_k)
@@ -162,7 +159,7 @@ def gather(
     _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
     batch, width = page_table.shape
     if seqlens_kv.shape[0] != batch:
-        raise ValueError(f"seqlens_kv has {seqlens_kv.shape[0]} lengths, page_table {batch} rows; one each is needed")
+        raise ValueError(f"seqlens_kv has {seqlens_kv.shape[0]} lengths, page_table {batch} rows; they must be equal")
     if {page_table.device, seqlens_kv.device} != {pages_c.device}:
         raise ValueError(
             f"kv_cache is on {pages_c.device}, page_table on {page_table.device}, seqlens_kv on {seqlens_kv.device}; "
@@ -225,8 +222,8 @@ def _check_may_be_written(
 ) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (pages_c, pages_k, c_kv, k_rope)):
         raise NotImplementedError(
-            "the cache or a new row requires grad; a cache written in place keeps no gradient: pass .detach(), or call "
-            "append under torch.no_grad()"
+            "the cache or a new row requires grad; append writes in place and has no backward: pass .detach(), or call "
+            "it under torch.no_grad()"
         )
     for name, pages in (("c_kv", pages_c), ("k_rope", pages_k)):
         if any(size > 1 and stride == 0 for size, stride in zip(pages.shape[:2], pages.stride()[:2], strict=True)):
@@ -237,8 +234,8 @@ def _check_may_be_written(
         is_inference = not torch.compiler.is_compiling() and pages.is_inference()
         if is_inference and not pages.is_cuda and not torch.is_inference_mode_enabled():
             raise RuntimeError(
-                f"the cache's {name} was made in torch.inference_mode(), outside of which PyTorch writes to no such "
-                "tensor; call append in inference mode too, or make the cache outside"
+                f"the cache's {name} was created in torch.inference_mode(); PyTorch cannot write to it outside that "
+                "mode: call append in inference mode too, or create the cache outside it"
             )
 
 
@@ -255,8 +252,8 @@ def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
     wrong = given[given >= num_slots]
     if wrong.numel():
         raise IndexError(
-            f"slot_mapping has {wrong[:8].tolist()}; the cache has the slots 0 to {num_slots - 1}, and a negative one "
-            "leaves a token out"
+            f"slot_mapping has {wrong[:8].tolist()}; the cache has slots 0 to {num_slots - 1}, and a negative slot "
+            "skips its token"
         )
     found, counts = given.unique(return_counts=True)
     twice = found[counts > 1]
@@ -271,4 +268,4 @@ def _check_used_pages(page_table: torch.Tensor, seqlens_kv: torch.Tensor, num_pa
         used = page_table[b, : -(-length // page_size)].tolist()
         wrong = [page for page in used if not 0 <= page < num_pages]
         if wrong:
-            raise IndexError(f"page_table[{b}] has {wrong[:8]}; the cache has the pages 0 to {num_pages - 1}")
+            raise IndexError(f"page_table[{b}] has {wrong[:8]}; the cache has pages 0 to {num_pages - 1}")

@@ -1,7 +1,7 @@
-"""The only reader of ``os.environ``: one table of variables, each with its exact parse, default and meaning.
+"""The only module that reads ``os.environ``: a table of variables with their exact parsing, default and meaning.
 
-TransformerEngine parses its variables in three ways, and each is kept as it is: ``int()`` (so ``"true"`` and ``""``
-raise, ``" 1 "`` and ``"2"`` are on), ``bool(int())``, and equality with the string ``"1"`` (so nothing raises).
+TransformerEngine parses its variables in three ways, which are kept: ``int()`` (so ``"true"`` and ``""`` raise,
+``" 1 "`` and ``"2"`` are on), ``bool(int())``, and equality with the string ``"1"`` (so nothing raises).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Variable(NamedTuple):
 
     Attributes:
         name: its name.
-        parse: turns the text into a value; raises ValueError for a text that is not accepted.
-        accepted: the accepted texts, in words; it stands in the error message.
+        parse: converts the string to a value; raises ValueError for a string that is not accepted.
+        accepted: description of the accepted strings, used in the error message.
         default: value when the variable is unset.
         meaning: one sentence.
         read_at: when a change takes effect: at every ``selection``, at the ``construction`` of a host's attention
@@ -256,13 +256,13 @@ def parse(name: str, environ: Mapping[str, str]) -> Value:
 
 
 def text(name: str, environ: Mapping[str, str]) -> str | None:
-    """A variable that is a text; None when unset or blank."""
+    """The value of a string variable; None when unset or blank."""
     value = parse(name, environ)
     return value if isinstance(value, str) else None
 
 
 def names(name: str, environ: Mapping[str, str]) -> frozenset[str]:
-    """A variable that is a list of names."""
+    """The value of a variable that lists names."""
     value = parse(name, environ)
     return frozenset(value) if isinstance(value, tuple) else frozenset()
 
@@ -272,14 +272,14 @@ _GATES: tuple[str, ...] = tuple(
 )
 
 Gates: TypeAlias = tuple[tuple[str, str], ...]
-"""The variables that a selection reads and that are set, with their raw texts: hashable, part of the cache's key."""
+"""The set variables that a selection reads, with their raw strings: hashable, part of the cache key."""
 
 
 def gates() -> Gates:
     """Snapshot of the variables that a selection depends on.
 
-    It runs at every call. Asking ``os.environ`` for a missing name raises and catches a KeyError inside (7.8 us for the
-    whole table), so the names are looked up in the dictionary behind it where there is one (0.5 us).
+    It runs at every call. Looking up a missing name in ``os.environ`` raises and catches a KeyError (7.8 us for the
+    whole table), so the names are looked up in its underlying dictionary, if there is one (0.5 us).
     """
     environ = os.environ
     data = getattr(environ, "_data", None)
@@ -307,13 +307,13 @@ def read(name: str) -> Value:
 
 
 def assignments() -> dict[str, str]:
-    """Raw texts of the process's variables whose names begin as ours and TransformerEngine's do, misspelt ones too."""
+    """The process's variables with our or TransformerEngine's prefix, as raw strings, including misspelt names."""
     names = sorted(name for name in os.environ if name.startswith(("MLA_PLUGIN_", "NVTE_")))
     return {name: text for name in names if (text := os.environ.get(name)) is not None}
 
 
 def cuda_homes() -> tuple[str, ...]:
-    """Where compilers look for the CUDA toolkit: what CUDA_HOME or CUDA_PATH names, else its usual place."""
+    """Where compilers look for the CUDA toolkit: CUDA_HOME or CUDA_PATH, else the default location."""
     named = tuple(text for name in ("CUDA_HOME", "CUDA_PATH") if (text := os.environ.get(name)))
     return named[:1] or ("/usr/local/cuda",)
 
@@ -339,13 +339,13 @@ def is_p2p_batch_allowed() -> bool:
 
 
 def _may_be_set(name: str) -> bool:
-    """False for a variable that is not set; asked at every call, so it is looked up as in ``gates``."""
+    """False for a variable that is not set; called at every call, so it is looked up as in ``gates``."""
     data = getattr(os.environ, "_data", None)
     return data is None or _encoded(name) in data
 
 
 def check_selection(environ: Mapping[str, str]) -> None:
-    """Parse what TransformerEngine's selection parses, as lazily as it does; errors as ``parse``."""
+    """Parse the variables that TransformerEngine's selection parses, as lazily as it does; errors as ``parse``."""
     if parse("NVTE_FLASH_ATTN", environ):
         for name in ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"):
             parse(name, environ)
@@ -369,7 +369,7 @@ def markdown_table() -> str:
 
 @contextmanager
 def recorded_reads() -> Iterator[list[str]]:
-    """The names of all variables that anybody reads within the block, in order; for the conformance suite."""
+    """Record the names of all variables read within the block, in order; for the conformance suite."""
     kind: Any = type(os.environ)
     names: list[str] = []
     original = kind.__getitem__
@@ -387,7 +387,7 @@ def recorded_reads() -> Iterator[list[str]]:
 
 @contextmanager
 def changed_variable(name: str, value: str) -> Iterator[None]:
-    """The variable has another value within the block; for the conformance suite."""
+    """Set a variable to another value within the block; for the conformance suite."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,4 +1,4 @@
-"""Plugging into a host framework, and the way back."""
+"""Register with a host framework, and undo it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ IMPORTED_BY_USERS = {
     "transformer_engine": "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
     "transformers": "transformers.modeling_utils",
 }
-"""Host to a module that every program imports which uses the host's attention; then the adapter can register.
+"""For each host a module that every program using its attention imports; the adapter registers after that import.
 
 TransformerEngine's is where DotProductAttention is defined, in every supported version.
 """
 
 
 class Registration:
-    """What ``mla_plugin.register`` did to a host, and the way back.
+    """The registration of ``mla_plugin.register`` with a host; ``uninstall`` undoes it.
 
     Attributes:
         host: the host's name.
@@ -30,23 +30,23 @@ class Registration:
         self._undo: Callable[[], None] | None = undo
 
     def uninstall(self) -> None:
-        """Give the host back what was its own; calling it again does nothing."""
+        """Restore the host; calling it again does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
 
 def register(host: str) -> Registration | None:
-    """Plug into a host framework's attention registry; a second call changes nothing.
+    """Register with a host framework's attention registry; a second call changes nothing.
 
     Args:
-        host: ``"transformers"``: the name ``mla_plugin`` becomes an ``attn_implementation``. ``"megatron"``: every
-            dense MLA layer of Megatron-Core that is built afterwards attends through the plugin.
-            ``"torchtitan"``: ``mla_plugin`` becomes an ``attn_backend``.
+        host: ``"transformers"``: registers ``mla_plugin`` as an ``attn_implementation``. ``"megatron"``: every dense
+            MLA layer of Megatron-Core built afterwards runs its attention through mla-plugin.
+            ``"torchtitan"``: registers ``mla_plugin`` as an ``attn_backend``.
             ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:
-        for ``"transformer_engine"`` the registration, whose ``uninstall()`` takes it back; None for the other hosts.
+        for ``"transformer_engine"`` the registration, whose ``uninstall()`` undoes it; None for the other hosts.
 
     Raises:
         ValueError: there is no adapter for the host.

@@ -1,14 +1,14 @@
-"""``python -m mla_plugin.run train.py ...``: run a program with this library plugged into the frameworks that it uses.
+"""``python -m mla_plugin.run train.py ...``: run a program with mla-plugin registered in the frameworks that it uses.
 
 It is ``mla_plugin.register(host)`` for a program that cannot be edited, and works under launchers that start a module:
 ``torchrun --nproc-per-node 8 -m mla_plugin.run train.py ...``. Processes that the program itself spawns start without
 it.
 
 Without ``--host`` torchtitan, TransformerEngine and transformers are registered as soon as the program imports them; a
-version that is too old is a warning. What then runs on us is said as without this program: to transformers by
-``attn_implementation="mla_plugin"`` and to torchtitan by ``attn_backend="mla_plugin"``, which many programs take as an
-argument, to TransformerEngine by ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered by ``--host
-megatron`` alone, because all its layers attend through us from then on.
+version that is too old gives a warning. mla-plugin is then selected as usual: in transformers with
+``attn_implementation="mla_plugin"`` and in torchtitan with ``attn_backend="mla_plugin"``, which many programs take as
+an argument, in TransformerEngine with ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered only with
+``--host megatron``, because from then on all its layers run their attention through mla-plugin.
 """
 
 from __future__ import annotations

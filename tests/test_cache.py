@@ -100,7 +100,7 @@ def test_append_nothing() -> None:
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
-        ([0, 44, 1], r"slot_mapping has \[44\]; the cache has the slots 0 to 43"),
+        ([0, 44, 1], r"slot_mapping has \[44\]; the cache has slots 0 to 43"),
         ([7, 3, 7], r"has \[7\] more than once"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_cache_of_inference_mode_is_written_there_alone(spoilt: int) -> None:
     with torch.inference_mode():
         caches[spoilt] = caches[spoilt].clone()
     tokens, slots = tokens_of(3), torch.tensor([5, 0, 9])
-    with pytest.raises(RuntimeError, match=r"made in torch\.inference_mode\(\).*call append in inference mode too"):
+    with pytest.raises(RuntimeError, match=r"created in torch\.inference_mode\(\).*call append in inference mode too"):
         cache.append((caches[0], caches[1]), *tokens, slots)
     assert not any(x.any() for x in caches)
     with torch.inference_mode():
@@ -277,7 +277,7 @@ def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     page_table = torch.tensor([[4, PAGES]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     kv_cache = pages_of(2)
-    with pytest.raises(IndexError, match=r"page_table\[0\] has \[11\]; the cache has the pages 0 to 10"):
+    with pytest.raises(IndexError, match=r"page_table\[0\] has \[11\]; the cache has pages 0 to 10"):
         cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
     with pytest.raises(IndexError, match=r"seqlens_kv\[0\]=5; page_table has 2 pages of 2"):
         cache.gather(kv_cache, page_table, lengths + 2, kv_lora_rank=RANK)

@@ -229,7 +229,7 @@ def test_out_is_the_callers_to_change_and_a_backward_notices(way: str, qkv_forma
 @pytest.mark.parametrize(
     ("scale", "error", "words"),
     [
-        (torch.tensor(0.1, requires_grad=True), TypeError, "no gradient goes to it"),
+        (torch.tensor(0.1, requires_grad=True), TypeError, "it gets no gradient"),
         (torch.tensor(0.1), TypeError, "float"),
         ("0.1", TypeError, "softmax_scale='0.1' is str; a positive number"),
         (True, TypeError, "softmax_scale=True"),

@@ -47,7 +47,7 @@ def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
         ({"window_size": (-2, 0)}, ["(-2, 0)", "-1"]),
         ({"window_size": 5}, ["window_size=5", "(left, right)"]),
         ({"window_size": (1, 2, 3)}, ["(1, 2, 3)", "(left, right)"]),
-        ({"window_size": (1.5, 0)}, ["(1.5, 0)", "count of tokens"]),
+        ({"window_size": (1.5, 0)}, ["(1.5, 0)", "number of tokens"]),
         ({"max_seqlen_q": 2}, ["max_seqlen_q=2", "3, the tensor's length"]),
         ({"max_seqlen_kv": 6}, ["max_seqlen_kv=6", "5, the tensor's length"]),
         ({"max_seqlen_q": 4, "attn_mask_type": "padding", "cu_seqlens_q": CU}, ["max_seqlen_q=4", "0 to 3"]),
@@ -103,7 +103,7 @@ def test_options(options: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("cu", "words"),
     [
-        ([0, 3, 2], ["[0, 3, 2]", "never fall"]),
+        ([0, 3, 2], ["[0, 3, 2]", "never decrease"]),
         ([1, 2, 3], ["start at 0"]),
         ([0, 4, 5], ["[4, 1]", "3 tokens"]),
     ],

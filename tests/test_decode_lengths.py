@@ -48,8 +48,8 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
 @pytest.mark.parametrize(
     ("host", "seqlens_kv", "error", "message"),
     [
-        ([1, -2], None, ValueError, "one non-negative length a sequence"),
-        ([[1], [2]], None, ValueError, "one non-negative length a sequence"),
+        ([1, -2], None, ValueError, "one non-negative length per sequence"),
+        ([[1], [2]], None, ValueError, "one non-negative length per sequence"),
         (torch.tensor([1.0]), None, TypeError, "int32 or int64 is needed"),
         ([1, 2.5], None, TypeError, "host lengths have dtype torch.float32; int32 or int64 is needed"),
         (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
@@ -58,8 +58,8 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; a tensor, int32 \[2\], is needed"),
         ([1, 2**31], None, ValueError, r"\[1, 2147483648\]; at most 2147483647 is accepted"),
         (torch.tensor([2**32 + 5]), None, ValueError, r"\[4294967301\]; at most 2147483647 is accepted"),
-        (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length a sequence"),
-        ([2**63], None, TypeError, "host lengths are list, of which PyTorch makes no tensor"),
+        (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length per sequence"),
+        ([2**63], None, TypeError, "host lengths are list, which PyTorch cannot convert to a tensor"),
         (["3"], None, TypeError, "a list of ints or a CPU tensor"),
         (None, None, TypeError, "host lengths are NoneType"),
         ([True], None, TypeError, r"dtype torch\.bool; int32 or int64 is needed"),
@@ -111,7 +111,7 @@ def test_lengths_that_a_backend_cannot_follow_are_not_taken() -> None:
 
 
 def test_as_many_lengths_as_before() -> None:
-    with pytest.raises(ValueError, match="3 lengths given, 2 are held"):
+    with pytest.raises(ValueError, match="3 lengths given, 2 expected"):
         DecodeLengths([1, 2], device="cpu").update([1, 2, 3])
 
 

@@ -106,7 +106,7 @@ def test_a_platform_takes_the_place_of_the_device():
 def test_tensors_by_name_and_a_backend_by_name():
     q, k, v = tensors(2, 8, 4)
     text = mla_plugin.explain(q=q, k=k, v=v, backend="cudnn")
-    assert "backend 'cudnn' was asked for by name" in text
+    assert "backend 'cudnn' was requested by name" in text
     assert text.endswith("=> no backend")
 
 
@@ -121,7 +121,8 @@ def test_nothing_is_drawn_or_allocated():
 
 def test_a_call_without_queries_asks_nobody():
     q, k, v = tensors(2, 0, 4)
-    assert mla_plugin.explain(q, k, v) == "=> no backend: a call without queries or keys has nothing to compute"
+    text = "=> no backend: the call has no queries or no keys, so there is nothing to compute"
+    assert mla_plugin.explain(q, k, v) == text
 
 
 def test_requests_are_explained_as_before():
@@ -202,12 +203,14 @@ def test_latents_and_caches_of_the_meta_device():
     assert "lengths 3 x 1048576, 5 heads, kv_lora_rank 16, rope 8, contiguous cache, causal" in text
     assert "apart" not in text
     pair = (cache[..., :16], torch.zeros(2, 1 << 20, 24, device="meta")[..., :8])
-    assert "c_kv and k_rope apart" in mla_plugin.explain(mla_plugin.decode, *queries, pair, softmax_scale=0.1)
+    assert "c_kv and k_rope in separate tensors" in mla_plugin.explain(
+        mla_plugin.decode, *queries, pair, softmax_scale=0.1
+    )
 
 
 def test_nothing_to_compute():
     given, _ = latents(tokens=0)
-    assert mla_plugin.explain(mla_plugin.latent_attention, *given).startswith("=> no backend: a call without queries")
+    assert mla_plugin.explain(mla_plugin.latent_attention, *given).startswith("=> no backend: the call has no queries")
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ W_UV = "[H, head_dim_v, R] = (5, head_dim_v, 20) is needed"
         ({"q": (B, S, H, ROPE)}, ValueError, "q has 5 heads of width 8, k_rope 8 and c_kv 20 columns"),
         ({"q": (B, S, H * (NOPE + ROPE))}, ValueError, "q has shape (2, 9, 120); bshd is [B, S, H, D], 4 dimensions"),
         ({"q": (B + 1, S, H, NOPE + ROPE)}, ValueError, "batch size: q has 3 and c_kv 2"),
-        ({"k_rope": (B, S, 1, ROPE)}, ValueError, "bshd needs [B, S, qk_rope_head_dim]; it has no axis of heads"),
+        ({"k_rope": (B, S, 1, ROPE)}, ValueError, "bshd needs [B, S, qk_rope_head_dim]; it has no head axis"),
         ({"c_kv": (B, S + 1, R)}, ValueError, "c_kv has shape (2, 10, 20) and k_rope (2, 9, 8); [B, S] must be equal"),
         ({"qkv_format": "bsdh"}, ValueError, "qkv_format='bsdh'; accepted: bshd, sbhd, bhsd, thd"),
         ({"attn_mask_type": "arbitrary"}, ValueError, "latent_attention takes no attention_mask"),

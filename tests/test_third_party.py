@@ -129,7 +129,7 @@ def test_a_named_backend_is_used(site: Path) -> None:
             "import mla_plugin\n@mla_plugin.hookimpl\ndef forward(plan, tensor): ...",
             "PluginValidationError",
         ),
-        ("def select_backend(request): ...", "has select_backend without the marker; put @mla_plugin.hookimpl above"),
+        ("def select_backend(request): ...", "has select_backend without the marker; decorate it with"),
         ("x = 1", "implements no hook"),
     ],
 )

@@ -41,22 +41,22 @@ _SHARPNESS = 2.0**20
 
 
 class MLACoreAttention(MegatronModule):  # type: ignore[misc]
-    """Attention of one layer on the best installed backend; head dimensions of q and k, and of v, are free to differ.
+    """Attention of one layer on the best installed backend; head_dim_qk and head_dim_v may differ.
 
-    It holds no parameters, so checkpoints pass between it and Megatron's own core attentions.
+    It has no parameters, so checkpoints are compatible with Megatron's own core attentions.
 
     Args:
-        config: ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``, ``deterministic_mode``, ``qk_clip``
-            and ``log_max_attention_logit`` are followed.
-        layer_number: counts from 1; it decides with ``window_attn_skip_freq`` whether the window applies.
-        attn_mask_type: the default of the call's.
-        attention_type: ``"self"`` or ``"cross"``; the tensors say it.
+        config: used are ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``, ``deterministic_mode``,
+            ``qk_clip`` and ``log_max_attention_logit``.
+        layer_number: counts from 1; with ``window_attn_skip_freq`` it decides whether the window applies.
+        attn_mask_type: default for the call's.
+        attention_type: ``"self"`` or ``"cross"``; used only for packed sequences with context parallelism.
         attention_dropout: default ``config.attention_dropout``.
         softmax_scale: multiplies the scores; default head_dim_qk ** -0.5. MLA layers give theirs, with YaRN's factor.
-        k_channels: not consulted; q and k say it.
-        v_channels: head_dim_v. MLA layers give it; None takes v as it comes.
-        num_splits: not consulted; it divides work within a kernel.
-        cp_comm_type: with ``context_parallel_size`` above 1 how K and V travel: ``"p2p"`` (also for None),
+        k_channels: not used; q and k show it.
+        v_channels: head_dim_v. MLA layers give it; with None v is used as given.
+        num_splits: not used; it divides work within a kernel.
+        cp_comm_type: with ``context_parallel_size`` above 1 how K and V are exchanged: ``"p2p"`` (also for None),
             ``"all_gather"`` or ``"a2a"``. Layers give theirs from ``config.cp_comm_type``.
         pg_collection: its ``tp`` group, and with ``context_parallel_size`` above 1 its ``cp`` group; default the global
             ones, if there are any.
@@ -67,7 +67,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             to None; otherwise None. One module therefore serves one number of heads.
 
     Raises:
-        ValueError: the configuration asks for what is not computed here; the message says what and what to do.
+        ValueError: the configuration has an unsupported option; the message names it and says what to do.
     """
 
     def __init__(
@@ -128,21 +128,21 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             key: the same with S_kv or T_kv tokens and H_kv heads; H is a multiple of H_kv.
             value: key's shape with head_dim_v. Packed, its last dimension may be wider than ``v_channels``: the rest is
                 zeros that Megatron appended, which are left out and get the gradient 0.
-            attention_mask: bool, True = masked out, broadcastable to [B, H, S_q, S_kv]; consulted for the mask types
-                ``padding`` and ``arbitrary`` alone, as in TransformerEngine.
+            attention_mask: bool, True = masked out, broadcastable to [B, H, S_q, S_kv]; used only for the mask types
+                ``padding`` and ``arbitrary``, as in TransformerEngine.
             attn_mask_type: default the constructor's. Packed, ``causal`` means causal in each sequence.
             attention_bias: added to the scaled scores, broadcastable to [B, H, S_q, S_kv]; not for packed sequences.
             packed_seq_params: lengths of packed sequences, ``qkv_format="thd"``; offsets with padding and
                 ``pad_between_seqs`` are followed. With context parallelism they are those of whole sequences, each
-                padded to a multiple of twice the ranks. Its ``cp_group`` takes the place of the layer's for this call.
-            num_splits: not consulted.
+                padded to a multiple of twice the ranks. Its ``cp_group`` replaces the layer's for this call.
+            num_splits: not used.
 
         Returns:
             [S_q, B, H * head_dim_v]; packed [T_q, H * head_dim_v], or [T_q, H, v_channels] where v came with zeros
             appended. Rows of padding between packed sequences are 0.
 
         Raises:
-            ValueError: an argument is off or not computed here; the message says what is accepted.
+            ValueError: an argument is invalid or not supported; the message says what is accepted.
             NoBackendError: no backend takes the request; the message lists every backend's reasons.
             ContextParallelError: the ranks call with different arguments, or one of them failed.
         """
@@ -204,7 +204,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
                 f"value has head dimension {width} and this layer was built for v_channels={self.v_channels}; "
                 "only packed sequences (qkv_format='thd') may bring more, zeros that Megatron appended"
             )
-        # Reading values is free on the CPU alone; on a device it would wait for it.
+        # Only on the CPU can values be read without a synchronisation.
         if value.device.type == "cpu" and value[..., self.v_channels :].any():
             raise ValueError(
                 f"value has head dimension {width}, this layer was built for {self.v_channels}, and what is beyond is "

@@ -47,7 +47,7 @@ def register() -> Registration:
     """Wrap ``DotProductAttention.forward``, now or when TransformerEngine is imported; a second call changes nothing.
 
     Returns:
-        the registration; its ``uninstall()`` gives TransformerEngine its own forward back.
+        the registration; its ``uninstall()`` restores TransformerEngine's own forward.
 
     Raises:
         ImportError: TransformerEngine is not installed or older than 2.10.

@@ -1,8 +1,8 @@
-"""One call of TransformerEngine's ``DotProductAttention.forward``, read by name into this library's words.
+"""Converts a call of TransformerEngine's ``DotProductAttention.forward`` to this library's tensors and request.
 
 Positions moved in 2.12 (``bottom_right_diagonal``) and 2.20 (``softcap``), so arguments are matched to the names of the
 installed version. ``KEPT`` lists what stays with TransformerEngine whatever the variables say. The rest becomes tensors
-and one request; a call of which ``AttentionRequest.of`` makes none is TransformerEngine's to judge.
+and one request; a call that ``AttentionRequest.of`` rejects is left to TransformerEngine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.hooks.attention import AttentionRequest
 
 Arguments: TypeAlias = Mapping[str, Any]
-"""The arguments of one call by name, those that were left out at their defaults."""
+"""The arguments of one call by name, with defaults filled in."""
 
 _FORMATS = ("bshd", "sbhd", "thd")
 _SIDES = ("q", "kv")
@@ -77,7 +77,7 @@ class Signature:
     """Matches arguments to the parameter names of one version's forward.
 
     Attributes:
-        is_readable: every parameter has a name; a wrapper of someone else's without ``functools.wraps`` hides them.
+        is_readable: every parameter has a name; another wrapper without ``functools.wraps`` hides them.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -88,9 +88,9 @@ class Signature:
         self._unknown = tuple(name for name in self._names if name not in (*_READ, *_WITHOUT_EFFECT))
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments | None:
-        """The arguments by name; None where they cannot be told, or TransformerEngine rejects them with a TypeError.
+        """The arguments by name; None if they cannot be matched, or TransformerEngine rejects them with a TypeError.
 
-        None too where a parameter that this module does not know is used: a newer release may give it any meaning.
+        Also None if a parameter unknown to this module is used: a newer release may give it any meaning.
         """
         if not self.is_readable:
             return None
@@ -113,7 +113,7 @@ def format_of(module: Any, arguments: Arguments) -> Any:
 
 
 def _mask(module: Any, arguments: Arguments) -> Any:
-    """The mask's type, in the spellings that TransformerEngine takes for one."""
+    """The mask's type; spellings that TransformerEngine treats alike give the same one."""
     given = arguments["attn_mask_type"]
     if given is None:
         return module.attn_mask_type
@@ -122,7 +122,7 @@ def _mask(module: Any, arguments: Arguments) -> Any:
 
 
 def _is_masked(module: Any, arguments: Arguments) -> bool:
-    """A mask tensor: TransformerEngine's unfused attention adds it to every mask but no_mask, its others to some."""
+    """A mask tensor: TransformerEngine's unfused attention applies it with every mask but no_mask, others with some."""
     mask = _mask(module, arguments)
     return arguments["attention_mask"] is not None or mask == "arbitrary" or mask not in ATTN_MASK_TYPES
 
@@ -150,7 +150,7 @@ def _is_fp8(module: Any, arguments: Arguments) -> bool:
 
 
 def _is_context_parallel(module: Any, arguments: Arguments) -> bool:
-    """A group of one process is none, as in TransformerEngine."""
+    """A group of one process does not count, as in TransformerEngine."""
     if module.cp_group is None:
         return False
     groups = module.cp_group if isinstance(module.cp_group, list) else [module.cp_group]
@@ -195,11 +195,11 @@ KEPT: tuple[tuple[str, Callable[[Any, Arguments], bool]], ...] = (
     ("ONNX export", _is_exported),
     ("torch.func and forward-mode derivatives", _is_transformed),
 )
-"""What TransformerEngine keeps: a name, and how to see it in the module and the arguments."""
+"""Calls that stay with TransformerEngine: a name, and a test on the module and the arguments."""
 
 
 def kept_for(module: Any, arguments: Arguments, but: str | None = None) -> str | None:
-    """Why TransformerEngine keeps the call, one reason left out; None when it need not."""
+    """Why TransformerEngine keeps the call, ignoring the reason ``but``; None if it does not."""
     return next((name for name, applies in KEPT if name != but and applies(module, arguments)), None)
 
 
@@ -213,7 +213,7 @@ def _ranks(module: Any) -> Ranks | None:
 
 
 def read(module: Any, arguments: Arguments, compares_offsets: bool, over_ranks: bool = False) -> Call | None:
-    """The call in our words; None when TransformerEngine keeps it, or would reject it.
+    """The call as tensors and a request; None if TransformerEngine keeps it or would reject it.
 
     Args:
         module: the DotProductAttention.
@@ -269,10 +269,10 @@ def _integer(given: Any) -> int | None:
 
 
 def _fits(module: Any, request: AttentionRequest, tensors: AttentionTensors) -> bool:
-    """Whether TransformerEngine's own assertions hold beside those that the request holds already.
+    """Whether TransformerEngine's assertions hold that the request does not check.
 
-    Offsets that begin elsewhere than ``pad_between_seqs=False`` says are among them: which of the two counts is up to
-    TransformerEngine's backend.
+    One of them is that offsets agree with ``pad_between_seqs=False``; if not, the result depends on TransformerEngine's
+    backend.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
     return (
@@ -298,7 +298,7 @@ def _has_rows_without_keys(request: AttentionRequest) -> bool:
 def _as_found(
     request: AttentionRequest, tensors: AttentionTensors, arguments: Arguments, compares_offsets: bool
 ) -> tuple[AttentionRequest, AttentionTensors]:
-    """What TransformerEngine finds out by the values of the offsets, waiting for the device as it does."""
+    """What TransformerEngine derives from the values of the offsets; synchronises with the device as it does."""
     pairs = [(getattr(tensors, f"cu_seqlens_{side}_padded"), getattr(tensors, f"cu_seqlens_{side}")) for side in _SIDES]
     longest = {}
     for side, (padded, offsets) in zip(_SIDES, pairs, strict=True):

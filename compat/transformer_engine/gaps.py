@@ -1,10 +1,10 @@
 """``MLA_PLUGIN_TE=fill``: what runs where TransformerEngine has no backend for a call, or only its quadratic one.
 
-A gap is filled when its version range holds TransformerEngine's version, its condition holds for the call, the
+A gap is filled if its version range includes TransformerEngine's version, its condition holds for the call, the
 selection of TransformerEngine itself (or of a plugin in its slot) leaves neither FlashAttention nor cuDNN, and the
-backend that this library would choose for the same call anywhere else is one of those that the gap names.
+backend that this library would choose for the same call outside TransformerEngine is one of those that the gap names.
 
-Over several ranks TransformerEngine's backends go through its own context parallelism, so a call that fails there fails
+Over several ranks TransformerEngine's backends use its own context parallelism, so a call that it cannot run fails
 whatever was selected. Those gaps are filled by ours, with any backend for its sections.
 """
 
@@ -33,7 +33,7 @@ class Gap:
         condition: holds for the calls concerned.
         runs: backends of this library that may run instead.
         source: where the gap is described.
-        is_selected_too: TransformerEngine fails even where its selection has left a backend.
+        is_selected_too: TransformerEngine fails even if its selection has left a backend.
     """
 
     name: str
@@ -156,7 +156,7 @@ def candidates(call: Call, version: Version) -> list[Gap]:
 
 
 def parameters(module: Any, call: Call) -> dict[str, Any]:
-    """What TransformerEngine's selection is asked about the call, in every version's words; all values are hashable."""
+    """The parameters of TransformerEngine's selection for the call, for every version; all values are hashable."""
     from transformer_engine.pytorch.graph import is_graph_capturing
 
     request, tensors, ranks = call.request, call.tensors, call.ranks
@@ -194,7 +194,7 @@ def parameters(module: Any, call: Call) -> dict[str, Any]:
 
 
 def is_left_unfused(module: Any, known: dict[str, Any]) -> bool:
-    """Whether TransformerEngine's own selection leaves the call nothing but its unfused attention, or nothing."""
+    """Whether TransformerEngine's own selection leaves only its unfused attention, or nothing."""
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     names = {field.name for field in fields(utils.AttentionParams)}

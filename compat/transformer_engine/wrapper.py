@@ -30,7 +30,7 @@ _DECISIONS_KEPT = 4096
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _switches() -> tuple[bool, bool]:
-    """Whether NVTE_MLA_TRITON and MLA_PLUGIN_TE ask for something; a compiled program keeps what it was traced with."""
+    """Whether NVTE_MLA_TRITON and MLA_PLUGIN_TE are on; a compiled program keeps the values of its trace."""
     return environment.read("NVTE_MLA_TRITON") == "1", bool(environment.read("MLA_PLUGIN_TE"))
 
 
@@ -44,24 +44,24 @@ def _circumstances() -> Circumstances:
 
 @functools.lru_cache(maxsize=_DECISIONS_KEPT)
 def _chosen(request: AttentionRequest, circumstances: Circumstances) -> str | None:
-    """The backend that this library chooses; None where it has none. ``resolve`` keeps no refusals, this does."""
+    """The backend that this library chooses; None if there is none. Unlike ``resolve`` it caches refusals too."""
     try:
         return mla_plugin.resolve(request).forward_backend
     except NoBackendError:
         return None
-    except ValueError as error:  # of a variable; TransformerEngine has its own word on its own
+    except ValueError as error:  # from a variable; TransformerEngine reports errors in its own variables itself
         logger.warning("TransformerEngine keeps a call: %s", error)
         return None
 
 
 @functools.lru_cache(maxsize=_DECISIONS_KEPT)
 def _as_elsewhere(request: AttentionRequest) -> AttentionRequest:
-    """The same request in no host: the strictness of this one leaves out what TransformerEngine does not know."""
+    """The same request without a host: with this one, backends unknown to TransformerEngine would be left out."""
     return request.replace(host="direct")
 
 
 class Wrapper:
-    """Puts itself around the class's forward, and takes itself away again.
+    """Wraps the class's forward, and restores it.
 
     Args:
         version: of TransformerEngine.
@@ -102,7 +102,7 @@ class Wrapper:
         self._is_installed = True
 
     def uninstall(self) -> None:
-        """Give the class its own forward back; a later wrapper around this one stays, and finds it passing through."""
+        """Restore the class's own forward; a later wrapper around this one stays, and this one passes through."""
         self._is_installed = False
         if self._attention is not None and self._attention.forward is self._forward:
             self._attention.forward = self._original
@@ -122,7 +122,7 @@ class Wrapper:
         return self._fill(module, call) if wants_filling else None
 
     def _fill(self, module: Any, call: Call) -> torch.Tensor | None:
-        """The attention, where TransformerEngine leaves a gap; None where there is none to fill."""
+        """The attention output if there is a gap to fill, else None."""
         try:
             torch.cuda.get_device_capability(call.tensors.q.device)
         except (
@@ -145,7 +145,7 @@ class Wrapper:
         return _attend(call, backend) if self._is_left_unfused(module, call, circumstances) else None
 
     def _is_left_unfused(self, module: Any, call: Call, circumstances: Circumstances) -> bool:
-        """TransformerEngine's own answer, asked once for each kind of call."""
+        """TransformerEngine's own answer, cached for each kind of call."""
         known = gaps.parameters(module, call)
         key = (*known.values(), call.request.device_index, circumstances)
         answer = self._unfused.get(key)  # another thread may clear at any time
@@ -163,7 +163,7 @@ def _attend(call: Call, backend: str) -> torch.Tensor:
 
 
 def _attend_over_ranks(call: Call, ranks: Ranks) -> torch.Tensor | None:
-    """The same through our context parallelism; None where it does not take the call, on every rank alike."""
+    """The same with our context parallelism; None, on every rank, if it does not support the call."""
     from mla_plugin.context_parallel import api
     from mla_plugin.context_parallel.checks import checked_request
 

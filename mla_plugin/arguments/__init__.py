@@ -1,1 +1,1 @@
-"""What a call is made of: memory layouts, masks, tensors, and the checks that they fit each other."""
+"""The arguments of a call: memory layouts, masks, tensors and options, and their checks."""

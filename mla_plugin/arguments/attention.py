@@ -1,7 +1,7 @@
-"""The tensors of an attention call and what they must satisfy; errors say what was given, what is accepted, what to do.
+"""The tensors of an attention call and their checks; errors say what was given, what is accepted and what to do.
 
-Shapes, dtypes and devices are checked when a request is made of them (``AttentionRequest.of``). Values of tensors
-(growing offsets) are checked when the call runs: on the CPU, where that costs no synchronisation, and with
+Shapes, dtypes and devices are checked when a request is built from them (``AttentionRequest.of``). Values of tensors
+(increasing offsets) are checked when the call runs: on the CPU, where that needs no synchronisation, and with
 MLA_PLUGIN_CHECK=1.
 """
 
@@ -20,7 +20,7 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _OPTIONAL = (*LENGTHS, "attention_mask", "bias", "dropout_seed")
 _ARGUMENTS = {"bias": "core_attention_bias"}
-"""What ``mla_plugin.attention`` calls a tensor, where that is another name."""
+"""Names of the arguments of ``mla_plugin.attention`` that differ from the attribute's name."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class AttentionTensors:
     dropout_seed: torch.Tensor | None = None
 
     kept: ClassVar[dict[str, Any] | None] = None
-    """Where a backend may keep, by its name, what it worked out for calls that are alike in everything but values and
-    memory; set on the tensors of such a call, None on others. It must hold no tensor of a call."""
+    """Cache of the backends, by their names, for calls that differ only in values and addresses; None if calls of this
+    kind are not cached. It must not hold a tensor of a call."""
 
     @property
     def needs_gradient(self) -> bool:
@@ -64,23 +64,23 @@ class AttentionTensors:
 
     @property
     def pads_between_sequences(self) -> bool:
-        """Padded offsets were given that are other tensors: TransformerEngine's rule, never by their values."""
+        """Padded offsets are given as separate tensors: TransformerEngine's rule, which does not compare values."""
         return (self.cu_seqlens_q_padded is not None and self.cu_seqlens_q_padded is not self.cu_seqlens_q) or (
             self.cu_seqlens_kv_padded is not None and self.cu_seqlens_kv_padded is not self.cu_seqlens_kv
         )
 
     @property
     def lengths_may_differ(self) -> bool:
-        """Queries and keys have lengths of their own: nothing says that each sequence has as many of both.
+        """A sequence may have different numbers of queries and keys.
 
-        One tensor that serves both, or two views of the same memory, say it; values are not read.
+        False if one tensor, or two views of the same memory, give both lengths; values are not read.
         """
         cu_q, cu_kv = self.cu_seqlens_q, self.cu_seqlens_kv
         if cu_q is None or cu_kv is None or cu_q is cu_kv:
             return False
         is_plain = all(type(x) is torch.Tensor and x.layout == torch.strided for x in (cu_q, cu_kv))
         if torch.compiler.is_compiling() or not is_plain or torch._C._are_functorch_transforms_active():
-            return True  # what is traced has no address
+            return True  # a traced tensor has no address
         return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
 
 
@@ -99,7 +99,7 @@ def lengths_of_both(
 
 
 def check_types(tensors: AttentionTensors) -> None:
-    """Every tensor is dense and lies on one device; q, k and v are given."""
+    """Check that q, k and v are given and that every tensor is dense and on one device."""
     for name in ("q", "k", "v", *_OPTIONAL):
         x = getattr(tensors, name)
         if x is None and name in _OPTIONAL:
@@ -111,7 +111,7 @@ def check_types(tensors: AttentionTensors) -> None:
 
 
 def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
-    """q, k and v fit each other and the layout."""
+    """Check that q, k and v match each other and the layout."""
     q, k, v = tensors.q, tensors.k, tensors.v
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != layout.num_dims:
@@ -139,7 +139,7 @@ def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
 
 
 def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
-    """cu_seqlens_* are there when they are needed, absent when not, int32 [B + 1] on q's device."""
+    """Check that cu_seqlens_* are given exactly when needed, as int32 [B + 1] on q's device."""
     lengths = {name: x for name in LENGTHS if (x := getattr(tensors, name)) is not None}
     if "padding" not in mask:
         if lengths:
@@ -168,19 +168,19 @@ def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
 
 
 def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, mask: str) -> int:
-    """The value of a max_seqlen argument: the tensor's extent unless lengths say otherwise.
+    """The value of a max_seqlen argument; defaults to the tensor's extent.
 
-    Backends take their grids and choose their kernels by it, so a wrong one is a wrong result.
+    Backends size their grids and choose kernels by it, so a wrong value gives a wrong result.
     """
     if given is None:
         return extent
     if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
-        raise TypeError(f"{name}={given!r}; an int is needed, or nothing")
+        raise TypeError(f"{name}={given!r}; an int or None is needed")
     has_lengths = layout.is_packed or "padding" in mask
     if has_lengths and given >= 0 and (layout.is_packed or given <= extent):
         return given
     if given != extent:
-        accepted = f"{extent}, the tensor's length, or nothing"
+        accepted = f"{extent}, the tensor's length, or None"
         if has_lengths:
             accepted = "the longest sequence" if layout.is_packed else f"the longest sequence, 0 to {extent},"
         raise ValueError(f"{name}={given}; {accepted} is needed with qkv_format={layout.name!r}, {mask!r}")
@@ -188,7 +188,7 @@ def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, 
 
 
 def check_mask_and_bias(tensors: AttentionTensors, layout: Layout, mask: str, bias_type: str) -> None:
-    """attention_mask goes with ``arbitrary`` alone, the bias with its type, and both broadcast to [B, H, S_q, S_kv]."""
+    """Check that attention_mask comes only with ``arbitrary``, the bias with its type, and that both broadcast."""
     attention_mask, bias, q, k = tensors.attention_mask, tensors.bias, tensors.q, tensors.k
     if (mask == "arbitrary") != (attention_mask is not None):
         what = (
@@ -234,9 +234,9 @@ def bias_shape(bias: torch.Tensor | None) -> str | None:
 def check_length_values(
     tensors: AttentionTensors, qkv_format: str, longest: tuple[int, int], *, pad_between_seqs: bool
 ) -> None:
-    """Cumulative lengths start at 0, never fall, stay inside the tensors and the longest sequence.
+    """Check that cumulative lengths start at 0, never decrease, and fit the tensors and the longest sequence.
 
-    It reads values, which makes the host wait for a CUDA device: there it runs with MLA_PLUGIN_CHECK=1 only.
+    It reads values, which synchronises with a CUDA device: there it runs only with MLA_PLUGIN_CHECK=1.
 
     Args:
         tensors: of the call.
@@ -254,9 +254,9 @@ def check_length_values(
         offsets, extent = cu.tolist(), x.shape[layout.tokens]
         lengths = [after - before for before, after in itertools.pairwise(offsets)]
         if offsets[0] != 0 or min(lengths, default=0) < 0:
-            raise ValueError(f"cu_seqlens_{side}={offsets}; cumulative lengths start at 0 and never fall")
+            raise ValueError(f"cu_seqlens_{side}={offsets}; cumulative lengths start at 0 and never decrease")
         if not layout.is_packed and max(lengths, default=0) > extent:
-            raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens a row")
+            raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens per row")
         if max(lengths, default=0) > most:
             raise ValueError(f"max_seqlen_{side}={most} and cu_seqlens_{side} gives lengths {lengths}; raise it")
         if not layout.is_packed:
@@ -275,5 +275,5 @@ def check_length_values(
         ):
             raise ValueError(
                 f"sequences of lengths {lengths} do not fit slots of {room} tokens from {starts[0]} in {extent} tokens "
-                f"(side {side}); cu_seqlens_{side}_padded must leave each sequence its length"
+                f"(side {side}); cu_seqlens_{side}_padded must leave enough room for each sequence"
             )

@@ -9,7 +9,7 @@ import torch
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on this type of device; None where it is off, or is not for the type (meta)."""
+    """The dtype that autocast casts to on this device type; None if it is off or does not support the type (meta)."""
     if torch.compiler.is_compiling():  # the other functions cannot be traced by PyTorch 2.11
         is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     else:
@@ -22,11 +22,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def autocast(*tensors: Any, cast: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None) -> tuple[Any, ...]:
-    """Under autocast, cast as PyTorch's own scaled_dot_product_attention does: floating-point tensors but float64.
+    """Under autocast, cast as PyTorch's scaled_dot_product_attention does: floating-point tensors except float64.
 
     Args:
-        tensors: of a call; the first says the device. None stays None.
-        cast: how; the default is ``.to`` for those that are castable.
+        tensors: of a call; the first one's device counts. None stays None.
+        cast: casts a castable tensor; default ``.to``.
     """
     if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
         return tensors
@@ -38,7 +38,7 @@ def autocast(*tensors: Any, cast: Callable[[torch.Tensor, torch.dtype], torch.Te
 
 
 def is_castable(x: Any) -> bool:
-    """A tensor that autocast changes the dtype of."""
+    """True for a tensor whose dtype autocast changes."""
     return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
@@ -47,7 +47,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_if_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What ``autocast`` makes of a tensor, but for the values: one number stands for all of them."""
+    """A tensor with the shape and dtype that ``autocast`` gives, but not the values: one element is expanded."""
     if not is_castable(x) or x.dtype == dtype:
         return x
     return x.new_empty((), dtype=dtype).expand(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())

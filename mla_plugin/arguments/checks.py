@@ -1,4 +1,4 @@
-"""Checks that both operations share; errors say what was given, what is accepted, what to do."""
+"""Checks shared by both operations; errors say what was given, what is accepted and what to do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensor(name: str, x: object, shape: str = "") -> None:
-    """A dense tensor in one device's memory.
+    """Check that x is a dense tensor on one device.
 
     Args:
         name: of the argument.
-        x: what was given.
-        shape: what the tensor should look like, in words such as ``"[B, S_q, H, R]"``.
+        x: the value given.
+        shape: the expected shape as text, such as ``"[B, S_q, H, R]"``.
 
     Raises:
-        TypeError: it is something else; the message says what to do.
+        TypeError: it is not; the message says what to do.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor{shape and ' '}{shape} is needed")
@@ -35,18 +35,18 @@ def check_tensor(name: str, x: object, shape: str = "") -> None:
     distributed = sys.modules.get("torch.distributed.tensor")  # if there is a DTensor, somebody imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
         raise TypeError(
-            f"{name} is a DTensor, of which each device holds a part; attention computes on one device: call it inside "
+            f"{name} is a DTensor, and attention computes on one device's tensors: call it inside "
             "torch.distributed.tensor.experimental.local_map with batch or heads sharded, or pass "
             f"{name}.to_local()"
         )
 
 
 def check_softmax_scale(softmax_scale: object) -> None:
-    """A positive, finite number that is no tensor."""
+    """Check that the scale is a positive, finite number and not a tensor."""
     if isinstance(softmax_scale, torch.Tensor):
         raise TypeError(
-            "softmax_scale is a torch.Tensor; a float is needed, because no gradient goes to it and reading it would "
-            "wait for the device: multiply q by a learnable scale, or pass float(softmax_scale)"
+            "softmax_scale is a torch.Tensor; a float is needed, because it gets no gradient and reading it would "
+            "synchronise with the device: multiply q by a learnable scale, or pass float(softmax_scale)"
         )
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(
@@ -61,13 +61,13 @@ def check_softmax_scale(softmax_scale: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """A real number, and neither a flag nor a tensor."""
+    """Check that the value is a real number, neither a bool nor a tensor."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}={value!r}; a number is needed")
 
 
 def plain_number(value: Any) -> Any:
-    """A number of another type (numpy, fractions) as a float, infinite where none is so large; all else as it is."""
+    """Convert a number of another type (numpy, fractions) to float, inf on overflow; return anything else unchanged."""
     if type(value) is float or isinstance(value, bool) or not isinstance(value, numbers.Real):
         return value
     try:
@@ -77,13 +77,13 @@ def plain_number(value: Any) -> Any:
 
 
 def check_choice(name: str, value: object, accepted: Iterable[str]) -> None:
-    """One of some texts."""
+    """Check that the value is one of the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
         raise ValueError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """Somebody records or transforms the call, or the tensors have no memory: only an operator can take it."""
+    """The call is traced or transformed, or the tensors have no storage, so it must go through the operator."""
     if torch.compiler.is_compiling():
         return True
     for x in tensors:  # a generator in any() takes 1 us more
@@ -93,7 +93,7 @@ def is_traced(*tensors: torch.Tensor) -> bool:
 
 
 def check_no_transformed_gradient() -> None:
-    """No torch.func transform asks for a derivative that an operator without one would drop in silence."""
+    """Raise under a torch.func transform, whose derivative an operator without one would silently drop."""
     interpreter = torch._C._functorch.peek_interpreter_stack()
     if interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Vmap:
         raise NotImplementedError("decode has no derivative; torch.func's grad, vjp and jvp do not go through it")

@@ -13,11 +13,11 @@ MAX_SPREAD = 16
 
 
 class Profile(NamedTuple):
-    """What a choice of backend may know of lengths, rounded so that few steps of a generation differ in it.
+    """Summary of the lengths for the choice of a backend, rounded so that it rarely changes between decode steps.
 
     Attributes:
-        mean: the mean length, rounded to a power of 2; 0 for no key at all.
-        spread: the longest length over the mean, rounded to a power of 2, at most 16; 1 where all are alike.
+        mean: the mean length, rounded to a power of 2; 0 if there are no keys.
+        spread: the longest length over the mean, rounded to a power of 2, at most 16; 1 if all lengths are equal.
     """
 
     mean: int
@@ -25,7 +25,7 @@ class Profile(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> Profile:
-        """Of the keys of each sequence."""
+        """From the number of keys of each sequence."""
         total = sum(lengths)
         if not total:
             return cls(0, 1)
@@ -34,22 +34,22 @@ class Profile(NamedTuple):
 
     @classmethod
     def rounded(cls, mean: float, spread: float) -> Profile:
-        """Of a mean, at least 1, and the longest length over it."""
+        """From the mean, at least 1, and the ratio of the longest length to it."""
         return cls(_power_of_2(mean), min(_power_of_2(spread), MAX_SPREAD))
 
 
 def _power_of_2(x: float) -> int:
-    """The nearest one by its logarithm, at least 1."""
+    """The power of 2 nearest in log scale, at least 1."""
     return 1 << max(round(math.log2(x)), 0)
 
 
 class Schedule(Protocol):
-    """What a backend keeps in ``DecodeLengths``: how its kernel shares out the work, which depends on the lengths."""
+    """A backend's schedule, kept in ``DecodeLengths``: how its kernel splits the work, which depends on the lengths."""
 
     def renew(self, lengths: DecodeLengths) -> bool:
-        """Follow lengths that have changed, in the same device memory, so that captured graphs stay valid.
+        """Update the schedule for changed lengths, in the same device memory, so that captured graphs stay valid.
 
-        False, and nothing done, where no call has used it since it was made and no graph can: it is then forgotten.
+        Returns False and does nothing if no call and no graph uses the schedule; it is then dropped.
         """
 
 
@@ -57,23 +57,23 @@ Scheduled = TypeVar("Scheduled", bound=Schedule)
 
 
 class DecodeLengths:
-    """The keys of each sequence at one decode step, on the device and on the host, for every layer of the step.
+    """Number of keys of each sequence at one decode step, on the device and on the host, shared by all layers.
 
-    Pass it as ``seqlens_kv``. Backends that schedule on the host (FlashInfer) do so once for each such object
-    instead of once a layer, and never wait for the device to read the lengths. Make a new one for each step, or
-    ``update`` one: captured CUDA graphs that used it then replay with the new lengths.
+    Pass it as ``seqlens_kv``. Backends that schedule on the host (FlashInfer) do so once per object instead of once per
+    layer, and never synchronise to read the lengths. Make a new one for each step, or ``update`` one: captured CUDA
+    graphs that used it then replay with the new lengths.
 
     Args:
-        host: the lengths, as ints or a tensor [B] on the CPU; a tensor on a device would have to be waited for.
-        seqlens_kv: int32 [B], the same lengths where the cache is. None: they are copied to ``device``.
-        device: where to copy them; the current CUDA device by default, the CPU where there is none.
+        host: the lengths, as ints or a CPU tensor [B]; reading a device tensor would synchronise.
+        seqlens_kv: int32 [B], the same lengths on the cache's device. None: they are copied to ``device``.
+        device: where to copy them; default the current CUDA device, or the CPU if there is none.
 
     Attributes:
         host: int32 [B] on the CPU.
-        seqlens_kv: int32 [B] on the cache's device. Change it by ``update`` alone.
+        seqlens_kv: int32 [B] on the cache's device. Change it only with ``update``.
 
     Raises:
-        ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not fit.
+        ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not match.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class DecodeLengths:
 
     @property
     def profile(self) -> Profile:
-        """What a choice of backend depends on."""
+        """Summary of the lengths that the choice of a backend depends on."""
         if self._profile is None:
             self._profile = Profile.of(self.host.tolist())
         return self._profile
 
     def update(self, host: Sequence[int] | torch.Tensor) -> None:
-        """Take new lengths into the same memory and schedule again what was scheduled; as many as before.
+        """Write as many new lengths into the same memory and update the backends' schedules.
 
-        Where a backend cannot follow, its error is raised and all is as before.
+        If a backend raises, its error is raised and nothing has changed.
         """
         new = _host_lengths(host)
         if new.shape != self.host.shape:
-            raise ValueError(f"{len(new)} lengths given, {len(self.host)} are held; make a new DecodeLengths")
+            raise ValueError(f"{len(new)} lengths given, {len(self.host)} expected; make a new DecodeLengths")
         before = self.host.clone()
         try:
             self._take(new)
@@ -139,18 +139,18 @@ class DecodeLengths:
 
 def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
     if isinstance(host, torch.Tensor) and host.device.type != "cpu":
-        raise ValueError(f"host lengths are on {host.device}; give those that the host knows: ints or a CPU tensor")
+        raise ValueError(f"host lengths are on {host.device}; pass ints or a CPU tensor")
     try:
         given = torch.as_tensor(host)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: beyond int64
         raise TypeError(
-            f"host lengths are {type(host).__name__}, of which PyTorch makes no tensor ({error}); a list of ints or a "
-            "CPU tensor [B] is needed"
+            f"host lengths are {type(host).__name__}, which PyTorch cannot convert to a tensor ({error}); a list of "
+            "ints or a CPU tensor [B] is needed"
         ) from error
     if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
         raise TypeError(f"host lengths have dtype {given.dtype}; int32 or int64 is needed")
     if given.dim() != 1 or (given < 0).any():
-        raise ValueError(f"host lengths are {given.tolist()}; one non-negative length a sequence is needed")
+        raise ValueError(f"host lengths are {given.tolist()}; one non-negative length per sequence is needed")
     if (given > MAX_LENGTH).any():
         raise ValueError(f"host lengths are {given.tolist()}; at most {MAX_LENGTH} is accepted, they are kept in int32")
     return given.to(torch.int32, copy=True)
@@ -161,17 +161,17 @@ class DecodeTensors(NamedTuple):
 
     Attributes:
         q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. The last dimension of every tensor is
-            contiguous, other strides are free.
+            contiguous; other strides may be anything.
         q_rope: [B, S_q, H, Dr].
         c_kv: [B, S_kv, R], or [pages, page_size, R] with a page table.
         k_rope: [B, S_kv, Dr], or [pages, page_size, Dr].
         softmax_scale: multiplies the scores before the softmax.
         causal: as in ``DecodeRequest``.
         return_lse: as in ``DecodeRequest``; without it a backend may leave lse None.
-        page_table: int32 [B, n]; entries beyond a sequence's length hold anything and are never followed.
-        seqlens_kv: int32 [B]; None: the sequences fill a contiguous cache. What the cache holds beyond a length has no
-            influence as long as it is finite.
-        leftpad_kv: int32 [B]; keys before it are not seen.
+        page_table: int32 [B, n]; entries beyond a sequence's length may hold anything and are not read.
+        seqlens_kv: int32 [B]; None: the sequences fill a contiguous cache. Values of the cache beyond a length do not
+            matter as long as they are finite.
+        leftpad_kv: int32 [B]; keys before it are masked.
         lengths: where ``seqlens_kv`` came from, when it came as ``DecodeLengths``.
     """
 
@@ -189,7 +189,7 @@ class DecodeTensors(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys that the cache has room for in a sequence."""
+        """Keys that the cache has room for per sequence."""
         rows = self.c_kv.shape[1]
         return rows if self.page_table is None else rows * self.page_table.shape[1]
 
@@ -201,4 +201,4 @@ class DecodeTensors(NamedTuple):
 
 
 OPERATOR_FIELDS = {name: hint for name, hint in get_type_hints(DecodeTensors).items() if name != "lengths"}
-"""What an operator takes of ``DecodeTensors``, in its order: all but the lengths on the host."""
+"""The operator's arguments in its order: all of ``DecodeTensors`` except the lengths on the host."""

@@ -1,7 +1,7 @@
-"""What a decode call must satisfy; every error says what was given, what is accepted, what to do.
+"""Checks of a decode call; every error says what was given, what is accepted and what to do.
 
-``mla_plugin.decode`` and ``mla_plugin.kernels.mla_decode_attention`` both check here. Plain values are checked at every
-call, tensors when their layout is met for the first time, and what they hold where looking at it costs no wait.
+``mla_plugin.decode`` and ``mla_plugin.kernels.mla_decode_attention`` both use them. Plain values are checked at every
+call, tensors when their layout is first seen, and tensor values only where reading them does not synchronise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OPTIONAL = ("page_table", "seqlens_kv", "leftpad_kv")
 def check_options(
     softmax_scale: float, causal: bool, return_lse: bool, causal_name: str = "causal", batch_invariant: bool = False
 ) -> None:
-    """A positive, finite number, and flags that are True or False and not what Python takes for one of them."""
+    """Check that the scale is a positive, finite number and that each flag is a bool, not merely truthy or falsy."""
     are_flags = type(causal) is bool and type(return_lse) is bool and type(batch_invariant) is bool
     if are_flags and type(softmax_scale) is float and 0.0 < softmax_scale < float("inf"):
         return
@@ -42,7 +42,7 @@ def check_options(
 
 
 def check_names(host: str, backend: object) -> None:
-    """A host that there is, and a name; whether such a backend is registered is for the resolver to say."""
+    """Check the host and the type of the backend's name; the resolver checks that the backend is registered."""
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     if host not in HOSTS:
@@ -50,14 +50,14 @@ def check_names(host: str, backend: object) -> None:
 
 
 def check_queries(q_nope_abs: torch.Tensor) -> None:
-    """A tensor of four dimensions; the last is needed to split the cache."""
+    """Check for a tensor of four dimensions; the last is needed to split the cache."""
     if not isinstance(q_nope_abs, torch.Tensor) or q_nope_abs.dim() != 4 or q_nope_abs.is_nested:
         check_type("q_nope_abs", q_nope_abs)
         _check_rank("q_nope_abs", q_nope_abs)
 
 
 def check_no_gradient(tensors: DecodeTensors) -> None:
-    """Nobody waits for a gradient."""
+    """Raise if a gradient is required."""
     if torch.is_grad_enabled() and (
         tensors.q_nope_abs.requires_grad
         or tensors.q_rope.requires_grad
@@ -80,8 +80,8 @@ def split_cache(
         if kv_cache.dim() != 3 or kv_cache.shape[-1] < rank:
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}; one tensor is [pages, page_size, R + Dr] or [B, S_kv, "
-                f"R + Dr], with R={rank} of q_nope_abs. Drop a head dimension of 1 by squeeze; a pair (c_kv, k_rope) "
-                "is accepted too"
+                f"R + Dr], with R={rank} of q_nope_abs. Remove a head dimension of 1 with squeeze; a pair (c_kv, "
+                "k_rope) is accepted too"
             )
         # half the time of two slices
         c_kv, k_rope = kv_cache.split_with_sizes((rank, kv_cache.shape[-1] - rank), -1)
@@ -98,11 +98,11 @@ def split_cache(
 
 
 def check_tensors(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """Types, ranks, shapes, dtypes, strides and devices fit each other; the queries' strides are free.
+    """Check types, ranks, shapes, dtypes, strides and devices; the queries may have any strides.
 
     Args:
         tensors: the call.
-        dtypes: those that are accepted.
+        dtypes: the accepted ones.
     """
     named = {name: x for name in _LAYOUTS if (x := getattr(tensors, name)) is not None or name not in _OPTIONAL}
     for name, x in named.items():
@@ -123,7 +123,7 @@ def check_tensors(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES
 
 
 def check_type(name: str, x: object) -> None:
-    """A dense tensor in one device's memory."""
+    """Check that x is a dense tensor on one device."""
     check_tensor(name, x, _LAYOUTS[name][1] if name in _LAYOUTS else "")
 
 
@@ -143,7 +143,7 @@ def _check_shapes(tensors: DecodeTensors) -> None:
     if k_rope.shape[:-1] != c_kv.shape[:-1]:
         raise ValueError(
             f"c_kv {list(c_kv.shape)} and k_rope {list(k_rope.shape)} differ before the last dimension; both hold one "
-            "row a token"
+            "row per token"
         )
     if c_kv.shape[-1] != q_nope_abs.shape[-1] or c_kv.shape[-1] == 0:
         raise ValueError(
@@ -166,7 +166,7 @@ def _check_dtypes(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None
 
 
 def _check_blocks(tensors: DecodeTensors) -> None:
-    """The cache's first dimension: sequences, or pages with a table and lengths."""
+    """Check the cache's first dimension: sequences, or pages with a table and lengths."""
     q_nope_abs, c_kv, batch = tensors.q_nope_abs, tensors.c_kv, tensors.q_nope_abs.shape[0]
     if tensors.page_table is None:
         if c_kv.shape[0] != batch:
@@ -192,37 +192,37 @@ def _check_indices(name: str, x: torch.Tensor, batch: int) -> None:
 def _check_last_stride(name: str, x: torch.Tensor) -> None:
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(
-            f"the last dimension of {name} has stride {x.stride(-1)}; it must be contiguous (other strides are free): "
-            f"pass {name}.contiguous()"
+            f"the last dimension of {name} has stride {x.stride(-1)}; it must be contiguous (other strides may be "
+            f"anything): pass {name}.contiguous()"
         )
 
 
 def check_query_strides(tensors: DecodeTensors) -> None:
-    """For a backend that gets the queries as they were given: their last dimension is contiguous too."""
+    """For a backend that gets the queries unchanged: check that their last dimension is contiguous too."""
     _check_last_stride("q_nope_abs", tensors.q_nope_abs)
     _check_last_stride("q_rope", tensors.q_rope)
 
 
 def may_read(x: torch.Tensor) -> bool:
-    """Whether the host may look at what x holds: on the CPU, and on a device under MLA_PLUGIN_CHECK=1, which waits."""
+    """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
     if x.is_cpu:
         return True
     return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_values(tensors: DecodeTensors) -> None:
-    """Lengths fit the cache and pages exist, where the host may look at them."""
+    """Check that lengths fit the cache and pages exist, if the host may read them."""
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
     if seqlens_kv is None or not may_read(seqlens_kv):
         return
     capacity = tensors.capacity
     lengths = seqlens_kv.tolist()
     if any(not 0 <= length <= capacity for length in lengths):
-        raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys a sequence")
+        raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys per sequence")
     if page_table is None:
         return
     pages, page_size = c_kv.shape[:2]
     for b, length in enumerate(lengths):
         used = page_table[b, : -(-length // page_size)]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < pages:
-            raise ValueError(f"page_table[{b}] begins with {used.tolist()}; the cache has the pages 0 to {pages - 1}")
+            raise ValueError(f"page_table[{b}] begins with {used.tolist()}; the cache has pages 0 to {pages - 1}")

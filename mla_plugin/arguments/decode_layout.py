@@ -1,8 +1,8 @@
-"""What a decode call looks like, and what is known of the calls that look like it.
+"""The layout of a decode call, and the cache of everything that depends on it.
 
-A decode step on a GPU takes tens of microseconds, so a call that looks like an earlier one costs one dictionary lookup.
-``DecodeLayout`` is the key. Whatever a call's layout decides is kept under it: that its tensors were checked, the
-resolver's plan, and what the backend works out (our kernels' launches).
+A decode step on a GPU takes tens of microseconds, so a call like an earlier one costs one dictionary lookup.
+``DecodeLayout`` is the key. The value says that the tensors were checked, and holds the resolver's plan and what the
+backend has prepared (our kernels' launches).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_LAYOUTS = 4096
 
 
 class DecodeLayout(NamedTuple):
-    """All of a call that its checks and its launches depend on: not its scale, nor what tensors and lengths hold.
+    """Everything that checks and launches of a call depend on; excludes the scale and the tensors' values.
 
     Attributes:
-        q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: of the tensors of these names.
+        q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: ``TENSOR_ATTRIBUTES`` of these tensors.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
         is_joined: they are columns of one tensor.
         causal, return_lse: as in ``DecodeTensors``.
@@ -56,7 +56,7 @@ def _of(x: torch.Tensor) -> TensorLayout:
 
 
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
-    """The layout of a call, whose tensors may be unfit for each other but are strided."""
+    """The layout of a call; its tensors are strided but need not have been checked."""
     q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
     values = (
         _of(q_nope_abs),
@@ -75,15 +75,15 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
 
 
 class Known:
-    """What is known of the calls of one layout.
+    """Cached facts about the calls of one layout.
 
     Attributes:
         has_no_query: the output has no element.
         is_empty: no query, or a cache without room.
         has_strided_queries: the queries' last dimension is not contiguous.
-        decisions: plan and hook caller, by what else decides: the host, the backend asked for, what the host knows of
-            the lengths, the environment and the set of plugins.
-        kept: what a backend worked out for the layout, by the backend's name. It holds no tensor of a call.
+        decisions: plan and hook caller, by the rest of what decides: the host, the requested backend, what the host
+            knows of the lengths, the environment and the set of plugins.
+        kept: what a backend prepared for the layout, by the backend's name. It holds no tensor of a call.
     """
 
     __slots__ = ("decisions", "has_no_query", "has_strided_queries", "is_empty", "kept")
@@ -98,9 +98,9 @@ class Known:
 
 
 class DecodeCall(DecodeTensors):
-    """``DecodeTensors`` on their way to a backend, with what is known of their layout once it was looked up.
+    """``DecodeTensors`` with the ``Known`` of their layout, once it has been looked up.
 
-    It belongs to these very tensors: ``_replace`` gives a ``DecodeCall`` of which nothing is known yet.
+    ``_replace`` gives a ``DecodeCall`` whose layout has not been looked up yet.
     """
 
     known: Known | None = None
@@ -110,20 +110,20 @@ _known: dict[DecodeLayout, Known] = {}
 
 
 def known_of(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES) -> Known:
-    """What is known of the tensors' layout: one lookup for a ``DecodeCall``, however often it is asked for.
+    """The ``Known`` of the tensors' layout; a ``DecodeCall`` looks it up only once.
 
-    Backends keep there what they would otherwise work out anew for every layer of every step. The tensors are checked
-    when their layout is met for the first time.
+    Backends store there what they would otherwise recompute for every layer of every step. The tensors are checked
+    when their layout is first seen.
 
     Raises:
-        ValueError, TypeError: the tensors do not fit each other, or ``dtypes`` has not theirs.
+        ValueError, TypeError: the tensors do not match each other, or ``dtypes`` lacks their dtype.
     """
     call = tensors if isinstance(tensors, DecodeCall) else None
     if call is not None and call.known is not None:
         return call.known
     try:
         layout = layout_of(tensors)
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides: the check says which
+    except (AttributeError, RuntimeError):  # not a tensor, or one without strides: the check below reports it
         decode_checks.check_tensors(tensors, dtypes)
         raise
     known = _known.get(layout)

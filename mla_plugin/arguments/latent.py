@@ -1,4 +1,4 @@
-"""The tensors of a latent attention call and what they must satisfy; the latents are expanded to K and V later."""
+"""The tensors of a latent attention call and their checks; the latents are expanded to K and V later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LatentTensors:
 
     @property
     def differentiable(self) -> tuple[torch.Tensor, ...]:
-        """What gradients are taken of, in the order of ``DIFFERENTIABLE``."""
+        """The differentiable tensors, in the order of ``DIFFERENTIABLE``."""
         return self.q, self.c_kv, self.k_rope, self.w_uk, self.w_uv
 
     @property
@@ -92,17 +92,17 @@ class LatentSizes(NamedTuple):
 
     @property
     def numbers_per_head(self) -> int:
-        """How many numbers of K and V a token has in one head."""
+        """Elements of K and V per token and head."""
         return self.head_dim_qk + self.head_dim_v
 
 
 def check_latent_tensors(tensors: LatentTensors, qkv_format: object, attn_mask_type: object) -> None:
-    """Dtypes, devices and shapes of dense tensors fit each other and the layout.
+    """Check that the tensors are dense and that their dtypes, devices and shapes match each other and the layout.
 
     Lengths and the mask are checked with K and V, as in ``attention``.
 
     Raises:
-        ValueError, TypeError: they do not; the message says what was given and what is accepted.
+        ValueError, TypeError: they do not match; the message says what was given and what is accepted.
     """
     check_choice("qkv_format", qkv_format, LAYOUTS)
     if attn_mask_type == "arbitrary":
@@ -126,7 +126,7 @@ def _check_latents(tensors: LatentTensors, layout: Layout) -> None:
         raise ValueError(f"q has shape {tuple(q.shape)}; {layout.name} is {layout.axes}, {layout.num_dims} dimensions")
     for name, x, width in (("c_kv", tensors.c_kv, "kv_lora_rank"), ("k_rope", tensors.k_rope, "qk_rope_head_dim")):
         if x.dim() != layout.num_dims - 1:
-            hint = "; it has no axis of heads: .squeeze() the one of size 1" if x.dim() == layout.num_dims else ""
+            hint = "; it has no head axis: .squeeze() the one of size 1" if x.dim() == layout.num_dims else ""
             raise ValueError(f"{name} has shape {tuple(x.shape)}; {layout.name} needs [{tokens}, {width}]{hint}")
     c_kv, k_rope = tensors.c_kv, tensors.k_rope
     if c_kv.shape[:-1] != k_rope.shape[:-1]:

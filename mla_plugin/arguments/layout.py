@@ -18,8 +18,8 @@ class Layout:
 
     Attributes:
         name: TransformerEngine's name for it.
-        axes: the axes in words, such as ``"[B, S, H, D]"``.
-        batch: axis of the sequences; None where they are packed along the tokens.
+        axes: the axes as text, such as ``"[B, S, H, D]"``.
+        batch: axis of the sequences; None if they are packed along the tokens.
         heads, tokens: axis of the heads and of the tokens. The head dimension is always the last axis.
     """
 
@@ -31,7 +31,7 @@ class Layout:
 
     @functools.cached_property
     def is_packed(self) -> bool:
-        """Sequences lie one after the other along the tokens, and only offsets tell them apart."""
+        """Sequences are concatenated along the tokens and separated only by offsets."""
         return self.batch is None
 
     @property
@@ -44,7 +44,7 @@ class Layout:
         return 0 if self.batch is None else values[self.batch], values[self.heads], values[self.tokens]
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of a tensor; ``tokens`` are those of all sequences where they are packed."""
+        """Shape of a tensor; in a packed layout ``tokens`` is the total over all sequences."""
         sizes = [0] * self.num_dims
         if self.batch is not None:
             sizes[self.batch] = batch
@@ -123,11 +123,11 @@ def empty_output(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x itself when it suits kernels that read 16 bytes at a time, otherwise a contiguous copy.
+    """x itself if kernels that read 16 bytes at a time can use it, otherwise a contiguous copy.
 
-    Suitable: the last dimension is contiguous, every other stride is a multiple of 8 elements, and x starts on a
-    16-byte boundary of memory; storage that another library hands over may itself start off one. A copy is suitable
-    when the last dimension is a multiple of 8.
+    They can if the last dimension is contiguous, every other stride is a multiple of 8 elements, and x starts on a
+    16-byte boundary; storage from another library may not. They can use a copy if the last dimension is a multiple
+    of 8.
     """
     if x.data_ptr() % 16 == 0 and _are_aligned(x.stride()):
         return x
@@ -135,9 +135,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
-    """x itself where hardware that copies tiles by their strides can read it, otherwise a contiguous copy.
+    """x itself if hardware that copies tiles by strides (TMA) can read it, otherwise a contiguous copy.
 
-    It wants what ``aligned`` wants, and no dimension that is broadcast.
+    It needs what ``aligned`` needs, and no broadcast dimension.
     """
     if x.data_ptr() % 16 == 0 and _are_addressable(x.shape, x.stride()):
         return x
@@ -156,10 +156,10 @@ def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def are_joined(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Each row of ``right`` follows that of ``left`` in memory: they are columns of one tensor."""
+    """Each row of ``right`` follows that of ``left`` in memory: both are columns of one tensor."""
     if not right.shape[-1]:
         return True
-    if left.is_meta:  # no memory: the places in a storage tell a view of one tensor
+    if left.is_meta:  # no addresses: storage offsets show whether both are views of one tensor
         offset = (right.storage_offset() - left.storage_offset()) * left.element_size()
     else:
         offset = right.data_ptr() - left.data_ptr()
@@ -167,7 +167,7 @@ def are_joined(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def joined(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Both as one tensor along the last dimension: a view where they are columns of one, otherwise a copy."""
+    """Both concatenated along the last dimension: a view if they are columns of one tensor, otherwise a copy."""
     if are_joined(left, right):
         return left.as_strided((*left.shape[:-1], left.shape[-1] + right.shape[-1]), left.stride())
     return torch.cat([left, right], -1)

@@ -1,4 +1,4 @@
-"""What a mask means: which keys a query sees, by causality, window and alignment."""
+"""The meaning of a mask: which keys a query sees, by causality, window and alignment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTN_MASK_TYPES = (
 
 
 _UNLIMITED = 2**31 - 1
-"""No sequence is longer, so a window of as many tokens or more is as good as this one."""
+"""No sequence is longer, so a window of this size or more is equivalent to this one."""
 
 
 class Band(NamedTuple):
@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """No window beyond what a causal flag says."""
+        """No window other than a causal mask."""
         return not self.has_window
 
     @property
@@ -56,7 +56,7 @@ class Band(NamedTuple):
         return self.left >= 0 or self.right > 0
 
     def within(self, tokens: int) -> Band:
-        """The same band for sequences of at most so many queries and keys together: a side beyond them is open."""
+        """The same band for sequences of at most this many queries and keys in total: a side that long is open."""
         left, right = (side if side < tokens else -1 for side in (self.left, self.right))
         return Band(left, right, self.bottom_right)
 
@@ -65,7 +65,7 @@ class Band(NamedTuple):
         return len_kv - len_q if self.bottom_right else 0
 
     def shows_every_query_a_key(self, len_q: int, len_kv: int) -> bool:
-        """No query of a sequence of these lengths is left without a key."""
+        """True if every query of a sequence of these lengths sees a key."""
         offset = self.offset(len_q, len_kv)
         ends = (self.keys(slice(row, row + 1), offset, len_kv) for row in (0, len_q - 1))
         return all(keys.start < keys.stop for keys in ends)
@@ -77,7 +77,7 @@ class Band(NamedTuple):
         return slice(start, stop)
 
     def hides(self, query: torch.Tensor, key: torch.Tensor, offset: int | torch.Tensor) -> torch.Tensor | None:
-        """True where a query does not see a key.
+        """Mask of the band: True where a query does not see a key.
 
         Args:
             query: positions within the sequence, [..., rows, 1].
@@ -105,7 +105,7 @@ def canonical_mask(
     *,
     is_packed: bool,
 ) -> tuple[str, tuple[int, int], bool]:
-    """The mask's canonical name, its window and where its diagonal is: one spelling for each meaning.
+    """The mask's canonical name, window and diagonal; equivalent masks give the same result.
 
     Commas become underscores and ``causal_padding`` becomes ``padding_causal``, as in TransformerEngine. A packed
     layout gets the padding form. A window (-1, 0) without a causal mask is a causal mask, as in FlashAttention. A
@@ -118,7 +118,8 @@ def canonical_mask(
         is_packed: the layout is ``thd``.
 
     Raises:
-        ValueError, TypeError: the mask is unknown, the window no pair of counts, the diagonal contradicts the mask.
+        ValueError, TypeError: the mask is unknown, the window is not a pair of counts, or the diagonal contradicts the
+            mask.
     """
     if not isinstance(attn_mask_type, str):
         raise TypeError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
@@ -149,7 +150,7 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
     """(left, right) as ints.
 
     Raises:
-        ValueError: it is no pair of counts, or -1 for unlimited.
+        ValueError: it is not a pair of counts or -1 (unlimited).
     """
     try:
         left, right = map(operator.index, window_size)
@@ -157,6 +158,6 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
         left = right = -2
     if left < -1 or right < -1:
         raise ValueError(
-            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a count of tokens"
+            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a number of tokens"
         )
     return min(left, _UNLIMITED), min(right, _UNLIMITED)

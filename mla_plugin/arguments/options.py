@@ -1,4 +1,4 @@
-"""What a caller says of a call beside its tensors."""
+"""The arguments of a call other than its tensors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.mask import window_pair
 
 HOSTS = ("direct", "transformer_engine", "transformers", "megatron")
-"""Who may call: selection rules differ between hosts."""
+"""The frameworks that call; selection rules differ between them."""
 
 
 class CallOptions(NamedTuple):
-    """What a caller says of an attention call beside its tensors; ``AttentionRequest.of`` takes these by name.
+    """The arguments of an attention call other than its tensors; ``AttentionRequest.of`` takes them by name.
 
     Attributes:
         qkv_format, attn_mask_type, window_size, bottom_right_diagonal, bias_type, dropout_p, deterministic, return_lse,
-            host, batch_invariant: as in ``mla_plugin.attention``, in any spelling that it takes.
+            host, batch_invariant: as in ``mla_plugin.attention``, in any spelling that it accepts.
         max_seqlen_q, max_seqlen_kv: None for the tensors' extent.
         partial: as in ``AttentionRequest``.
-        pad_between_seqs, lengths_may_differ, bias_requires_grad, is_training: as in ``AttentionRequest``; None for what
-            the tensors say, see ``completed``.
+        pad_between_seqs, lengths_may_differ, bias_requires_grad, is_training: as in ``AttentionRequest``; None:
+            ``completed`` takes them from the tensors.
     """
 
     qkv_format: str = "bshd"
@@ -42,7 +42,7 @@ class CallOptions(NamedTuple):
     batch_invariant: bool = False
 
     def completed(self, tensors: AttentionTensors) -> CallOptions:
-        """With a value for everything that the tensors say where None was given."""
+        """A copy in which values that are None are taken from the tensors."""
         pads, differ = self.pad_between_seqs, self.lengths_may_differ
         bias, training = self.bias_requires_grad, self.is_training
         return self._replace(

@@ -1,4 +1,4 @@
-"""The schema of a PyTorch operator from one declaration: a function's or a class's type hints."""
+"""The schema of a PyTorch operator, derived from the type hints of a function or a class."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any, get_type_hints
 import torch
 
 _AS_DECLARED = {tuple[int, int] | None: Sequence[int] | None}
-"""Types that PyTorch's schemas lack, and what stands for them."""
+"""Types that PyTorch's schemas lack, and their replacements."""
 
 
 def schema_of(fields: Mapping[str, Any]) -> str:
     """The arguments of an operator's schema, such as ``(Tensor q, float softmax_scale)``.
 
     Args:
-        fields: each argument's type by its name; a torch.Tensor, bool, int, float, str, a pair of ints, or None beside
-            one of them.
+        fields: argument name to type: torch.Tensor, bool, int, float, str, a pair of ints, or one of them or None.
 
     Raises:
-        ValueError: PyTorch's schemas have no such type.
+        ValueError: PyTorch's schemas do not support the type.
     """
 
     def declared(*arguments: object) -> None: ...

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for those of the process.
 
     Returns:
-        0 on success, 1 when no backend is left or the command's own answer is no (each command says when), 2 for
-        arguments that cannot be used or a package that a command needs and does not find.
+        0 on success, 1 if no backend is left or the command reports a failure (each command says when), 2 for invalid
+        arguments or a missing package that the command needs.
     """
     arguments = _parser().parse_args(argv)
     try:

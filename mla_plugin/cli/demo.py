@@ -1,4 +1,4 @@
-"""``mla-plugin demo``: train a small DeepSeek-V3 on a text, let it write, and check it against eager attention."""
+"""``mla-plugin demo``: train a small DeepSeek-V3 on a text, generate, and check it against eager attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH_SIZE, LENGTH = 8, 128
 LEARNING_RATE, WARMUP_STEPS = 4e-3, 20
 PROMPT = "Subject to the terms"
 TOLERANCE = 1e-3
-"""Allowed difference of the float32 logits; 1e-5 is usual, a wrong mask or scale is off by more than 0.1."""
+"""Allowed difference of the float32 logits; 1e-5 is typical, a wrong mask or scale gives more than 0.1."""
 
 # The attention of DeepSeek-V3 with its real head dimensions (192 for q and k, 128 for v), everything else small.
 ARCHITECTURE: dict[str, Any] = {
@@ -54,14 +54,20 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": 0,
     "initializer_range": 0.05,  # the usual 0.02 learns half as fast in a model this small
 }
-EPILOG = "Exit status: 1 when the loss does not fall or the logits differ from eager attention's by more than %s."
+DESCRIPTION = "Train a small DeepSeek-V3 on a text, generate, and check it against eager attention."
+
+EPILOG = """\
+exit status: 1 if the loss does not fall or the logits differ from those of
+eager attention by more than %s.
+
+example: mla-plugin demo --steps 100"""
 
 
 AnyPlan = Plan | DecodePlan
 
 
 class CallCounter:
-    """A plugin made of a hook wrapper: it sees every forward of every backend, with the plan that led to it."""
+    """A hook-wrapper plugin that counts every forward of every backend, by plan."""
 
     def __init__(self) -> None:
         self.plans: Counter[AnyPlan] = Counter()
@@ -91,19 +97,23 @@ def _tokens(text: str) -> int:
 def add_parser(commands: Any) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
-        "demo", help="train, generate and check a small DeepSeek-V3", description=__doc__, epilog=EPILOG % TOLERANCE
+        "demo",
+        help="train, generate and check a small DeepSeek-V3",
+        description=DESCRIPTION,
+        epilog=EPILOG % TOLERANCE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=_steps, default=300, help="training steps; 300 by default")
     parser.add_argument("--tokens", type=_tokens, default=200, help="bytes to generate; 200 by default")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
     parser.set_defaults(run=run)
 
 
 def license_text() -> str:
-    """The licence that this installation ships: from the wheel's metadata, else from the checkout.
+    """The licence of this installation: from the wheel's metadata, else from the checkout.
 
     Raises:
-        FileNotFoundError: neither has it.
+        FileNotFoundError: it is in neither.
     """
     try:
         files = importlib.metadata.files("mla-plugin") or []
@@ -118,7 +128,7 @@ def license_text() -> str:
 
 
 def build_model(device_type: str) -> Any:
-    """A DeepSeek-V3 with random weights whose attention is ours."""
+    """A DeepSeek-V3 with random weights that uses mla-plugin for its attention."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     mla_plugin.register("transformers")
@@ -200,7 +210,7 @@ def _train_with_progress(console: Any, model: Any, data: torch.Tensor, steps: in
 
 
 def _show_backends(console: Any, plans: Counter[AnyPlan]) -> None:
-    """Who computed how much, and every backend's verdict on the request that was asked most in training."""
+    """Print the number of calls per backend, and every backend's answer to the most frequent training request."""
     from rich.table import Table
 
     calls = Counter[str]()
@@ -232,16 +242,16 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     start = time.perf_counter()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this machine has no CUDA device that PyTorch can use; `mla-plugin doctor` says why")
+        raise ValueError("this machine has no CUDA device that PyTorch can use; run `mla-plugin doctor` to see why")
     device_type = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(device_type)
     data = torch.tensor(list(license_text().encode()), device=device_type)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"A DeepSeek-V3 of {parameters:,} parameters learns {len(data):,} bytes on the {device_type}.")
+    console.print(f"Training a DeepSeek-V3 of {parameters:,} parameters on {len(data):,} bytes, device {device_type}.")
 
     counter = CallCounter()
     threads = torch.get_num_threads()
-    # The model is too small for two threads to help much, and on a busy machine they would wait for each other.
+    # The model is too small to gain much from two threads, and on a busy machine they would wait for each other.
     torch.set_num_threads(1)
     get_manager().register(counter, "demo-call-counter")
     try:

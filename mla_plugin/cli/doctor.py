@@ -1,4 +1,4 @@
-"""``mla-plugin doctor``: what is installed, what is missing or broken, and the one command that mends each thing."""
+"""``mla-plugin doctor``: what is installed, missing or broken, and a command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 
-EPILOG = "Exit status: 1 when something is broken; a missing optional package is not."
+DESCRIPTION = "Report what is installed, missing or broken, with commands that fix it."
+
+EPILOG = """\
+exit status: 1 if something is broken; a missing optional package does not count.
+
+example: mla-plugin doctor"""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; a broken or missing thing has a remedy, a command to run."""
+    """One line of the report; if something is broken or missing, ``remedy`` is the command to run."""
 
     state: Literal["ok", "missing", "broken", "note"]
     text: str
@@ -32,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Need:
-    """A distribution that something needs, from which version on, and below which one."""
+    """A required distribution, with its minimum version and an upper limit."""
 
     name: str
     minimum: str
@@ -49,7 +54,7 @@ NEEDS = (
     Need(
         "flash-attn",
         "2.7",
-        "deterministic training on backend fa2, which takes PyTorch's own otherwise",
+        "deterministic training on backend fa2, which otherwise uses PyTorch's own kernel",
         'pip install "mla-plugin[fa2]"',
         below="2.8.4",
     ),
@@ -63,7 +68,7 @@ NEEDS = (
 
 
 def packages() -> Iterator[Finding]:
-    """Every need, with the version found."""
+    """Every required or optional package, with the version found."""
     for need in NEEDS:
         version = device.version(need.name)
         too_new = version is not None and need.below is not None and Version(version) >= Version(need.below)
@@ -80,19 +85,19 @@ def packages() -> Iterator[Finding]:
 
 
 def _flash_attention_3() -> Finding:
-    """Which of its providers backend fa3 takes; none of them is a dependency to declare."""
+    """The provider that backend fa3 uses; none of them can be declared as a dependency."""
     distributions = [distribution for distribution, _ in device.FLASH_ATTENTION_PROVIDERS["fa3"]]
     found = [(name, version) for name in distributions if (version := device.version(name)) is not None]
     if not found:
         return Finding("missing", f"none of {', '.join(distributions)}; needed for backend fa3", FLASH_ATTENTION_3)
     name, version = found[0]
     if name != distributions[0]:
-        return Finding("note", f"{name} {version}, for backend fa3 without training", FLASH_ATTENTION_3)
+        return Finding("note", f"{name} {version}, for backend fa3, forward only", FLASH_ATTENTION_3)
     return Finding("ok", f"{name} {version}, for backend fa3")
 
 
 def _flash_mla() -> Finding:
-    """Which of its providers backend flashmla takes."""
+    """The provider that backend flashmla uses."""
     for name, _, first in device.FLASH_MLA_PROVIDERS:
         version = device.version(name)
         if version is not None and (first is None or Version(version) >= Version(first)):
@@ -102,19 +107,19 @@ def _flash_mla() -> Finding:
 
 
 def _flashinfer_compiler() -> Iterator[Finding]:
-    """What FlashInfer compiles its kernels with, where they do not come compiled."""
+    """The tools that FlashInfer compiles its kernels with, if they are not precompiled."""
     if device.version("flashinfer-python") is None or device.version("flashinfer-jit-cache") is not None:
         return
     for tool in device.TOOLS:
         if tool in device.build_tools():
-            yield Finding("ok", f"{tool}, with which FlashInfer compiles its kernels")
+            yield Finding("ok", f"{tool}, used by FlashInfer to compile its kernels")
         else:
             remedy = "pip install ninja" if tool == "ninja" else "pip install flashinfer-jit-cache"
-            yield Finding("missing", f"{tool} is not found; FlashInfer compiles its kernels with it", remedy)
+            yield Finding("missing", f"{tool} not found; FlashInfer needs it to compile its kernels", remedy)
 
 
 def hardware() -> Iterator[Finding]:
-    """The devices that PyTorch sees, and a driver that it cannot use."""
+    """The devices that PyTorch finds, and a driver that it cannot use."""
     driver = device.nvidia_driver_version()
     for index in range(torch.cuda.device_count()):
         found = device.platform("cuda", index)
@@ -130,12 +135,12 @@ def hardware() -> Iterator[Finding]:
         text = f"NVIDIA driver {driver} is loaded, but this PyTorch ({torch.__version__}) is built without CUDA"
         yield Finding("broken", text, "pip install --force-reinstall --index-url https://pypi.org/simple torch")
     else:
-        text = f"PyTorch is built for CUDA {torch.version.cuda}, but NVIDIA driver {driver} offers it no device"
+        text = f"PyTorch is built for CUDA {torch.version.cuda} but finds no device with NVIDIA driver {driver}"
         yield Finding("broken", text, "nvidia-smi")
 
 
 def variables() -> Iterator[Finding]:
-    """The environment variables that are set, as they are parsed; misspelt names; names of unknown backends."""
+    """The environment variables that are set, as parsed; misspelt names; names of unknown backends."""
     assigned = environment.assignments()
     known = {variable.name: variable for variable in environment.VARIABLES}
     for name, text in assigned.items():
@@ -151,15 +156,15 @@ def variables() -> Iterator[Finding]:
         if name in ("MLA_PLUGIN_BACKEND", "MLA_PLUGIN_BLOCK"):
             yield from _unknown_backends(name, value)
     if not assigned:
-        yield Finding("ok", "none of the variables is set")
+        yield Finding("ok", "no variable is set")
 
 
 def _unknown_variable(name: str, text: str, known: list[str]) -> Iterator[Finding]:
-    """A variable that nothing here reads: surely a slip under our own prefix, perhaps one under TransformerEngine's."""
+    """A variable that mla-plugin does not read: an error with our prefix, possibly one with TransformerEngine's."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     if close or name.startswith("MLA_PLUGIN_"):
         hint = f"; did you mean {close[0]}?" if close else ""
-        yield Finding("broken", f"{name}={text!r} is read by nothing{hint}", f"unset {name}")
+        yield Finding("broken", f"{name}={text!r} is not a known variable{hint}", f"unset {name}")
 
 
 def _unknown_backends(name: str, value: environment.Value) -> Iterator[Finding]:
@@ -171,13 +176,13 @@ def _unknown_backends(name: str, value: environment.Value) -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """The registered backends and wrappers, those that are blocked, and the entry points that are broken."""
+    """The registered backends and wrappers, the blocked ones, and the broken entry points."""
     manager = get_manager()
     registered = dict.fromkeys(manager.backends(), "") | dict.fromkeys(manager.wrappers(), ", hook wrappers")
     for name, kind in registered.items():
         yield Finding("ok", f"{name}, from {_origin(name)}{kind}")
     for name in manager.waiting():
-        yield Finding("note", f"{name}, from {_origin(name)}: not imported, because MLA_PLUGIN_BLOCK names it")
+        yield Finding("note", f"{name}, from {_origin(name)}: not imported, excluded by MLA_PLUGIN_BLOCK")
     for name, reason in manager.broken.items():
         package = manager.origins.get(name)
         command = "pip uninstall" if name in registered else "pip install --upgrade"
@@ -201,7 +206,11 @@ SECTIONS = {
 def add_parser(commands: Any) -> None:
     """Add the command; it takes no arguments."""
     parser = commands.add_parser(
-        "doctor", help="what is installed, missing or broken", description=__doc__, epilog=EPILOG
+        "doctor",
+        help="what is installed, missing or broken",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
 

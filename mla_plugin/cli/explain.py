@@ -1,4 +1,4 @@
-"""``mla-plugin explain``: which backend takes a request and why, on this machine or on one that you describe."""
+"""``mla-plugin explain``: which backend runs a request and why, on this machine or on a described one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,23 @@ from mla_plugin.resolver.why import Why
 from mla_plugin.resolver.why import why as ask_why
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-EPILOG = """\
-Without --device and --capability the platform is this machine. The packages are those installed here, changed by
---package; the environment variables are those set here, changed by --env. A CUDA device described where PyTorch has no
-CUDA comes with the CUDA and cuDNN versions that a note names.
-Exit status: 0 when a backend takes the request, 1 when none does, 2 for arguments that cannot be used; with --why, 0
-when that backend runs or can run.
+DESCRIPTION = "Explain which backend runs a request and why, here or on a described machine."
 
-In a program, mla_plugin.explain(q, k, v, ...) explains a call and mla_plugin.explain(model) each layer of a model, and
-NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 logs each new decision of a run to stderr; NVTE_DEBUG_LEVEL=2 logs every reason too."""
+EPILOG = """\
+Without --device and --capability the platform is this machine. Packages and
+environment variables are those of this machine, changed by --package and --env.
+If this PyTorch has no CUDA, a note gives the CUDA and cuDNN versions assumed
+for a CUDA device.
+
+exit status: 0 if a backend takes the request, 1 if none does, 2 for invalid
+arguments; with --why, 0 if that backend runs or can run.
+
+In a program, mla_plugin.explain(q, k, v, ...) explains a call and
+mla_plugin.explain(model) each layer of a model. NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1
+logs each new decision to stderr; NVTE_DEBUG_LEVEL=2 also logs every reason.
+
+example: mla-plugin explain --capability 8.0 --format thd --mask padding_causal
+         mla-plugin explain --decode --heads 16 --why flashinfer"""
 
 SHARED_MEMORY_PER_BLOCK = {
     (8, 0): 166912,
@@ -51,7 +59,7 @@ SHARED_MEMORY_PER_BLOCK = {
 """Largest opt-in shared memory of a thread block in bytes (CUDA C++ Programming Guide, compute capabilities)."""
 
 ASSUMED: dict[str, Any] = {"cuda_version": "13.0", "cudnn_version": (9, 20, 0)}
-"""What a described CUDA device comes with where this PyTorch has none to go by."""
+"""Assumed properties of a described CUDA device if this PyTorch has no CUDA."""
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -62,13 +70,13 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _known(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, str]]:
-    """NAME=VALUE of a name that a decision may depend on; a misspelt one would silently change nothing."""
+    """Parse NAME=VALUE and check the name; a misspelt name would silently change nothing."""
 
     def parse(text: str) -> tuple[str, str]:
         name, value = _pair(text)
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1) or sorted(names)
-            raise argparse.ArgumentTypeError(f"{name!r} is no {kind} that a decision depends on; {', '.join(close)}?")
+            raise argparse.ArgumentTypeError(f"no decision depends on the {kind} {name!r}; {', '.join(close)}?")
         return name, value
 
     return parse
@@ -109,26 +117,27 @@ def add_parser(commands: Any) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "explain",
-        help="which backend takes a request, and why the others do not",
-        description=__doc__,
+        help="which backend runs a request, and why the others do not",
+        usage="%(prog)s [options]",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     _add_request(parser.add_argument_group("request"))
     _add_decode(
-        parser.add_argument_group("decode", "with --decode; --seqlen-q is 1 then, --mask no_mask sees all keys")
+        parser.add_argument_group("decode", "with --decode, --seqlen-q defaults to 1; --mask no_mask sees all keys")
     )
     ranks.add_arguments(
-        parser.add_argument_group("context parallelism and latents", "sequence lengths are those of whole sequences"),
+        parser.add_argument_group("context parallelism and latents", "--seqlen-q and --seqlen-kv are whole sequences"),
         _count,
     )
     _add_platform(parser.add_argument_group("platform"))
-    parser.add_argument("--backend", metavar="NAME", help="ask for this backend and no other")
+    parser.add_argument("--backend", metavar="NAME", help="use only this backend")
     parser.add_argument(
         "--why",
         metavar="NAME",
-        help="why this backend does not run, and the one thing to install or change so that it does",
+        help="explain why this backend does not run, and what to install or change",
     )
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
 
@@ -138,50 +147,52 @@ def _add_request(group: Any) -> None:
     group.add_argument("--head-dim-v", metavar="N", type=_count, default=128, help="128 by default, as DeepSeek-V3")
     group.add_argument("--heads", metavar="N", type=_count, default=128, help="query heads; 128 by default")
     group.add_argument(
-        "--kv-heads", metavar="N", type=_count, help="key-value heads; as many as query heads by default"
+        "--kv-heads", metavar="N", type=_count, help="key-value heads; by default as many as query heads"
     )
     group.add_argument("--batch-size", metavar="N", type=_count, default=2, help="sequences; 2 by default")
     group.add_argument("--seqlen-q", metavar="N", type=_count, help="longest query sequence; 4096 by default")
     group.add_argument(
-        "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; as the queries by default"
+        "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; by default as the queries"
     )
-    group.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16 by default")
     group.add_argument("--format", choices=LAYOUTS, default="bshd", help="memory layout; bshd by default")
-    group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal")
+    group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal", help="causal by default")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
-    group.add_argument("--dropout", type=_probability, default=0.0, metavar="P")
-    group.add_argument("--inference", action="store_true", help="no backward will follow; the default is training")
-    group.add_argument("--deterministic", action="store_true", help="two backwards must agree bit for bit")
     group.add_argument(
-        "--batch-invariant", action="store_true", help="the bits of a row must not depend on what is beside it"
+        "--dropout", type=_probability, default=0.0, metavar="P", help="dropout probability; 0 by default"
+    )
+    group.add_argument("--inference", action="store_true", help="forward only; the default is training")
+    group.add_argument("--deterministic", action="store_true", help="the backward must be bitwise reproducible")
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="the bits of a row must not depend on the rest of the batch"
     )
     group.add_argument("--pad-between-seqs", action="store_true", help="thd with padding between the sequences")
-    group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias")
-    group.add_argument("--host", choices=HOSTS, default="direct", help="who asks; direct by default")
+    group.add_argument("--bias", choices=BIAS_TYPES, default="no_bias", help="additive bias; no_bias by default")
+    group.add_argument("--host", choices=HOSTS, default="direct", help="the calling framework; direct by default")
 
 
 def _add_decode(group: Any) -> None:
     group.add_argument("--decode", action="store_true", help="absorbed decode over the compressed cache")
     group.add_argument("--kv-lora-rank", metavar="N", type=_count, default=512, help="width of c_kv; 512 by default")
     group.add_argument("--rope", metavar="N", type=int, default=64, help="width of k_rope; 64 by default")
-    group.add_argument("--page-size", metavar="N", type=_count, default=64, help="tokens of a page; 64 by default")
+    group.add_argument("--page-size", metavar="N", type=_count, default=64, help="tokens per page; 64 by default")
     group.add_argument("--contiguous", action="store_true", help="a contiguous cache instead of pages")
     group.add_argument("--no-host-lengths", action="store_true", help="only the device knows the lengths")
     group.add_argument("--leftpad", action="store_true", help="a left-padded batch")
 
 
 def _add_platform(group: Any) -> None:
-    group.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
     group.add_argument("--capability", type=_capability, metavar="MAJOR.MINOR", help="a CUDA device, such as 8.0")
     group.add_argument("--cudnn-version", type=_cudnn_version, metavar="X.Y.Z", help="such as 9.8.0")
-    group.add_argument("--cuda-version", metavar="X.Y", help="that PyTorch was built with, such as 13.0")
+    group.add_argument("--cuda-version", metavar="X.Y", help="CUDA that PyTorch was built with, such as 13.0")
     group.add_argument(
         "--package",
         type=_known("package", device.DISTRIBUTIONS),
         action="append",
         default=[],
         metavar="NAME=VERSION",
-        help="an installed package, such as flash-attn=2.8.3; an empty version takes the package away",
+        help="an installed package, such as flash-attn=2.8.3; an empty version means not installed",
     )
     group.add_argument(
         "--env",
@@ -194,7 +205,7 @@ def _add_platform(group: Any) -> None:
     group.add_argument(
         "--te-release",
         metavar="X.Y",
-        help="TransformerEngine's release whose rules apply, such as 2.14; the newest known by default, with --host "
+        help="TransformerEngine release whose rules apply, such as 2.14; default: the newest known, and with --host "
         "transformer_engine the installed one",
     )
 
@@ -262,10 +273,10 @@ def decode_request_of(arguments: argparse.Namespace, device_type: str) -> Decode
 
 
 def platform_of(arguments: argparse.Namespace) -> Platform:
-    """This machine with what the arguments change; a device that it does not have is described by them alone.
+    """This machine as changed by the arguments; a device that it does not have is described only by them.
 
     Raises:
-        ValueError: the arguments contradict each other, or ask for this machine's CUDA device and it has none.
+        ValueError: the arguments contradict each other, or ask for a CUDA device that this machine does not have.
     """
     if arguments.capability and arguments.device == "cpu":
         raise ValueError("--capability describes a CUDA device; leave it out with --device cpu")
@@ -322,7 +333,7 @@ def run(arguments: argparse.Namespace) -> int:
     whole: AttentionRequest | DecodeRequest
     if arguments.decode:
         if arguments.te_release is not None:
-            raise ValueError("--te-release has no meaning with --decode: TransformerEngine has no absorbed decode")
+            raise ValueError("--te-release does not apply to --decode: TransformerEngine has no absorbed decode")
         whole = decode_request_of(arguments, platform.device_type)
     else:
         options["te_release"] = arguments.te_release
@@ -356,5 +367,5 @@ def _text(decision: Decision | DecodeDecision) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for."""
+    """Convert a value that JSON cannot represent."""
     return sorted(value) if isinstance(value, frozenset) else str(value)

@@ -1,4 +1,4 @@
-"""``--cp-size`` and ``--latent`` of ``mla-plugin explain``: what one rank's call asks for, from shapes alone."""
+"""``--cp-size`` and ``--latent`` of ``mla-plugin explain``: the requests of one rank's call, from shapes only."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from mla_plugin.operations.explain import Asked, asked_by_attention, asked_by_de
 
 def add_arguments(group: Any, count: Any) -> None:
     """Add the flags; ``count`` parses a positive number."""
-    group.add_argument("--latent", action="store_true", help="latent_attention over latents of --kv-lora-rank, --rope")
+    group.add_argument("--latent", action="store_true", help="latent_attention, sized by --kv-lora-rank and --rope")
     group.add_argument("--cp-size", metavar="N", type=count, default=1, help="ranks that share the sequences")
-    group.add_argument("--cp-rank", metavar="N", type=int, default=0, help="the one that is asked about; 0 by default")
+    group.add_argument("--cp-rank", metavar="N", type=int, default=0, help="the rank to explain; 0 by default")
     group.add_argument(
         "--cp-comm-type",
         metavar="WAY",
-        help="p2p, all_gather or a2a; by default p2p, with --latent all_gather",
+        help="p2p (default), all_gather (default with --latent) or a2a",
     )
     group.add_argument(
-        "--cp-interleave", metavar="N", type=count, default=1, help="with --decode: tokens that lie together"
+        "--cp-interleave", metavar="N", type=count, default=1, help="with --decode: consecutive tokens per rank"
     )
 
 
 def asked_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | DecodeRequest) -> Asked:
-    """What the rank asks backends for.
+    """The requests that the rank makes.
 
     Args:
         arguments: the flags.
         whole: the request of one process, over the whole sequences.
 
     Raises:
-        ValueError: an argument is off, or the way does not take the call.
+        ValueError: an argument is invalid, or the communication type does not support the call.
     """
     size, rank = arguments.cp_size, arguments.cp_rank
     if not 0 <= rank < size:
         raise ValueError(f"--cp-rank {rank} with --cp-size {size}; 0 to {size - 1} is accepted")
     if isinstance(whole, DecodeRequest) and (arguments.latent or arguments.cp_comm_type):
-        raise ValueError("--latent and --cp-comm-type have no meaning with --decode")
+        raise ValueError("--latent and --cp-comm-type do not apply to --decode")
     if size == 1 and not arguments.latent:
         return Asked(None, (whole,), None)
     options: dict[str, Any] = {"cp_group": None if size == 1 else Group.supposed(size, rank)}
@@ -76,7 +76,7 @@ def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: a
             options[f"cu_seqlens_{side}"] = _meta(batch + 1)
             if whole.pad_between_seqs:
                 options[f"cu_seqlens_{side}_padded"] = _meta(batch + 1)
-    if whole.max_seqlen_q == whole.max_seqlen_kv:  # one tensor of lengths, as a program of self-attention has
+    if whole.max_seqlen_q == whole.max_seqlen_kv:  # one tensor of lengths, as in self-attention
         options = {name: x for name, x in options.items() if not name.startswith("cu_seqlens_kv")}
     for name in ("attn_mask_type", "qkv_format", "deterministic", "host"):
         options[name] = getattr(whole, name)
@@ -91,7 +91,7 @@ def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: a
         )
         return asked_by_attention(q, k, v, **options, dropout_p=whole.dropout_p)
     if whole.dropout_p or whole.num_kv_heads != whole.num_heads:
-        raise ValueError("--dropout and --kv-heads have no meaning with --latent")
+        raise ValueError("--dropout and --kv-heads do not apply to --latent")
     if arguments.rope >= whole.head_dim_qk or arguments.rope < 0:
         raise ValueError(f"--rope {arguments.rope} with --head-dim-qk {whole.head_dim_qk}; a smaller one is accepted")
     nope, rank = whole.head_dim_qk - arguments.rope, arguments.kv_lora_rank

@@ -1,11 +1,11 @@
-"""Context parallelism: one attention call over tokens that lie on the ranks of a group.
+"""Context parallelism: one attention call over tokens distributed over the ranks of a group.
 
-``mla_plugin.attention``, ``latent_attention`` and ``decode`` come here with ``cp_group=``. ``partition`` cuts a batch
-as the first two need it, ``interleave`` shares out the tokens of a cache for the third. The other modules are the
-parts: ``group`` (ranks), ``sections`` (which queries see which keys), ``transport`` (messages), ``order`` (tokens by
-rank and by sequence), ``merge`` (sums of softmaxes), ``agreement`` and ``failure`` (what ranks tell each other), one
-module for each way of K and V (``p2p``, ``a2a``, ``all_gather``), ``latent/`` for those of latents, ``decode``, and the
-operators that torch.compile sees. docs/context_parallel.md says which way when.
+``mla_plugin.attention``, ``latent_attention`` and ``decode`` call this package when ``cp_group=`` is given.
+``partition`` shards a batch for the first two, ``interleave`` distributes the tokens of a cache for the third. The
+other modules: ``group`` (ranks), ``sections`` (which queries see which keys), ``transport`` (messages), ``order``
+(tokens by rank and by sequence), ``merge`` (merges softmaxes), ``agreement`` and ``failure`` (checks across ranks), one
+module per ``cp_comm_type`` for K and V (``p2p``, ``a2a``, ``all_gather``), ``latent/`` for latents, ``decode``, and the
+operators that torch.compile sees. docs/context_parallel.md says which ``cp_comm_type`` to choose.
 """
 
 from mla_plugin.context_parallel.failure import ContextParallelError

@@ -1,4 +1,4 @@
-"""What ranks must have in common in a call, as one number that they can compare, and in words where they differ."""
+"""What must be equal on all ranks in a call, as one number to compare, and as text if the numbers differ."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_AGREED = 4096
 
 
 class Values(NamedTuple):
-    """What one call has beside what calls of its kind share, as far as the host knows it.
+    """Values of one call that are not part of its ``Kind``, as far as the host knows them.
 
     Attributes:
-        named: plain values by the name that a caller knows.
-        number: of them.
+        named: plain values by argument name.
+        number: hash of them.
     """
 
     named: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Values(NamedTuple):
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> Values:
-        """With their number."""
+        """The values with their hash."""
         return cls(named, _number_of(named))
 
 
@@ -37,12 +37,12 @@ NO_VALUES = Values({}, 0)
 
 
 class Kind(NamedTuple):
-    """What like calls share.
+    """What calls of one kind have in common.
 
     Attributes:
-        key: of such calls on this rank.
-        settings: what must be equal on all ranks, by its name; plain values.
-        number: of them.
+        key: identifies the kind on this rank.
+        settings: what must be equal on all ranks, by argument name; plain values.
+        number: hash of them.
     """
 
     key: Hashable
@@ -51,13 +51,13 @@ class Kind(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A rank's call as the other ranks must make it too. It holds no tensor.
+    """Everything about a rank's call that must be equal on the other ranks. It holds no tensor.
 
     Attributes:
         what: ``forward``, ``backward`` or ``decode``.
-        kind: such calls are compared once at least.
-        values: what this call has besides.
-        number: at most 62 bits; equal on all ranks where everything is.
+        kind: the kind of call; each kind is compared at least once.
+        values: the other values of this call.
+        number: hash of at most 62 bits; equal on all ranks if everything else is.
     """
 
     what: str
@@ -67,7 +67,7 @@ class Terms(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the other ranks are told where numbers differ."""
+        """The text sent to the other ranks if the numbers differ."""
         settings = {"the call": self.what, **self.kind.settings, **self.values.named}
         return json.dumps({name: repr(x) for name, x in settings.items()})
 
@@ -78,7 +78,7 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Kind]] = WeakKeyDic
 def terms_of(
     group: Group, what: str, key: Hashable, settings: Callable[[], Mapping[str, Any]], values: Values = NO_VALUES
 ) -> Terms:
-    """The terms of a call; ``settings`` is asked where calls with this key have not been compared yet."""
+    """The terms of a call; ``settings`` is called only if calls with this key have not been compared yet."""
     kind = _agreed.get(group.process_group, {}).get(key)
     if kind is None:
         found = settings()
@@ -87,12 +87,12 @@ def terms_of(
 
 
 def is_agreed(group: Group, kind: Kind) -> bool:
-    """The ranks have compared such calls before; all forget at the same call, for they make the same ones."""
+    """The ranks have compared this kind of call before. All forget it at the same call, as they make the same calls."""
     return kind.key in _agreed.get(group.process_group, ())
 
 
 def note(group: Group, kind: Kind) -> None:
-    """The ranks have compared such a call."""
+    """Record that the ranks have compared this kind of call."""
     kinds = _agreed.setdefault(group.process_group, {})
     if kind.key in kinds:
         return
@@ -102,17 +102,17 @@ def note(group: Group, kind: Kind) -> None:
 
 
 def difference(texts: Sequence[str]) -> str:
-    """What is wrong, in words, out of every rank's ``Terms.text``."""
+    """The error message, from every rank's ``Terms.text``."""
     found = [json.loads(text) for text in texts]
     for name in dict.fromkeys(itertools.chain.from_iterable(found)):
         values = [settings.get(name, "nothing") for settings in found]
         if len(set(values)) > 1:
             listed = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
             return f"the ranks of cp_group call with different {name}: {listed}; it must be the same on all"
-    return "the ranks of cp_group make different calls"  # in the same words: settings of a kind that has no text
+    return "the ranks of cp_group make different calls"  # with equal texts: settings that have no text differ
 
 
 def _number_of(content: Any) -> int:
-    """62 bits of the content's text; the same in every process, unlike Python's own hash of a string."""
+    """62-bit hash of the content's text; the same in every process, unlike Python's hash of a string."""
     digest = hashlib.blake2b(repr(content).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

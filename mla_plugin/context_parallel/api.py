@@ -1,4 +1,4 @@
-"""The entry: an attention call that names a group."""
+"""``mla_plugin.attention`` with ``cp_group``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def attention(
     cp_group: dist.ProcessGroup | DeviceMesh,
     cp_comm_type: str,
 ) -> AttentionOutput:
-    """Attention of this rank's queries over the keys of all ranks of a group; of one rank it is the plain call.
+    """Attention of this rank's queries over the keys of all ranks of a group; with one rank, the plain call.
 
     Args:
-        tensors: this rank's tokens, placed as ``partition.shard`` places them; offsets are those of whole sequences.
+        tensors: this rank's tokens, as ``partition.shard`` cuts them; offsets are those of whole sequences.
         options: of the call.
-        backend: use this backend and no other.
+        backend: use only this backend.
         cp_group: the ranks that share the sequences.
         cp_comm_type: ``p2p``, ``all_gather`` or ``a2a``.
 
@@ -39,7 +39,7 @@ def attention(
         out and lse of this rank's tokens, differentiable in q, k and v.
 
     Raises:
-        ValueError, TypeError: an argument is off; nothing was sent.
+        ValueError, TypeError: an argument is invalid; nothing was sent.
         NoBackendError: no backend takes a section.
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """
@@ -47,7 +47,7 @@ def attention(
     if process_group.size() == 1:
         return run_said(tensors, options, backend)
     options = options.completed(tensors)
-    if not is_traced():  # the operator's own errors, and what it converts in silence, depend on its schema
+    if not is_traced():  # the operator's schema would raise less clear errors, or convert silently
         checked_request(tensors, options, process_group.size(), cp_comm_type)
     arguments = plain.Call(tensors, options, backend).in_order()
     out, lse, _ = context_parallel_forward(*arguments, process_group.group_name, cp_comm_type)

@@ -42,14 +42,14 @@ class Call:
 
     @property
     def wide(self) -> torch.dtype:
-        """What sums over sections are kept in: float32, float64 for float64."""
+        """Dtype of sums over sections: float32, float64 for float64."""
         return torch.promote_types(self.request.dtype, torch.float32)
 
     @functools.cached_property
     def lengths(self) -> tuple[Lengths, Lengths]:
-        """Where the sequences of queries and of keys lie on each rank; only for masks with lengths.
+        """Where the sequences of queries and of keys are on each rank; only for masks with lengths.
 
-        One object for both sides where one tensor of offsets serves both.
+        One object for both sides if one tensor of offsets is used for both.
         """
         tensors = self.tensors
         sides = (
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def cu_seqlens_kv(self) -> torch.Tensor | None:
-        """Of whole sequences; that of the queries where one serves both: saved-tensor hooks may have made two of it."""
+        """Of whole sequences; that of the queries if one is used for both, as saved-tensor hooks may have copied it."""
         return self.tensors.cu_seqlens_kv if self.request.lengths_may_differ else self.tensors.cu_seqlens_q
 
     def _lengths(self, x: torch.Tensor, cu: torch.Tensor | None, padded: torch.Tensor | None) -> Lengths:
@@ -79,7 +79,7 @@ class Call:
         of_q: Offsets | None = None,
         of_kv: Offsets | None = None,
     ) -> AttentionTensors:
-        """The tensors of one section; offsets of the one side serve the other where there are none of its own."""
+        """The tensors of one section; a side without offsets uses those of the other."""
         if of_q is None:
             return AttentionTensors(q, k, v, self.tensors.softmax_scale)
         of_kv = of_kv or of_q
@@ -87,7 +87,7 @@ class Call:
         return AttentionTensors(q, k, v, self.tensors.softmax_scale, *given)
 
     def prepare(self, requests: Iterable[AttentionRequest]) -> None:
-        """What needs no message: decide about every section, and queue the sums over lengths.
+        """Everything that needs no message: choose a backend for every section, and queue the sums over lengths.
 
         Raises:
             NoBackendError: no backend takes one of the sections.
@@ -98,7 +98,7 @@ class Call:
             _ = self.lengths
 
     def known(self, request: AttentionRequest, tensors: AttentionTensors) -> Known:
-        """What is known of a section."""
+        """The cached ``Known`` of a section."""
         known = known_of(tensors, request, self.backend)
         vars(tensors)["kept"] = known.kept
         return known
@@ -123,14 +123,14 @@ class Call:
 
 
 Forward: TypeAlias = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
-"""out and lse of a rank's queries, and what the way keeps for the backward beside inputs and outputs."""
+"""out and lse of a rank's queries, and what is saved for the backward besides inputs and outputs."""
 Backward: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq, dk and dv of a rank's tokens."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a backward gets of its forward; which tensors they are is the way's own business."""
+    """The tensors that a forward saves for its backward; which ones depends on ``cp_comm_type``."""
 
     q: torch.Tensor
     k: torch.Tensor

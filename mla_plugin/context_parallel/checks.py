@@ -1,4 +1,4 @@
-"""What a context-parallel call may look like; everything here is known before the first message, on every rank."""
+"""Checks of a context-parallel call; every rank runs them before its first message."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ WAYS: dict[str, ModuleType] = {"p2p": p2p, "all_gather": all_gather, "a2a": a2a}
 
 
 def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, cp_comm_type: str) -> AttentionRequest:
-    """The request of one rank's tensors; its longest sequences are slots on this rank.
+    """Check one rank's call and return its request, whose longest sequences are slots on this rank.
 
     Args:
         tensors: this rank's tokens; offsets are those of whole sequences.
         options: of the call, completed; the longest sequences are whole ones with their padding.
         size: ranks of the group.
-        cp_comm_type: the way.
+        cp_comm_type: the communication type.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
     if options.batch_invariant or environment.is_batch_invariance_requested():
         raise ValueError(
-            "batch_invariant=True with cp_group: sections and their sums follow the lengths and the ranks; leave one "
-            "of them out"
+            "batch_invariant=True with cp_group: sections and their sums depend on the lengths and the ranks; leave "
+            "one of them out"
         )
     longest = (options.max_seqlen_q, options.max_seqlen_kv)
     request = request_of(tensors, options._replace(max_seqlen_q=None, max_seqlen_kv=None))
     try:
         hash((request, longest))
-    except TypeError:  # sizes are symbols, or an option is no number
+    except TypeError:  # sizes are symbolic, or an option is not a number
         return _of_slots(request, *longest, size, cp_comm_type)
     return _known_of_slots(request, *longest, size, cp_comm_type)
 
@@ -57,7 +57,7 @@ def _of_slots(
         if tokens % 2 and not request.layout.is_packed:
             raise ValueError(
                 f"{tokens} tokens of {'q' if side == 'q' else 'k and v'} on a rank; sequences are cut into {2 * size} "
-                f"chunks, of which a rank holds two: pad them to a multiple of {2 * size}"
+                f"chunks and each rank holds two: pad them to a multiple of {2 * size}"
             )
         slots.append(_slots(side, whole, tokens, size, request))
     request = request.replace(max_seqlen_q=slots[0], max_seqlen_kv=slots[1])
@@ -69,7 +69,7 @@ _known_of_slots = functools.lru_cache(maxsize=4096, typed=True)(_of_slots)
 
 
 def _beyond(request: AttentionRequest) -> list[str]:
-    """What no way computes."""
+    """Reasons that hold for every communication type."""
     found = []
     if request.dropout_p:
         found.append(f"dropout_p={request.dropout_p}; context parallelism takes 0")
@@ -88,12 +88,12 @@ def _refuse(reasons: list[str]) -> None:
 def _slots(side: str, whole: int | None, tokens: int, size: int, request: AttentionRequest) -> int:
     """The longest sequence's slots on a rank, an even number."""
     if whole is not None and (isinstance(whole, bool) or not isinstance(whole, (int, torch.SymInt))):
-        raise TypeError(f"max_seqlen_{side}={whole!r}; an int is needed, or nothing")
+        raise TypeError(f"max_seqlen_{side}={whole!r}; an int or None is needed")
     if not request.layout.is_packed:
         if whole is not None and whole != tokens * size and not (request.has_padding and 0 <= whole <= tokens * size):
             raise ValueError(
                 f"max_seqlen_{side}={whole} with {tokens} tokens on each of {size} ranks; {tokens * size}, the whole "
-                "sequence, or nothing is needed"
+                "sequence, or None is needed"
             )
         return tokens
     if whole is None:
@@ -104,9 +104,9 @@ def _slots(side: str, whole: int | None, tokens: int, size: int, request: Attent
 
 
 def check_values(tensors: AttentionTensors, request: AttentionRequest, size: int) -> None:
-    """Offsets start at 0, never fall, fit the tokens, and padded lengths are multiples of 2 size.
+    """Check that offsets start at 0, never decrease and fit the tokens, and that padded lengths divide by 2 size.
 
-    It reads values, which makes the host wait for a CUDA device; ``compute.reads_lengths`` says when that is wanted.
+    It reads values, which synchronises with a CUDA device; ``compute.reads_lengths`` says when to do so.
 
     Raises:
         ValueError: they do not; the message says which.
@@ -127,10 +127,10 @@ def check_values(tensors: AttentionTensors, request: AttentionRequest, size: int
         if any(slot % (2 * size) for slot in slots):
             raise ValueError(
                 f"{name} gives lengths {slots}; each sequence must be padded to a multiple of {2 * size}, twice the "
-                "ranks: mla_plugin.context_parallel.pad_lengths says where they start then"
+                "number of ranks: mla_plugin.context_parallel.pad_lengths computes the padded offsets"
             )
         if any(length > slot for length, slot in zip(lengths, slots, strict=True)):
-            raise ValueError(f"lengths {lengths} do not fit {name}, which leaves them {slots} tokens")
+            raise ValueError(f"lengths {lengths} do not fit {name}, which has room for {slots} tokens")
         if not request.pad_between_seqs and slots[:-1] != lengths[:-1]:
             raise ValueError(
                 f"pad_between_seqs=False with lengths {lengths} and {name} of {slots} tokens: sequences start "
@@ -149,5 +149,5 @@ def _differences(name: str, offsets: torch.Tensor) -> list[int]:
     values = offsets.tolist()
     found = [after - before for before, after in itertools.pairwise(values)]
     if values[0] != 0 or min(found, default=0) < 0:
-        raise ValueError(f"{name}={values}; offsets start at 0 and never fall")
+        raise ValueError(f"{name}={values}; offsets start at 0 and never decrease")
     return found

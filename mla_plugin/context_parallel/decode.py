@@ -58,7 +58,7 @@ def run(
         cp_group, interleave: who holds which tokens; the group by its name.
 
     Raises:
-        ValueError, TypeError: an argument is off; nothing was sent.
+        ValueError, TypeError: an argument is invalid; nothing was sent.
         NoBackendError: no backend takes this rank's part.
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """

@@ -1,7 +1,7 @@
-"""What a rank of a group would ask backends for, and the way in words; nothing is sent or computed.
+"""The requests that a rank of a group would make, and a heading for them; nothing is sent or computed.
 
-The group may be a supposed one (``Group.supposed``), so that a program with one process can ask about many. A group of
-one rank makes the plain request, and there is no way to name. Arguments and errors are those of the calls.
+The group may be hypothetical (``Group.supposed``), so that one process can ask about many. A group of one rank gives
+the plain request without a heading. Arguments and errors are those of the calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | Group | None"
 def of_attention(
     tensors: AttentionTensors, options: CallOptions, cp_group: Ranks, cp_comm_type: str
 ) -> tuple[str | None, tuple[AttentionRequest, ...]]:
-    """Of ``attention``; the options are completed."""
+    """For ``attention``; the options are completed."""
     group = _group_of(cp_group)
     if group is None:
         return None, (request_of(tensors, options),)
@@ -43,7 +43,7 @@ def of_attention(
 
 
 def of_latents(call: LatentCall, cp_group: Ranks, cp_comm_type: str) -> tuple[str | None, tuple[AttentionRequest, ...]]:
-    """Of ``latent_attention``; the call does not name the group."""
+    """For ``latent_attention``; the call does not name the group."""
     group = _group_of(cp_group)
     if group is None:
         return None, plain.requests(call)
@@ -62,7 +62,7 @@ def of_decode(
     decode.check_not_batch_invariant(batch_invariant)
     decode.check_lengths(tensors)
     asked = (decode.local_request(request, tensors, group, interleave),)
-    return _heading(f"decode of tokens shared out {interleave} at a time", group, asked), asked
+    return _heading(f"decode of tokens interleaved {interleave} at a time", group, asked), asked
 
 
 def _group_of(cp_group: Any) -> Group | None:

@@ -1,14 +1,14 @@
-"""A rank that fails must not leave the others waiting: it goes on with its messages, and all ranks raise.
+"""A rank that fails must not leave the others waiting: it completes its messages, and all ranks raise.
 
-A rank whose backend raises keeps the error, sends and receives to the end (``Watch.attempt``), and says so when one
-number is reduced over the group (``Watch.close``). The error's text goes through the group's store.
+A rank whose backend raises keeps the error, sends and receives to the end (``Watch.attempt``), and reports the failure
+when one number is reduced over the group (``Watch.close``). The error's text goes through the group's store.
 
-The same goes for ranks that make different calls: a number of what they must have in common (``agreement``) is reduced
-with the status, and beforehand where the host may wait or calls of the kind have not been compared yet.
+Ranks that make different calls are found in the same way: a hash of what must be equal (``agreement``) is reduced with
+the status, and also before the call if the host may synchronise or this kind of call has not been compared yet.
 
-On the CPU numbers are read at once: all ranks raise in the call that failed. On a CUDA device reading them would make
-the host wait, so the rank that failed raises at once and the others when their next call or backward on the group
-begins, before its first message; ``MLA_PLUGIN_CHECK=1`` makes them wait in the call itself. While a CUDA graph is
+On the CPU the numbers are read at once, and all ranks raise in the call that failed. On a CUDA device reading them
+would synchronise, so the failing rank raises at once and the others at the start of their next call or backward on the
+group, before its first message; ``MLA_PLUGIN_CHECK=1`` makes them wait in the call itself. While a CUDA graph is
 captured nothing is reduced.
 """
 
@@ -30,7 +30,7 @@ from mla_plugin.context_parallel.agreement import Terms, difference, is_agreed, 
 from mla_plugin.context_parallel.group import Group
 
 _PATIENCE = datetime.timedelta(seconds=30)
-"""The text is in the store before the status is reduced, so this is for a store that does not answer."""
+"""The text is stored before the status is reduced, so this only limits the wait for a store that does not answer."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ class ContextParallelError(RuntimeError):
 
 
 class _Status(NamedTuple):
-    """The reduced numbers of a call that is over, on their way to the host."""
+    """The reduced numbers of a finished call, being copied to the host."""
 
     numbers: torch.Tensor
     arrived: torch.cuda.Event
@@ -51,7 +51,7 @@ class _Status(NamedTuple):
 
 @dataclass
 class _State:
-    """Of one group: how many numbers were reduced, and statuses that nobody has looked at."""
+    """State of one group: the count of reductions, and the statuses that have not been read."""
 
     reduced: int = 0
     unread: list[_Status] = field(default_factory=list)
@@ -61,17 +61,17 @@ _states: WeakKeyDictionary[dist.ProcessGroup, _State] = WeakKeyDictionary()
 
 
 def is_capturing(device: torch.device) -> bool:
-    """A CUDA graph is being captured, so the host can neither read nor be told anything."""
+    """A CUDA graph is being captured, so the host cannot read results."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_left_unread(device: torch.device) -> bool:
-    """A call ends without looking at its status: the host would have to wait for the device."""
+    """A call ends without reading its status, because that would synchronise with the device."""
     return device.type == "cuda" and not environment.is_value_check_requested()
 
 
 def _on_its_way(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """A copy of the numbers on the host, and the event after which it is there."""
+    """A copy of the numbers on the host, and the event that completes it."""
     on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     on_host.copy_(numbers, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -81,13 +81,13 @@ def _on_its_way(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
 
 @functools.lru_cache(maxsize=64)
 def _signs(device: torch.device) -> torch.Tensor:
-    """Times a number, what is reduced by its maximum: no failure, and the number from above and from below."""
+    """Multiplied by a number, this gives what is max-reduced: 0 (no failure), the number and minus the number."""
     with torch.inference_mode(False):
         return torch.tensor([0, 1, -1], device=device)
 
 
 class Watch:
-    """The errors of one call on this rank. Every rank makes one for each call, begins it and closes it.
+    """The errors of one call on this rank. Every rank creates one per call, begins it and closes it.
 
     Args:
         group: of the call.
@@ -101,15 +101,15 @@ class Watch:
         self.error: Exception | None = None
 
     def begin(self, terms: Terms) -> None:
-        """Before the first message, and after everything that needs none: the host may have to wait here.
+        """Call this right before the first message; it may synchronise.
 
         Args:
             terms: what this rank is about to run.
 
         Raises:
-            ContextParallelError: the ranks are about to run different things, one of them cannot run its own, or an
+            ContextParallelError: the ranks are about to run different calls, one of them cannot run its call, or an
                 earlier call on the group failed on another rank.
-            RuntimeError: a CUDA graph is being captured, and the ranks have not compared such a call.
+            RuntimeError: a CUDA graph is being captured, and the ranks have not compared this kind of call.
         """
         self._terms = terms
         is_new = not is_agreed(self._group, terms.kind)
@@ -129,7 +129,7 @@ class Watch:
         note(self._group, terms.kind)
 
     def _read(self) -> None:
-        """Look at the statuses of earlier calls."""
+        """Read the statuses of earlier calls."""
         while self._state.unread:
             status = self._state.unread.pop(0)
             status.arrived.synchronize()
@@ -142,7 +142,7 @@ class Watch:
     def attempt(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result | None:
-        """What the function returns; None if it raises, or if something has raised before: then it does not run."""
+        """The function's result; None if it raises, and without running it if something has raised before."""
         if self.error is not None:
             return None
         try:
@@ -153,13 +153,12 @@ class Watch:
             return None
 
     def close(self) -> None:
-        """Tell the other ranks, after the last message.
+        """Exchange the status with the other ranks, after the last message.
 
         Raises:
-            ContextParallelError: something failed, here or on another rank, whose rank the text names; or the ranks
-                have run different things.
+            ContextParallelError: the call failed on a rank, which the text names, or the ranks ran different calls.
         """
-        assert self._terms is not None  # it was begun
+        assert self._terms is not None  # set by begin()
         if is_capturing(self._device):
             if self.error is not None:
                 raise self.error
@@ -173,11 +172,11 @@ class Watch:
             self._raise_failure(key, self._group.rank)
 
     def _reduced(self, terms: Terms, when: str) -> tuple[str, torch.Tensor]:
-        """Reduce over the group what this rank has to say; its error, if it has one, goes to the store before.
+        """Reduce this rank's status over the group, after storing its error, if any.
 
         Returns:
-            the key of what is in the store; int64 [3] with the highest rank that failed + 1, the largest number of
-            terms, and minus the smallest.
+            the key of the store's entry; int64 [3] with the highest rank that failed + 1, the largest number of terms,
+            and minus the smallest.
         """
         group, self._state.reduced = self._group, self._state.reduced + 1
         key, numbers = f"mla_plugin/call/{self._state.reduced}", _signs(self._device) * terms.number
@@ -191,12 +190,12 @@ class Watch:
         except RuntimeError as error:  # gloo, when the group's timeout is over
             raise ContextParallelError(
                 f"rank {group.rank} of {group.size} waited for the other ranks {when} a context parallel {terms.what}; "
-                f"one is gone or makes fewer calls. This call is {terms.text}. {error}"
+                f"a rank has exited or makes fewer calls. This call is {terms.text}. {error}"
             ) from error
         return key, numbers
 
     def _check(self, numbers: torch.Tensor, key: str, terms: Terms) -> None:
-        """Raise what reduced numbers say; all ranks do, or none."""
+        """Raise if the reduced numbers show a failure; all ranks raise, or none."""
         failed, largest, minus_smallest = numbers.tolist()
         if failed:
             self._raise_failure(key, failed - 1)
@@ -221,7 +220,7 @@ class Watch:
         raise ContextParallelError(said)
 
     def _told(self, keys: list[str]) -> list[str]:
-        """Texts of the group's store."""
+        """The texts under these keys in the group's store."""
         store = _store_of(self._group)
         store.wait(keys, _PATIENCE)
         return [store.get(key).decode() for key in keys]

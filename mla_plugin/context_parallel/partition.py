@@ -110,7 +110,7 @@ def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int,
     chunks = []
     for number, (start, end) in enumerate(itertools.pairwise(offsets)):
         if end < start:
-            raise ValueError(f"cu_seqlens_padded={offsets}; offsets never fall")
+            raise ValueError(f"cu_seqlens_padded={offsets}; offsets never decrease")
         _check_multiple(f"sequence {number} with its padding", end - start, size)
         chunks.append((start, (end - start) // (2 * size)))
     return chunks

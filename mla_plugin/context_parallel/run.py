@@ -1,4 +1,4 @@
-"""One pass of a context-parallel call: checks, agreement with the other ranks, the way, and what failed."""
+"""One pass of a context-parallel call: checks, agreement with the other ranks, the communication, and failures."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _OF_TENSORS: tuple[str, ...] = (
 def forward(
     tensors: AttentionTensors, options: CallOptions, backend: str | None, group: Group, cp_comm_type: str
 ) -> Forward:
-    """out and lse of this rank's tokens, and what the way keeps for the backward beside inputs and outputs.
+    """out and lse of this rank's tokens, and what is saved for the backward besides inputs and outputs.
 
     Args:
         tensors: this rank's tokens; offsets are those of whole sequences.
         options: of the call, completed.
         backend: use this backend and no other.
-        group, cp_comm_type: the ranks and the way.
+        group, cp_comm_type: the ranks and the communication type.
 
     Raises:
-        ValueError, TypeError: an argument is off; nothing was sent.
+        ValueError, TypeError: an argument is invalid; nothing was sent.
         NoBackendError: no backend takes a section.
         ContextParallelError: the ranks call with different arguments, or one of them failed.
     """
@@ -100,7 +100,7 @@ def backward(
 
 
 def _is_empty(tensors: AttentionTensors) -> bool:
-    """No query or no key on any rank, for all have tensors of one shape: there is nothing to send."""
+    """No query or no key on any rank, since all have tensors of the same shape: there is nothing to send."""
     return tensors.q.numel() == 0 or tensors.k.numel() == 0
 
 
@@ -118,7 +118,7 @@ def lengths_read(tensors: AttentionTensors, request: AttentionRequest, size: int
 
 
 def values_of_backward(cp_comm_type: str, dlse: torch.Tensor | None) -> Values:
-    """What the messages of a backward depend on beside its forward's terms: ``a2a`` sends for a gradient of lse."""
+    """What a backward's messages depend on besides its forward's terms: ``a2a`` also sends the gradient of lse."""
     return _dlse(dlse is not None) if cp_comm_type == "a2a" else NO_VALUES
 
 
@@ -134,10 +134,10 @@ def terms_of_call(
 
     Args:
         call: what this rank is about to run.
-        cp_comm_type: the way.
+        cp_comm_type: the communication type.
         what: ``forward`` or ``backward``.
         values: of this call.
-        more: what must be equal besides, by its name; hashable values.
+        more: what else must be equal, by its name; hashable values.
     """
     tensors, more = call.tensors, dict(more or {})
     if cp_comm_type == "p2p":
@@ -148,10 +148,10 @@ def terms_of_call(
 
 
 def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:
-    """What must be equal on all ranks, by the name that a caller knows."""
+    """What must be equal on all ranks, by argument name."""
     names = CallOptions._fields + _OF_TENSORS
     settings = {name: getattr(call.request, name) for name in names}
-    for name in ("max_seqlen_q", "max_seqlen_kv"):  # of whole sequences, as the caller says them
+    for name in ("max_seqlen_q", "max_seqlen_kv"):  # of whole sequences, as the caller gave them
         settings[name] *= call.group.size
     settings |= dict(zip(("q.shape", "k.shape", "v.shape"), shapes, strict=True))
     return settings | {

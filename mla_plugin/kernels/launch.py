@@ -1,4 +1,4 @@
-"""Launching one kind of call again and again at little cost."""
+"""Launches the same kind of call repeatedly with low CPU overhead."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HERE = contextlib.nullcontext()
 
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes x's device the current one, which is where Triton launches; costs nothing when it is already."""
+    """Make x's device current, where Triton launches; free if it already is."""
     if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
     return _HERE
 
 
 class _Address:
-    """Stands for a tensor in a cached descriptor, which must not keep its memory alive."""
+    """Replaces a tensor in a cached descriptor, which must not keep its memory alive."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -49,27 +49,27 @@ def named_strides(tensor: str, axes: str, strides: Sequence[int]) -> dict[str, i
 
 @dataclass
 class Launch:
-    """One kernel with everything fixed but its tensors and what else changes from call to call.
+    """One kernel with all arguments fixed except its tensors and whatever else changes from call to call.
 
-    Triton looks at every argument of every call to find the compiled kernel; that costs 25 us of CPU time, twice the
-    launch. Here the compiled kernel is kept, bound to its grid, and used again while all tensors start on a 16-byte
-    boundary, which is the only property of the remaining arguments that a compiled kernel depends on. It gets addresses
-    instead of tensors: the launcher would ask the driver about each tensor.
+    Triton inspects every argument of every call to find the compiled kernel, which costs 25 us of CPU time, twice the
+    launch. Here the compiled kernel is cached, bound to its grid, and reused while all tensors start on a 16-byte
+    boundary, the only property of the remaining arguments that a compiled kernel depends on. It gets addresses instead
+    of tensors, because the launcher would query the driver for each tensor.
 
-    The kernel's signature is the one declaration of its arguments: a launch names them, and they are brought into the
+    The kernel's arguments are declared only in its signature: a launch names them, and they are sorted into the
     signature's order here, once.
 
     Attributes:
         kernel: the jitted function.
         grid: number of programs.
-        given: names of what each call gives, in the order of the calls: the signature's first arguments.
+        given: names of the arguments of each call, in order: the first ones of the signature.
         fixed: the others by name, the same in every call.
         options: num_warps, num_stages, maxnreg, launch_pdl.
-        run: launches the compiled kernel for aligned tensors, once there is one.
+        run: launches the compiled kernel for aligned tensors; set after the first compilation.
         arguments: the values of ``fixed`` in the signature's order.
 
     Raises:
-        TypeError: ``given`` and ``fixed`` are not the kernel's arguments; the message names those that are off.
+        TypeError: ``given`` and ``fixed`` are not the kernel's arguments; the message names the wrong ones.
     """
 
     kernel: Any
@@ -89,8 +89,7 @@ class Launch:
     def __call__(self, *arguments: object) -> None:
         """Launch on the current device and stream.
 
-        ``arguments`` are those that ``given`` names: tensors, descriptors, None, numbers; their types are always the
-        same.
+        ``arguments`` are those named by ``given``: tensors, descriptors, None, numbers; their types never change.
         """
         addresses: list[object] = []
         bits = 0
@@ -110,9 +109,9 @@ class Launch:
 
 
 def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """What ``compiled[grid]`` is, 4 us faster where no profiler has hooked into Triton's launches.
+    """``compiled[grid]``, but 4 us faster if no profiler has hooked into Triton's launches.
 
-    Triton collects a launch's metadata for the hooks and calls them from C, whether or not there are any.
+    Triton collects a launch's metadata for the hooks even if there are none.
     """
     general = compiled[grid]
     run, function, metadata, knobs = compiled.run, compiled.function, compiled.packed_metadata, triton.knobs.runtime
@@ -147,11 +146,11 @@ def _mismatch(kernel: Any, given: tuple[str, ...], fixed: Mapping[str, object]) 
 
 
 def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device: torch.device) -> None:
-    """Compile and load what these calls need on a CUDA device and is not there yet, side by side; without a launch.
+    """Compile and load the missing kernels of these calls on a CUDA device in parallel, without launching them.
 
-    Triton's compiler works outside of Python's lock, and its assembler and the compiler of its launchers are processes
-    of their own: three kernels of 1.2 s each are there after 1.5 s. While a CUDA graph is captured nothing happens,
-    since other threads may not load kernels then: each is compiled and loaded at its launch.
+    Triton's compiler releases the GIL, and its assembler and the compiler of its launchers are separate processes:
+    three kernels of 1.2 s each are ready after 1.5 s. Does nothing while a CUDA graph is captured, when other threads
+    may not load kernels: each is then compiled and loaded at its launch.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return

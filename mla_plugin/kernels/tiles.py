@@ -1,9 +1,9 @@
 """Static tile tables: one configuration per kernel, kind of card, element size and head dimensions.
 
-The kinds of card are classes of shared memory per block, with Hopper apart: its warpgroup products read both operands
-from shared memory, while compute capability 10.0 with as much memory keeps copies of them. Every entry is compiled
-ahead of time for its cards in tests/kernels/test_prefill_ahead_of_time.py, which holds its shared memory and its
-register spills to stated figures; docs/kernels_ahead_of_time.md shows them. Only the Hopper entries of 2 bytes for up
+The kinds of card are classes of shared memory per block. Hopper has its own: its warpgroup products read both operands
+from shared memory, while compute capability 10.0, with as much memory, keeps copies of them. Every entry is compiled
+ahead of time for its cards in tests/kernels/test_prefill_ahead_of_time.py, which checks its shared memory and its
+register spills against stated figures; docs/kernels_ahead_of_time.md lists them. Only the 2-byte Hopper entries for up
 to 320 columns were chosen by timing (H200); the others are the tiles with the most reuse that fit with few spills.
 """
 
@@ -23,16 +23,16 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Passed to the assembler; it otherwise sometimes settles on 32 registers and spills by the thousand."""
+    """Passed to the assembler, which otherwise sometimes limits itself to 32 registers and spills thousands of them."""
 
     @property
     def suits_descriptors(self) -> bool:
-        """Whether tensor descriptors pay: smaller tiles keep the operand that stays in registers, and spill it."""
+        """Whether tensor descriptors are faster: smaller tiles keep the resident operand in registers and spill it."""
         return max(self.block_m, self.block_n) >= 64
 
 
 def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
-    """The kind of card that a device is.
+    """The kind of card of a device.
 
     Raises:
         ValueError: the device has less than 99 KiB of shared memory per block.
@@ -49,11 +49,11 @@ INTERPRETED = "interpreter"
 """Triton's interpreter, which has no shared memory and is fastest with few, large tiles."""
 _INTERPRETED_TILE = Tile(64, 64, 4, 1)
 
-# rows: (largest head_dim_qk + head_dim_v in columns, tile); the first row that is wide enough is taken
+# rows: (largest head_dim_qk + head_dim_v in columns, tile); the first row that is wide enough is used
 Rows: TypeAlias = tuple[tuple[int, Tile], ...]
 Table: TypeAlias = dict[tuple[str, int], Rows]
 
-# float32 products are unrolled into multiply-adds: larger tiles compile for half a minute and spill by the thousand
+# float32 products are unrolled into multiply-adds: larger tiles take half a minute to compile and spill heavily
 _FORWARD_FLOAT32: Rows = ((256, Tile(32, 32, 8, 1, 255)), (768, Tile(16, 16, 8, 2, 255)))
 _BACKWARD_KV_FLOAT32: Rows = ((256, Tile(32, 32, 8, 1, 255)), (768, Tile(16, 16, 8, 1, 255)))
 _BACKWARD_Q_FLOAT32: Rows = ((256, Tile(32, 16, 8, 2, 255)), (768, Tile(16, 16, 8, 2, 255)))

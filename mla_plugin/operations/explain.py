@@ -85,38 +85,38 @@ def explain(
     **arguments: Any,
 ) -> str: ...
 def explain(*subject: Any, **arguments: Any) -> str:
-    """Which backend runs and why, in words. Nothing is computed; tensors and models of the meta device will do.
+    """Explain which backend runs, and why. Nothing is computed; meta tensors and models on the meta device work too.
 
-    Four things can be asked about:
+    It explains one of four things:
 
     - ``explain(request)``: an ``AttentionRequest`` or a ``DecodeRequest``;
     - ``explain(q, k, v, **arguments of attention)``: exactly the call that ``mla_plugin.attention`` would make, with
-      its defaults, under the same autocast, with a backward where a tensor requires grad;
+      its defaults, under the same autocast, with a backward if a tensor requires grad;
     - ``explain(latent_attention, q, c_kv, ..., **arguments)``, ``explain(decode, q_nope_abs, ..., **arguments)``: the
-      same of these functions; with ``cp_group`` the sections that this rank computes;
+      same for these functions; with ``cp_group`` the sections that this rank computes;
     - ``explain(model, batch_size=1, seqlen=4096)``: every kind of layer of a transformers ``PreTrainedModel`` or of a
-      Megatron-Core module: training, or prefill and the next token for a model in evaluation; what runs, and what
-      would be faster and why it does not run.
+      Megatron-Core module, in training, or in prefill and decode for a model in evaluation mode: what runs, and which
+      faster backends do not run, and why.
 
     Args:
         *subject: one of these.
-        backend: of a request or a call: use this backend and no other.
-        batch_size, seqlen: of a model's input, without padding.
-        dtype: of a model's q, k and v; default the model's.
-        is_training: a backward will follow; default what the model's ``training`` says.
-        why: name of a backend: say instead why this one does not run, and the one thing to install or to change.
-        platform: a hypothetical device; default the tensors' or the model's, for those of the meta device this
-            machine's.
+        backend: for a request or a call: use only this backend.
+        batch_size, seqlen: size of a model's input, without padding.
+        dtype: dtype of a model's q, k and v; default the model's.
+        is_training: a backward will follow; default the model's ``training``.
+        why: name of a backend: explain instead why it does not run, and what to install or change.
+        platform: a hypothetical device; default the device of the tensors or the model, and this machine's for the
+            meta device.
         environ: a hypothetical environment; default the process's.
-        te_release: the release of TransformerEngine whose rules apply, as in ``survey``; it has no say in decode.
+        te_release: the release of TransformerEngine whose rules apply, as in ``survey``; ignored for decode.
 
     Returns:
-        the text: each backend in the order tried with its verdict and reasons, then what runs. For a model a section
-        for each kind of layer.
+        the text: each backend in the order tried with its verdict and reasons, then what runs. For a model, one
+        section per kind of layer.
 
     Raises:
-        TypeError: neither a request, nor tensors, nor a model of these hosts; an argument is not accepted with it.
-        ValueError: an argument is off; the message says what was given and what is accepted.
+        TypeError: the subject is none of these, or an argument is not accepted with it.
+        ValueError: an argument is invalid; the message says what was given and what is accepted.
     """
     platform = arguments.get("platform")
     if not (platform is None or isinstance(platform, Platform)):
@@ -134,7 +134,7 @@ def explain(*subject: Any, **arguments: Any) -> str:
 
 
 def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], arguments: dict[str, Any]) -> str:
-    """``function`` of the arguments; what it does not take is an error of the public name."""
+    """Call ``function``; an argument that it does not take is reported as an error of ``explain``."""
     signature = inspect.signature(function)
     try:
         bound = signature.bind(*subject, **arguments)
@@ -160,7 +160,7 @@ def _explain_call(
 ) -> str:
     asked = ask(*tensors, **arguments)
     if not asked.requests:
-        return "=> no backend: a call without queries or keys has nothing to compute"
+        return "=> no backend: the call has no queries or no keys, so there is nothing to compute"
     options: dict[str, Any] = {"backend": asked.backend, "why": why, "platform": platform, "environ": environ}
     options |= {"te_release": te_release}
     text = [explain_request(_on_device(request, platform), **options) for request in asked.requests]
@@ -168,11 +168,11 @@ def _explain_call(
 
 
 class Asked(NamedTuple):
-    """What a call asks backends for.
+    """The requests that a call makes.
 
     Attributes:
-        heading: the way in words where ranks of a group share the call.
-        requests: each kind once; none where there is nothing to compute.
+        heading: describes the context parallelism of a call with a group; None without one.
+        requests: each kind once; empty if there is nothing to compute.
         backend: the one that the call names.
     """
 
@@ -182,7 +182,7 @@ class Asked(NamedTuple):
 
 
 def asked_by_attention(*tensors: Any, **arguments: Any) -> Asked:
-    """Of ``attention``, with its arguments."""
+    """The requests of ``attention`` with these arguments."""
     call = attention_api.described_call(*tensors, **arguments)
     if not (call.tensors.q.numel() and call.tensors.k.numel()):
         return Asked(None, (), call.backend)
@@ -194,7 +194,7 @@ def asked_by_attention(*tensors: Any, **arguments: Any) -> Asked:
 
 
 def asked_by_latent_attention(*tensors: Any, **arguments: Any) -> Asked:
-    """Of ``latent_attention``, with its arguments."""
+    """The requests of ``latent_attention`` with these arguments."""
     from mla_plugin.context_parallel import described
 
     call, cp_group, cp_comm_type = latent_api.described_call(*tensors, **arguments)
@@ -204,7 +204,7 @@ def asked_by_latent_attention(*tensors: Any, **arguments: Any) -> Asked:
 
 
 def asked_by_decode(*tensors: Any, **arguments: Any) -> Asked:
-    """Of ``decode``, with its arguments."""
+    """The requests of ``decode`` with these arguments."""
     from mla_plugin.context_parallel import described
 
     call = decode_api.described_call(*tensors, **arguments)
@@ -224,7 +224,7 @@ _CALLS: dict[object, Callable[..., Asked]] = {
 def _on_device(
     request: Any, platform: Platform | None, device_type: str | None = None, device_index: int | None = None
 ) -> Any:
-    """The request on the platform's device, or on its own; on this machine's in place of the meta device."""
+    """The request on the platform's device, else on its own; the meta device becomes this machine's."""
     if platform is not None:
         return request.replace(device_type=platform.device_type, device_index=None)
     if device_type is None:
@@ -235,7 +235,7 @@ def _on_device(
 
 
 def _adapter(model: object) -> str | None:
-    """The adapter of the host whose class the model is, or derives from."""
+    """The adapter of the host that defines the model's class or one of its base classes."""
     if not isinstance(model, torch.nn.Module):
         return None
     packages = [kind.__module__.partition(".")[0] for kind in type(model).__mro__]
@@ -266,7 +266,7 @@ def _explain_model(
 
 
 def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dict[str, Any]) -> Iterator[str]:
-    """One kind of layer: what it asks for, each with the decision and with what would be faster."""
+    """One kind of layer: its requests, each with the decision and the faster backends that do not run."""
     from mla_plugin.resolver.speed import faster
 
     yield f"{kind.count} x {kind.name}"
@@ -289,13 +289,13 @@ def _section(kind: LayerKind, layers: ModelLayers, why: str | None, options: dic
         lines = list(faster(decision, gates))
         yield from (f"     {line}" for line in lines)
         if not lines and decision.plan is not None and decision.platform.device_type == "cuda":
-            yield "     no backend is faster, as far as that is known"
+            yield "     no backend is known to be faster"
 
 
 def _each_asked(
     what: str, call: AttentionCall | DecodeRequest
 ) -> Iterator[tuple[str, AttentionRequest | DecodeRequest]]:
-    """Every request that a layer's call makes, with what it is for."""
+    """Every request that a layer's call makes, with its heading."""
     if isinstance(call, DecodeRequest):
         yield what, call
         return

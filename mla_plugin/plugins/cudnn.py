@@ -1,12 +1,12 @@
 """cuDNN's fused attention through PyTorch: head_dim_qk != head_dim_v natively, on CUDA devices only.
 
-What it takes is the intersection of two rule books, so that the kernel is never asked for what it gets wrong:
+It accepts the intersection of two sets of rules, so that the kernel never runs a call that it gets wrong:
 PyTorch's own checks before it calls cuDNN (``can_use_cudnn_attention`` in aten's ``sdp_utils.cpp``), and those of
 TransformerEngine (``nvte_get_fused_attn_backend`` in ``fused_attn.cpp``). Each refusal names its source.
 
-PyTorch passes cuDNN no alignment but top-left, so a causal mask that ends at the last key of more keys than queries is
-computed as two parts, which the kernel takes: the keys that every query sees, and the square behind them. The parts are
-merged by their log-sum-exp; in the backward each is given the out and the log-sum-exp of the whole.
+PyTorch passes cuDNN only the top-left alignment, so a bottom-right causal mask with more keys than queries is computed
+in two parts that the kernel supports: the keys that every query sees, and the square after them. The parts are merged
+by their log-sum-exp; in the backward each gets the out and the log-sum-exp of the whole.
 
 The kernel has no input for the gradient of the log-sum-exp and, at 192/128, no spare column to carry it, so a request
 that trains on lse gets its backward from ``sdpa``.

@@ -9,8 +9,8 @@ TransformerEngine's rules 17 to 21 and 31.
 
 A request that trains on lse gets its backward from ``sdpa``, because only newer releases take the gradient of lse.
 
-The kernels copy whole tiles by hardware (TMA), also behind a sequence's end, and multiply what is there by weights of
-0, as FlashAttention 3's do (``fa3``); what is not a token is cleared in copies of the same tensors.
+The kernels copy whole tiles with TMA, also past a sequence's end, and multiply those rows by weights of 0, as
+FlashAttention 3's do (``fa3``); rows that are no tokens are zeroed in copies of the same tensors.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from mla_plugin.plugins.shared.refusals import (
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa4"]
 MARK = "_validate_head_dims"
-"""What its module has since the first version, and the one that flash-attn ships has not."""
+"""A name that its module has had since the first version, and that flash-attn's copy lacks."""
 FIRST_VERSION = "4.0.0b5"
 NEEDS_NEW_CUTLASS, CUTLASS_MINIMUM = "4.0.0b24", "4.6.2"
 BLACKWELL_DIMS = {(192, 128): FIRST_VERSION, (64, 512): "4.0.0b9", (256, 256): "4.0.0b11"}
-"""Pairs that compute capability 10 and 11 take beside 8..128 each, and the first release that does."""
+"""Pairs that compute capability 10 and 11 support besides 8..128 each, and the first release that does."""
 ONE_WIDTH = "4.0.0b30"
-"""From here on the backward's kernel rounds a head dim as its accumulators do, but for Hopper's up to 128.
+"""From this release on the backward's kernel rounds a head dim as its accumulators do, except up to 128 on Hopper.
 
 Above 128 on Hopper that is to 64 (pull request 2482), on compute capability 10 and 11 to 32 (pull request 2698).
 """
 GROUPED_ABOVE_128 = "4.0.0b31"
-"""From here on Hopper's backward takes grouped heads above 128, and head dims above 192 (pull request 2888)."""
+"""From this release on Hopper's backward takes grouped heads above 128, and head dims above 192 (PR 2888)."""
 TRAINED_ON_HOPPER = {
     (64, 64): FIRST_VERSION,
     (96, 64): FIRST_VERSION,
@@ -119,8 +119,8 @@ def _hopper_refusals(request: AttentionRequest, platform: Platform) -> Iterator[
 
     The forward keeps out in Q's shared memory (``sO`` in ``flash_fwd_sm90.py``), and its tiles are sized by
     head_dim_qk. The backward's kernel rounds head dims up to 128 to 16 (``tile_hdim`` in ``flash_bwd_sm90.py``), but dQ
-    is allocated and read back in steps of 32 (``_flash_attn_bwd``): where the two differ dQ is wrong in silence. That
-    holds up to 4.0.0b36 at least; pull request 2896 mends it.
+    is allocated and read back in steps of 32 (``_flash_attn_bwd``): where the two differ dQ is silently wrong, up to
+    4.0.0b36 at least; pull request 2896 fixes it.
     """
     dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
     found = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}"

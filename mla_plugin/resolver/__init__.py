@@ -31,7 +31,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "te_decide":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # TransformerEngine's rules are imported when somebody asks for them: the import of the package is shorter without
+    # TransformerEngine's rules are imported on demand, to keep the import of the package short
     from mla_plugin.resolver.transformer_engine.cascade import te_decide
 
     return te_decide
@@ -62,12 +62,12 @@ def resolve(
 ) -> Plan | DecodePlan:
     """The plan for a request, of attention or of decode.
 
-    The decision is cached on the request and on the environment variables that a selection reads, so a variable that
-    changes takes effect at the next call. Hypothetical platforms and environments are not cached.
+    The decision is cached by the request and the environment variables that a selection reads, so a changed variable
+    takes effect at the next call. Decisions for hypothetical platforms and environments are not cached.
 
     Args:
         request: the call.
-        backend: use this backend and no other.
+        backend: use only this backend.
         platform: a hypothetical platform; None probes the request's device.
         environ: a hypothetical environment; None reads the process's.
 
@@ -90,10 +90,10 @@ def explain(
     te_release: str | None = None,
     why: str | None = None,
 ) -> str:
-    """The decision in words: each backend in the order tried with its reasons, and what runs; arguments as survey.
+    """The decision as text: each backend in the order tried with its reasons, and what runs; arguments as ``survey``.
 
-    ``te_release`` has no meaning for decode, about which TransformerEngine has no say. With ``why``, the name of a
-    backend, the text says instead why that one does not run and the one thing to install or to change.
+    ``te_release`` is ignored for decode, which TransformerEngine does not have. With ``why``, the name of a backend,
+    the text says instead why that backend does not run, and what to install or change.
     """
     if why is not None:
         from mla_plugin.resolver.why import why as ask_why  # here, so that importing the package stays fast

@@ -1,4 +1,4 @@
-"""What the backends answer to one request."""
+"""Asks every backend about a request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger("mla_plugin")
 
 
 def check_backend_name(backend: object) -> None:
-    """A ``backend`` argument is None or a name.
+    """Check that a ``backend`` argument is None or a name.
 
     Raises:
-        TypeError: it is neither a text nor None.
+        TypeError: it is neither a string nor None.
         ValueError: it is empty.
     """
     if backend is None or (isinstance(backend, str) and backend.strip()):
@@ -39,13 +39,13 @@ def ask(
     platform: Platform,
     names: frozenset[str],
 ) -> Accepted | Refused:
-    """One backend's answer. A backend of another package that raises is reported and left out.
+    """One backend's answer. A third-party backend that raises is reported and left out.
 
     Args:
         name: of the backend.
         select_backend: its hook.
-        request, platform: what it is asked about.
-        names: of all backends, to one of which it may leave the backward.
+        request, platform: the hook's arguments.
+        names: of all backends, for checking ``backward_by``.
     """
     try:
         return _plain_answer(select_backend(request=request, platform=platform), names)
@@ -57,10 +57,10 @@ def ask(
 
 
 def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
-    """The answer with nothing in it but values of the right types, or a refusal that says which is wrong.
+    """The answer with its types checked, or a refusal that says what is wrong with it.
 
     Args:
-        answers: what the hook gave: a list of one answer, unless a wrapper made something else of it.
+        answers: the hook's result: a list of one answer, unless a wrapper changed it.
         names: of all backends.
     """
     if not isinstance(answers, list) or len(answers) > 1:
@@ -70,18 +70,18 @@ def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
         refused = _without_subclass(answer, Refused)
         if _are_texts(refused.reasons):
             return refused
-        return _wrong(f"Refused(reasons={reprlib.repr(refused.reasons)})", "a tuple of texts")
+        return _wrong(f"Refused(reasons={reprlib.repr(refused.reasons)})", "a tuple of strings")
     if not isinstance(answer, Accepted):
-        return _wrong(reprlib.repr(answer), "Accepted or Refused, an object of the class")
+        return _wrong(reprlib.repr(answer), "an instance of Accepted or Refused")
     accepted = _without_subclass(answer, Accepted)
     priority, backward_by = accepted.priority, accepted.backward_by
     if not isinstance(priority, int) or isinstance(priority, bool):
-        return _wrong(f"Accepted(priority={reprlib.repr(priority)})", "an integer, 0 for the usual place")
+        return _wrong(f"Accepted(priority={reprlib.repr(priority)})", "an integer, 0 for the default order")
     if backward_by is not None and not (isinstance(backward_by, str) and backward_by in names):
         known = ", ".join(sorted(names))
         return _wrong(f"Accepted(backward_by={reprlib.repr(backward_by)})", f"None or a backend's name: {known}")
     if not _are_texts(accepted.notes):
-        return _wrong(f"Accepted(notes={reprlib.repr(accepted.notes)})", "a tuple of texts")
+        return _wrong(f"Accepted(notes={reprlib.repr(accepted.notes)})", "a tuple of strings")
     return accepted
 
 
@@ -89,7 +89,7 @@ Answer = TypeVar("Answer", Accepted, Refused)
 
 
 def _without_subclass(answer: Answer, plain: type[Answer]) -> Answer:
-    """A subclass may compute its attributes; they are read once, here, where an error is the plugin's own."""
+    """A copy as the plain class. A subclass may compute its attributes; an error there is reported as the plugin's."""
     return plain(**{attribute.name: getattr(answer, attribute.name) for attribute in dataclasses.fields(plain)})
 
 
@@ -102,7 +102,7 @@ def _wrong(given: str, accepted: str) -> Refused:
 
 
 def check_backend_is_registered(backend: str | None) -> None:
-    """For calls that no backend computes, since they have no queries or no keys: a name is one of a backend.
+    """Check the name in calls without queries or keys, about which no backend is asked.
 
     Raises:
         TypeError, ValueError: as ``ask_all``.
@@ -116,16 +116,16 @@ def check_backend_is_registered(backend: str | None) -> None:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """Every backend's answer to one request, and under which circumstances it was asked.
+    """Every backend's answer to one request, and the platform and environment of the question.
 
     Attributes:
         platform: the device and the packages.
         environ: the variables that a selection reads.
         backend: the only one that may run; None for any.
-        names: of all backends, those that MLA_PLUGIN_BLOCK kept from being imported last.
-        blocked: of those that were not asked.
-        answers: of the others.
-        forward_answers: of the built-in ones, to the same request without a backward to follow.
+        names: of all backends; those not imported because of MLA_PLUGIN_BLOCK come last.
+        blocked: names excluded by MLA_PLUGIN_BLOCK, which were not asked.
+        answers: of the other backends.
+        forward_answers: of the built-in ones, to the same request without a backward.
     """
 
     platform: Platform
@@ -143,7 +143,7 @@ class Inquiry:
 
     @property
     def priorities(self) -> dict[str, int]:
-        """The priority that each backend of another package asked for."""
+        """The priority of each third-party backend."""
         return {
             name: answer.priority if isinstance(answer, Accepted) else 0
             for name, answer in self.answers.items()
@@ -152,11 +152,11 @@ class Inquiry:
 
 
 _warned: set[str] = set()
-"""Values of MLA_PLUGIN_BLOCK that were warned about."""
+"""Values of MLA_PLUGIN_BLOCK that have been warned about."""
 
 
 def _warn_of_unknown_names(blocked: frozenset[str], environ: Mapping[str, str], manager: BackendManager) -> None:
-    """A misspelt name in MLA_PLUGIN_BLOCK blocks nothing, which the user should hear of, once."""
+    """Warn once about a misspelt name in MLA_PLUGIN_BLOCK, which blocks nothing."""
     value = environ.get("MLA_PLUGIN_BLOCK", "")
     unknown = sorted(blocked - manager.known_names())
     if not unknown or value in _warned:

@@ -1,6 +1,6 @@
 """From a request to a plan: ask every backend, take the fastest, or the first in TransformerEngine's order.
 
-``survey`` makes the decision and keeps everything that led to it; ``resolve`` caches it; ``explain`` puts it in words.
+``survey`` makes the decision and keeps its inputs; ``resolve`` caches it; ``explain`` turns it into text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
 
 _CACHE_SIZE = 4096
-"""Plans kept; a generation loop that lengthens its cache step by step fills it with about 1 kB each."""
+"""Number of cached plans, about 1 kB each; a generation loop over a growing cache adds one per step."""
 
 
 def _cascade_reasons(cascade: CascadeDecision, name: str) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def _computes_backward(answer: Accepted | Refused) -> bool:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What is known of one request before a backend is chosen."""
+    """Everything known about one request before a backend is chosen."""
 
     request: AttentionRequest
     asked: Inquiry
@@ -47,7 +47,7 @@ class _Survey:
 
     @property
     def is_free(self) -> bool:
-        """The fastest backends run; otherwise a name, or TransformerEngine's order, decides."""
+        """True if the fastest backends run; otherwise a requested name or TransformerEngine's order decides."""
         return self.asked.backend is None and not choice.is_as_strict_as_te(self.request, self.asked.environ)
 
     def order(self, direction: str) -> list[str]:
@@ -64,7 +64,7 @@ class _Survey:
     def verdict(self, name: str, tried: bool) -> tuple[TraceEntry, str | None]:
         """One backend's line of the trace, and the backend of its backward when it can run."""
         if name in self.asked.blocked:
-            return TraceEntry(name, False, "environment", ("MLA_PLUGIN_BLOCK names it",)), None
+            return TraceEntry(name, False, "environment", ("excluded by MLA_PLUGIN_BLOCK",)), None
         answer = self.asked.answers[name]
         forward = answer
         if isinstance(answer, Refused) and self._takes_passes_apart(name):
@@ -78,15 +78,15 @@ class _Survey:
             return TraceEntry(name, False, "backend", (self._why_no_backward(answer),)), None
         notes = forward.notes
         if isinstance(answer, Refused):
-            notes += (f"the forward alone: {'; '.join(answer.reasons)}",)
+            notes += (f"forward only: {'; '.join(answer.reasons)}",)
         return TraceEntry(name, True, "backend", notes), backward or name
 
     def _takes_passes_apart(self, name: str) -> bool:
-        """Out and lse tie the passes of our backends and nothing else does, but for the generator behind dropout."""
+        """The two passes of our backends share only out and lse, and with dropout the random generator."""
         return self.is_free and name in self.asked.builtin and not self.request.dropout_p
 
     def _backward(self, name: str, answer: Accepted | Refused) -> str | None:
-        """The backend of the backward behind this forward; None when there is none."""
+        """The backend of the backward that goes with this forward; None if there is none."""
         answers = self.asked.answers
         if self._takes_passes_apart(name) and self.request.is_training:
             return self._fastest_backward
@@ -101,31 +101,31 @@ class _Survey:
 
     def _why_no_backward(self, answer: Accepted | Refused) -> str:
         if isinstance(answer, Refused):
-            return f"the forward alone, and no backend may run the backward: {'; '.join(answer.reasons)}"
+            return f"forward only, and no backend can run the backward: {'; '.join(answer.reasons)}"
         if answer.backward_by is None:
-            return "no backend may run the backward"
-        why = "MLA_PLUGIN_BLOCK leaves out" if answer.backward_by in self.asked.blocked else "refuses the request"
+            return "no backend can run the backward"
+        why = "MLA_PLUGIN_BLOCK excludes" if answer.backward_by in self.asked.blocked else "refuses the request"
         return f"its backward runs on {answer.backward_by!r}, which {why}"
 
     def _left_out(self, name: str) -> TraceEntry:
-        """Why a backend that could run is not even tried."""
+        """Why a backend that could run is not tried."""
         asked = self.asked
         if asked.backend is not None:
-            return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was asked for by name",))
+            return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was requested by name",))
         off = choice.switched_off(name, self.request, asked.platform, asked.environ)
         if off is not None and (self.is_free or name in ("triton", preference.FALLBACK)):
             return off
         if name == "triton":
-            reason = "TransformerEngine's own choice stands unless NVTE_MLA_TRITON=1 and its conditions hold"
+            reason = "TransformerEngine's own choice applies unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))
         reasons = _cascade_reasons(self.cascade, name) if self.cascade else ()
         return TraceEntry(name, False, "cascade", reasons)
 
 
 def _cascade(request: AttentionRequest, asked: Inquiry, te_release: str | None) -> CascadeDecision | None:
-    """TransformerEngine's own selection; None off CUDA, or where it raises and nobody asked for it.
+    """TransformerEngine's own selection; None off CUDA, or if it raises and its decision is not required.
 
-    Its rules are imported here: ``import mla_plugin`` takes a fifth longer with them.
+    Its rules are imported here because they make ``import mla_plugin`` a fifth slower.
     """
     from mla_plugin.resolver.transformer_engine.cascade import te_decide
     from mla_plugin.resolver.transformer_engine.release import read_release
@@ -151,15 +151,15 @@ def survey(
     environ: Mapping[str, str] | None = None,
     te_release: str | None = None,
 ) -> Decision:
-    """Decide, uncached, and keep everything that led to the decision.
+    """Make a decision, uncached, and return it with everything that led to it.
 
     Args:
         request: the call.
-        backend: use this backend and no other.
+        backend: use only this backend.
         platform: a hypothetical platform; None probes the request's device.
         environ: a hypothetical environment; None reads the process's.
         te_release: the release of TransformerEngine whose rules apply, such as ``"2.14"``; None for the installed one
-            where TransformerEngine is the host, and for the newest anywhere else.
+            if TransformerEngine is the host, otherwise for the newest.
 
     Raises:
         EnvironmentVariableError: a variable has a value that is not accepted.
@@ -206,8 +206,8 @@ def resolve(
 ) -> Plan:
     """The plan for a request; arguments as ``survey``.
 
-    The decision is cached on the request and on the environment variables that a selection reads, so a variable that
-    changes takes effect at the next call. Hypothetical platforms and environments are not cached.
+    The decision is cached by the request and the environment variables that a selection reads, so a changed variable
+    takes effect at the next call. Decisions for hypothetical platforms and environments are not cached.
 
     Raises:
         NoBackendError: no backend takes the request; the message lists every backend with every reason.

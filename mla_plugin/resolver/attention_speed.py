@@ -1,4 +1,4 @@
-"""How fast the built-in backends are at an attention call, as far as it was measured or is known."""
+"""Relative speed of the built-in backends for an attention call, measured or estimated."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
 """From compute capability 10.0 on; not measured."""
 
 _OLDER = ("fa2", "cudnn", "triton")
-"""Before Hopper, equal head dims: the kernels that were written for these cards go first; not measured."""
+"""Before Hopper, equal head dims: kernels written for these GPUs first; not measured."""
 
 _OLDER_MLA = ("triton", "fa2", "cudnn")
-"""Before Hopper, unequal head dims: FlashAttention 2 computes them with V padded, at 192/128 half again as many
-products of weights and values; on an H200 ours is twice as fast as that."""
+"""Before Hopper, unequal head dims: FlashAttention 2 pads V, which at 192/128 adds 50 % to the products of weights and
+values; on an H200 ours is twice as fast. Not measured on these GPUs."""
 
 _OTHER_MASK = 4.0
-"""No mask, or a window, is as far from a causal mask as four doublings of the length."""
+"""Distance of no mask, or of a window, from a causal mask: as much as four doublings of the length."""
 
 _OTHER_WORK = 8.0
-"""So many doublings for packed sequences, and for a deterministic backward."""
+"""Distance in doublings for packed sequences, and for a deterministic backward."""
 
 _OTHER_CARD = 0.1
-"""Squared distance of what another card of the same compute capability measured: the own card counts first."""
+"""Squared distance added for another GPU of the same compute capability, so that the GPU's own results count first."""
 
 _NEAR = 1e-3
-"""A squared distance below which a measured call decides alone."""
+"""Below this squared distance a single measured call decides."""
 
 
 def known_order(request: AttentionRequest, platform: Platform) -> tuple[str, ...]:
-    """Where nothing was measured: what NVIDIA's and FlashAttention's own figures say of the generation."""
+    """The order without measurements, from NVIDIA's and FlashAttention's published figures for the generation."""
     capability = platform.compute_capability or (0, 0)
     if capability >= (10, 0):
         return _BLACKWELL
@@ -43,7 +43,7 @@ def known_order(request: AttentionRequest, platform: Platform) -> tuple[str, ...
 
 
 class _Call(NamedTuple):
-    """What a measured call and a request are compared by."""
+    """The features by which a request is compared with measured calls."""
 
     dim_qk: int
     dim_v: int
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, request: AttentionRequest) -> _Call:
-        """Of a request; true lengths inside a dense batch are packed sequences to every kernel."""
+        """From a request; a dense batch with true lengths counts as packed sequences, as kernels treat it."""
         return cls(
             request.head_dim_qk,
             request.head_dim_v,
@@ -74,7 +74,7 @@ class _Call(NamedTuple):
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Coordinates in which near calls are about as fast: doublings, and kinds that are far apart."""
+        """Coordinates in which nearby calls are about equally fast: doublings, and large offsets between kinds."""
         return (
             2 * math.log2(self.dim_qk),
             2 * math.log2(self.dim_v / self.dim_qk),
@@ -90,7 +90,7 @@ class _Call(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One line of the table: where it is, and how far each backend is behind the fastest, as a logarithm."""
+    """One line of the table: its coordinates, and each backend's log time relative to the fastest."""
 
     card: str
     place: tuple[float, ...]
@@ -119,7 +119,7 @@ def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
 
 
 def _estimates(platform: Platform, place: Sequence[float], direction: str) -> dict[str, float]:
-    """How far each backend is behind the fastest, from the measured calls around, the near ones above all."""
+    """Each backend's log time relative to the fastest, interpolated from measured calls, nearest weighted most."""
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for row in _table(platform.compute_capability or (0, 0)):
@@ -133,10 +133,10 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str) -> di
 
 
 def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence[str], direction: str) -> list[str]:
-    """Fused built-in backends in the order of their speed at one pass.
+    """Fused built-in backends in the order of their speed for one pass.
 
-    Measured on a card of the same compute capability (``attention_measured``), interpolated between the measured
-    calls; elsewhere by what is known of the generation.
+    Interpolated between calls measured on a GPU of the same compute capability (``attention_measured``); for other
+    GPUs estimated from published figures.
 
     Args:
         request, platform: what is decided on.
@@ -153,9 +153,9 @@ def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence
 
 
 def relative_times(request: AttentionRequest, platform: Platform, direction: str) -> dict[str, float]:
-    """How many times as long as the fastest each backend takes for one pass; empty where nothing was measured.
+    """Each backend's time for one pass relative to the fastest; empty without measurements.
 
-    Arguments as ``fastest_first``, whose order this is; a backend that was not measured for the pass is left out.
+    Arguments and order as ``fastest_first``; a backend that was not measured for the pass is left out.
     """
     behind = _estimates(platform, _Call.of(request).place, direction)
     return {name: math.exp(value - min(behind.values())) for name, value in behind.items()}

@@ -22,14 +22,14 @@ CARDS: dict[tuple[int, int], str] = {
     (10, 0): "such as B200",
     (12, 0): "such as RTX 5090",
 }
-"""Compute capabilities that are tried, and a card of each."""
+"""Compute capabilities that are tried, and a GPU of each."""
 
 _CUDA, _CUDNN = "13.0", (9, 20, 0)
-"""What a card that is not there is taken to come with."""
+"""Assumed properties of a hypothetical GPU."""
 
 
 class Situation(NamedTuple):
-    """What a decision is made on; ``backend`` is the one asked for by name."""
+    """The inputs of a decision; ``backend`` is the one requested by name."""
 
     request: AttentionRequest | DecodeRequest
     platform: Platform
@@ -38,7 +38,7 @@ class Situation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Something to install or to change: what to do in words, and the situation after it."""
+    """Something to install or change: the text for the user, and the situation afterwards."""
 
     kind: Kind
     text: str
@@ -80,13 +80,13 @@ def of_packages(name: str, situation: Situation) -> Iterator[Change]:
 
 
 def of_variables(name: str, situation: Situation) -> Iterator[Change]:
-    """Unset what is set, and take the name out of those that are blocked."""
+    """Unset variables, and remove the backend's name from MLA_PLUGIN_BLOCK."""
     for variable, value in situation.environ.items():
         if variable == "MLA_PLUGIN_BLOCK":
             blocked = environment.names(variable, situation.environ)
             if name in blocked:
                 left = ",".join(sorted(blocked - {name}))
-                yield Change("variable", f"take {name} out of {variable}={value}", _with_variable(variable, left))
+                yield Change("variable", f"remove {name} from {variable}={value}", _with_variable(variable, left))
         else:
             yield Change("variable", f"unset {variable} (it is {value!r})", _with_variable(variable, None))
     if name == "triton" and situation.environ.get("NVTE_MLA_TRITON") != "1":
@@ -123,13 +123,13 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("return_max_logit", False, "return_max_logit=False"),
     ("num_splits", 1, "num_splits=1"),
     ("has_leftpad_kv", False, "no left padding"),
-    ("has_host_lengths", True, "lengths that the host knows (seqlens_kv=DecodeLengths(...), no --no-host-lengths)"),
-    ("has_aligned_rows", True, "rows of the cache that start on 16 bytes"),
+    ("has_host_lengths", True, "lengths known to the host (seqlens_kv=DecodeLengths(...), no --no-host-lengths)"),
+    ("has_aligned_rows", True, "cache rows that start on 16-byte boundaries"),
     ("has_joined_rows", True, "c_kv and k_rope as columns of one tensor"),
     ("page_size", 64, "a cache in pages of 64 (page_table=...)"),
     ("seqlen_q", 1, "one query token"),
 )
-"""An attribute of a request, the value with which most backends take it, and what that is in words."""
+"""An attribute of a request, the value that most backends accept, and its text."""
 
 
 def _with_request(**changes: Any) -> Callable[[Situation], Situation]:
@@ -143,7 +143,7 @@ def _with_request(**changes: Any) -> Callable[[Situation], Situation]:
 
 
 def of_request(situation: Situation) -> Iterator[Change]:
-    """Everything that makes the request plainer; head dims and sizes are the model's and stay."""
+    """Every change that makes the request plainer; head dims and sizes belong to the model and stay."""
     request = situation.request
     for name, plain, words in _PLAIN:
         if getattr(request, name, plain) == plain or (name == "page_size" and isinstance(request, AttentionRequest)):
@@ -157,7 +157,7 @@ def of_request(situation: Situation) -> Iterator[Change]:
         without = {"bias_type": "no_bias", "bias_shape": None, "bias_requires_grad": False}
         yield Change("request", "no additive bias", _with_request(**without))
     if request.attn_mask_type == "arbitrary":
-        words = "a mask that causality, windows or lengths describe, such as attn_mask_type='causal'"
+        words = "a mask given by causality, windows or lengths, such as attn_mask_type='causal'"
         yield Change("request", words, _with_request(attn_mask_type="causal"))
     if request.num_kv_heads != request.num_heads:
         words = "as many key-value heads as query heads"

@@ -1,7 +1,7 @@
-"""Who runs the forward and who the backward, in every host but TransformerEngine: the fastest backends that may run.
+"""Chooses the backends of the forward and the backward in every host except TransformerEngine: the fastest that can.
 
-A user's variables and what each backend can do decide who may run; a measured table (``attention_measured``) decides
-who does. The two passes are chosen apart, because nothing but out and lse ties them.
+The user's variables and the backends' answers decide which backends can run; a measured table (``attention_measured``)
+decides which of them do. The two passes are chosen independently, because they share only out and lse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "cudnn": ("NVTE_FUSED_ATTN",),
     FALLBACK: ("NVTE_UNFUSED_ATTN",),
 }
-"""The variables that switch a backend off by a zero."""
+"""The variables that switch a backend off when 0."""
 
 
 def is_as_strict_as_te(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
@@ -33,9 +33,9 @@ def is_as_strict_as_te(request: AttentionRequest, environ: Mapping[str, str]) ->
 def switched_off(
     name: str, request: AttentionRequest, platform: Platform, environ: Mapping[str, str]
 ) -> TraceEntry | None:
-    """What keeps a built-in backend off whatever it can compute; None when nothing does."""
+    """What switches a built-in backend off, whatever it can compute; None if nothing does."""
     if name == "triton" and platform.device_type != "cuda":
-        return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs when asked for by name",))
+        return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs only when requested by name",))
     if name == "triton":
         off = ["NVTE_MLA_TRITON=0"] if environment.parse("NVTE_MLA_TRITON", environ) == "0" else []
     elif name == FALLBACK and _is_without_transformer_engine(request, environ):
@@ -47,7 +47,7 @@ def switched_off(
 
 
 def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
-    """Megatron-Core sets all three switches to 0 for ``attention_backend=local``, in the place of which we attend."""
+    """Megatron-Core sets all three variables to 0 for ``attention_backend=local``, which mla-plugin replaces."""
     switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)
 
@@ -64,7 +64,7 @@ def order(
 
     Args:
         request, platform, environ: what is decided on.
-        priorities: the priority that each backend of another package asked for.
+        priorities: the priority of each third-party backend.
         builtin: names of the built-in backends.
         direction: ``"forward"`` or ``"backward"``.
     """

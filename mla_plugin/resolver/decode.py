@@ -1,6 +1,6 @@
 """From a decode request to a plan: ask every backend, take the first in the measured order that can run.
 
-TransformerEngine has no absorbed decode, so its cascade has no say here; its variables that switch a backend off have.
+TransformerEngine has no absorbed decode, so its selection does not apply; its variables that switch backends off do.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def describe_request(request: DecodeRequest) -> str:
         parts.append(f"mean length about {request.profile.mean}, the longest {request.profile.spread} times as long")
     flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse", "batch_invariant")
     if not request.has_aligned_rows:
-        parts.append("rows not on 16 bytes")
+        parts.append("rows not 16-byte aligned")
     if not request.has_joined_rows:
-        parts.append("c_kv and k_rope apart")
+        parts.append("c_kv and k_rope in separate tensors")
     parts.extend(flag for flag in flags if getattr(request, flag))
     return ", ".join(parts)
 
@@ -88,11 +88,11 @@ def _verdict(
     backend: str | None,
 ) -> TraceEntry:
     if answer is None:
-        return TraceEntry(name, False, "environment", ("MLA_PLUGIN_BLOCK names it",))
+        return TraceEntry(name, False, "environment", ("excluded by MLA_PLUGIN_BLOCK",))
     if isinstance(answer, Refused):
         return TraceEntry(name, False, "backend", answer.reasons)
     if backend is not None and name != backend:
-        return TraceEntry(name, False, "host", (f"backend {backend!r} was asked for by name",))
+        return TraceEntry(name, False, "host", (f"backend {backend!r} was requested by name",))
     if left_out:
         return TraceEntry(name, False, "environment", left_out)
     return TraceEntry(name, True, "backend", answer.notes)
@@ -105,7 +105,7 @@ def survey_decode(
     platform: Platform | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> DecodeDecision:
-    """Decide, uncached, and keep everything that led to the decision; arguments and errors as ``survey``."""
+    """Make a decision, uncached, and return it with everything that led to it; arguments and errors as ``survey``."""
     environ = dict(environment.gates()) if environ is None else environ
     if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
         request = request.replace(batch_invariant=True)
@@ -126,7 +126,7 @@ def survey_decode(
     return DecodeDecision(request, platform, tuple(trace), plan)
 
 
-_NOT_TRIED = "on the CPU it runs when asked for by name"
+_NOT_TRIED = "on the CPU it runs only when requested by name"
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)

@@ -17,18 +17,18 @@ from mla_plugin.resolver.preference import by_priority
 FALLBACK = "sdpa"
 
 UNMEASURED = ("triton", "flashinfer", "fa3", "flashmla")
-"""Elsewhere: off Hopper FlashInfer runs its ``fa2`` kernel, which on the H200 was slower than ours in every case."""
+"""On other GPUs: off Hopper FlashInfer runs its ``fa2`` kernel, which was slower than ours in every case on an H200."""
 
 _WHOLE, _SMALL = 64, 16
 """Pages of 64 and more are read by descriptors, smaller ones token by token or in parts."""
 _OTHER_PAGES = 4.0
-"""Such pages are as far apart as four doublings of the length."""
+"""Distance between the two kinds of pages: as much as four doublings of the length."""
 _NEAR = 1e-3
-"""A squared distance below which a measured call decides alone."""
+"""Below this squared distance a single measured call decides."""
 
 
 def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
-    """Backends that a variable keeps off, and the variable."""
+    """Backends that a variable switches off, and the variable."""
     off = {}
     if environment.parse("NVTE_MLA_TRITON", environ) == "0":
         off["triton"] = "NVTE_MLA_TRITON=0"
@@ -41,7 +41,7 @@ def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...]:
-    """Fused built-in backends, fastest first, as far as it was measured on a card of this compute capability."""
+    """Fused built-in backends, fastest first, as measured on a GPU of this compute capability."""
     times = measured_times(request, platform)
     if not times:
         return UNMEASURED
@@ -49,9 +49,9 @@ def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...
 
 
 def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, float]:
-    """How many times as long as the fastest each backend takes, by the measured calls around, the near ones above all.
+    """Each backend's time relative to the fastest, interpolated from measured calls, nearest weighted most.
 
-    Empty where nothing was measured.
+    Empty without measurements.
     """
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
@@ -67,7 +67,7 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
 
 
 class _Call(NamedTuple):
-    """What a measured call and a request are compared by."""
+    """The features by which a request is compared with measured calls."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, request: DecodeRequest) -> _Call:
-        """Of a request; lengths that nobody knows are taken to be ragged, and half of what the cache has room for."""
+        """From a request; unknown lengths are assumed to be ragged and half of the cache's capacity."""
         profile, room = request.profile, request.max_seqlen_kv
         if profile is None:
             profile = Profile.of([room]) if request.has_host_lengths else Profile(Profile.of([room // 2]).mean, 2)
@@ -85,7 +85,7 @@ class _Call(NamedTuple):
 
     @property
     def place(self) -> tuple[float, ...]:
-        """Coordinates in which near calls are about as fast: doublings, and kinds that are far apart."""
+        """Coordinates in which nearby calls are about equally fast: doublings, and large offsets between kinds."""
         return (
             math.log2(max(self.batch, 1)),
             math.log2(self.heads),
@@ -98,7 +98,7 @@ class _Call(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One line of the table: where it is, and how far each backend is behind the fastest, as a logarithm."""
+    """One line of the table: its coordinates, and each backend's log time relative to the fastest."""
 
     place: tuple[float, ...]
     behind: dict[str, float]
@@ -126,7 +126,7 @@ def order(
 
     Args:
         request, platform: what is decided on.
-        priorities: the priority that each backend of another package asked for.
+        priorities: the priority of each third-party backend.
         builtin: names of the built-in backends.
     """
     others = by_priority(priorities)

@@ -1,4 +1,4 @@
-"""A decision in words: for ``explain``, for the log, and for the error when nothing is left."""
+"""A decision as text: for ``explain``, for the log, and for the error when no backend is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
         request, platform: what was decided on.
         trace: every backend with its verdict, in the order tried, those left out last.
         plan: the plan; None when no backend is left.
-        cascade: what TransformerEngine itself would decide; None where its cascade does not apply.
+        cascade: what TransformerEngine itself would decide; None if its selection does not apply.
     """
 
     request: AttentionRequest
@@ -70,7 +70,7 @@ def _describe_request(request: AttentionRequest) -> str:
 
 
 def describe_platform(platform: Platform) -> str:
-    """The platform in two words."""
+    """The platform in short form, such as ``cuda sm90``."""
     if platform.compute_capability is None:
         return platform.device_type
     major, minor = platform.compute_capability
@@ -116,11 +116,11 @@ def describe(decision: Decision) -> str:
 
 
 def log_decision(describe: Callable[[], str], environ: Mapping[str, str]) -> None:
-    """Log a new decision as NVTE_DEBUG and NVTE_DEBUG_LEVEL ask: 1 says what runs, 2 says why nothing else does.
+    """Log a new decision according to NVTE_DEBUG and NVTE_DEBUG_LEVEL: 1 logs what runs, 2 also every reason.
 
     Args:
-        describe: makes the decision in words; their last line says what runs.
-        environ: the environment that it was made in.
+        describe: returns the decision as text, whose last line says what runs.
+        environ: the environment of the decision.
     """
     if not environment.parse("NVTE_DEBUG", environ):
         return

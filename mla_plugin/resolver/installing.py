@@ -1,4 +1,4 @@
-"""How the package of a backend is installed: for ``mla-plugin doctor`` and for ``explain(..., why=...)``."""
+"""How to install the packages of a backend, for ``mla-plugin doctor`` and ``explain(..., why=...)``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 FLASH_ATTENTION_3 = (
     'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper"'
 )
-"""It is not on PyPI."""
+"""FlashAttention 3 is not on PyPI."""
 FLASH_MLA = 'pip install --no-build-isolation "git+https://github.com/deepseek-ai/FlashMLA.git@9241ae3"'
-"""Nor is it; the commit is of 2026-04-29, before dense decode was removed."""
+"""FlashMLA is not on PyPI; the commit is of 2026-04-29, before dense decode was removed."""
 
 
 class Package(NamedTuple):
@@ -17,9 +17,9 @@ class Package(NamedTuple):
 
     Attributes:
         name: of the distribution.
-        version: a release whose answers are known, for the question what would be if it were there.
+        version: a known release, assumed when asking what would run if the package were installed.
         command: installs it.
-        upgrade: brings an old one up to date.
+        upgrade: upgrades an old version.
     """
 
     name: str
@@ -63,4 +63,4 @@ PACKAGES: dict[str, tuple[Package, ...]] = {
     ),
     "flashmla": (Package("flash-mla", "1.0.0", FLASH_MLA, f"{FLASH_MLA} --upgrade"),),
 }
-"""By backend; a later one is tried with the earlier ones in place."""
+"""By backend; each package is tried together with the ones before it."""

@@ -1,4 +1,4 @@
-"""TransformerEngine's order of the backends, once its cascade has spoken; and what every host's order shares."""
+"""TransformerEngine's order of the backends that its selection left, and what the orders of all hosts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASCADE_NAMES: Mapping[str, str] = {
     "fused": "cudnn",
     "unfused": "sdpa",
 }
-"""TransformerEngine's backends and ours that stand for them."""
+"""TransformerEngine's backends and our corresponding ones."""
 
 FALLBACK = "sdpa"
 
@@ -43,7 +43,7 @@ def triton_opt_in_obstacles(request: AttentionRequest, platform: Platform) -> li
 
 
 def by_priority(priorities: Mapping[str, int]) -> list[str]:
-    """Names of backends of other packages, the highest priority first; equal ones by name, however they came in."""
+    """Names of third-party backends, highest priority first, equal ones sorted by name."""
     return sorted(priorities, key=lambda name: (-priorities[name], name))
 
 
@@ -59,9 +59,9 @@ def order(
 
     Args:
         request, platform, environ: what is decided on.
-        survivors: our names of what TransformerEngine's cascade left, best first; None where the cascade does not
+        survivors: our names of the backends that TransformerEngine's selection left, best first; None if it does not
             apply (not a CUDA device), which leaves every built-in backend in table order.
-        priorities: the priority that each backend of another package asked for.
+        priorities: the priority of each third-party backend.
         builtin: names of the built-in backends.
     """
     opt_in = environment.parse("NVTE_MLA_TRITON", environ)

@@ -1,4 +1,4 @@
-"""What a decision's order of backends comes from, in words: what was measured, TransformerEngine's order, or a wish."""
+"""Explains the order of backends in a decision: measured times, TransformerEngine's order, or a priority."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mla_plugin.resolver.explanation import Decision
 from mla_plugin.resolver.preference import FALLBACK
 
 _WORTH_A_WORD = 1.01
-"""Times that are nearer than this are the same: two runs of one kernel differ as much."""
+"""Times closer than this ratio count as equal: two runs of one kernel differ by as much."""
 
 
 def passes(decision: Decision | DecodeDecision) -> dict[str, str]:
-    """The passes of a call and the backend that runs each; empty where no backend is left."""
+    """The passes of a call and the backend that runs each; empty if no backend is left."""
     if isinstance(decision, DecodeDecision):
         return {"decode": decision.plan.forward_backend} if decision.plan else {}
     if decision.plan is None:
@@ -27,7 +27,7 @@ def passes(decision: Decision | DecodeDecision) -> dict[str, str]:
 
 
 def _times(decision: Decision | DecodeDecision, direction: str) -> Mapping[str, float]:
-    """Measured times of the backends at one pass, in any unit; empty where nothing was measured."""
+    """Measured times of the backends for one pass, in any unit; empty without measurements."""
     if decision.platform.device_type != "cuda":
         return {}
     if isinstance(decision, DecodeDecision):
@@ -36,7 +36,7 @@ def _times(decision: Decision | DecodeDecision, direction: str) -> Mapping[str, 
 
 
 def _by_speed(decision: Decision | DecodeDecision, direction: str) -> list[str]:
-    """Fused built-in backends, fastest first, whether they can run or not; none off CUDA, where nothing is compared."""
+    """Fused built-in backends, fastest first, whether they can run or not; empty off CUDA, where speed is not used."""
     if decision.platform.device_type != "cuda":
         return []
     if isinstance(decision, DecodeDecision):
@@ -54,7 +54,7 @@ def why_before(
     """Why ``first`` is tried before ``second`` for one pass, both of which can run."""
     request = decision.request
     if {first, second} - set(BUILTIN_BACKENDS):
-        return "a backend of another package has the place that its priority asks for"
+        return "a third-party backend is placed by its priority"
     if isinstance(request, AttentionRequest):
         if first == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "1":
             return "NVTE_MLA_TRITON=1 puts triton first"
@@ -64,16 +64,16 @@ def why_before(
         return f"{FALLBACK} is the fallback, tried after the fused backends"
     times = _times(decision, direction)
     if first in times and second in times:
-        return f"as measured, {second} takes {times[second] / times[first]:.2f} times as long"
+        return f"measured: {second} takes {times[second] / times[first]:.2f} times as long"
     if times:
-        return f"{second} was not measured at this {direction}"
+        return f"{second} was not measured for this {direction}"
     capability = decision.platform.compute_capability
     order = ", ".join(_by_speed(decision, direction))
-    return f"nothing was measured on compute_capability={capability}; by what is known of such cards: {order}"
+    return f"no measurements for compute_capability={capability}; expected order on such GPUs: {order}"
 
 
 def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> Iterator[str]:
-    """One line for each backend that would be faster at a pass than what runs it, and why it does not run it."""
+    """One line for each backend that would be faster for a pass than the chosen one, and why it does not run."""
     reasons = {entry.backend: entry for entry in decision.trace}
     for direction, chosen in passes(decision).items():
         order, times = _by_speed(decision, direction), _times(decision, direction)
@@ -87,5 +87,5 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
             if entry.accepted and direction != "backward":
                 why = why_before(decision, chosen, name, direction, environ)
             elif entry.accepted and not why:
-                why = "this request's backward stays with its forward"
-            yield f"{direction} by {name} would be {gain}: {why}"
+                why = "this request's backward runs on the forward's backend"
+            yield f"{direction} on {name} would be {gain}: {why}"

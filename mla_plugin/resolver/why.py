@@ -1,7 +1,7 @@
-"""Why a backend does not run a request, and the one thing to install or to change so that it does.
+"""Why a backend does not run a request, and what to install or change so that it does.
 
-What would help is not read from the reasons but tried: the backends are asked again with a package installed, a
-variable unset, the request plainer, another GPU. A backend therefore never has to say twice what it accepts.
+The remedy is not derived from the reasons but tried: the backends are asked again with a package installed, a variable
+unset, a plainer request or another GPU. A backend therefore states only once what it accepts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mla_plugin.resolver.decode import DecodeDecision, survey_decode
 from mla_plugin.resolver.explanation import Decision, describe_platform
 
 _ORDER = ("package", "variable", "request", "device")
-"""What is easiest for a user first."""
+"""Easiest for a user first."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ class Why:
 
     Attributes:
         backend: asked about.
-        state: it ``runs``; it can, ``behind`` another one; it could, and is ``off``; it ``refuses`` and something
-            helps; it is ``impossible``, because nothing does.
-        chosen: what runs each pass.
+        state: ``runs``; ``behind``: it can run but another backend is chosen; ``off``: switched off; ``refuses``: it
+            can run with ``remedy``; ``impossible``: no remedy was found.
+        chosen: the backend that runs each pass.
         reasons: why it does not run.
-        remedy: what to install or to change, all of it together, the easiest first; empty where it can run or nothing
-            helps.
-        text: all of that in words.
+        remedy: everything to install or change together, the easiest first; empty if it can run or there is none.
+        text: all of this as text.
     """
 
     backend: str
@@ -124,14 +123,14 @@ def _applied(situation: Situation, wanted: Sequence[Change]) -> Situation:
 
 
 def _candidates(name: str, now: Situation) -> list[Change]:
-    """Every change but those of the layout and of the device, the hardest for a user first."""
+    """Every change except those of the layout and the device, hardest for a user first."""
     return [*changes.of_request(now), *changes.of_variables(name, now), *changes.of_packages(name, now)]
 
 
 def _remedy(name: str, now: Situation, te_release: str | None) -> tuple[Change, ...] | None:
-    """The smallest set of changes found after which the backend can run when it is asked for; None where none helps.
+    """The smallest set of changes found that lets the backend run when requested by name; None if there is none.
 
-    Everything is changed at once, and then taken back one by one while the backend still accepts, the hardest first.
+    All changes are applied at once and then dropped one by one while the backend still accepts, hardest first.
     """
 
     def accepts(wanted: Sequence[Change]) -> bool:
@@ -158,10 +157,10 @@ def _remedy(name: str, now: Situation, te_release: str | None) -> tuple[Change, 
 def _off(
     name: str, now: Situation, decision: Decision | DecodeDecision, reasons: tuple[str, ...], te_release: str | None
 ) -> Why:
-    """It could run and is switched off, or left out by TransformerEngine's rules."""
+    """The answer for a backend that could run but is switched off or left out by TransformerEngine's rules."""
     wanted = [*changes.of_variables(name, now)]
     chosen = speed.passes(decision)
-    text = [f"{name} could run this request and is off: {'; '.join(reasons)}"]
+    text = [f"{name} could run this request but is off: {'; '.join(reasons)}"]
     if not _can_run(_applied(now, wanted), name, te_release):
         text.append(f"=> {_by_name(name)}")
         return Why(name, "off", chosen, reasons, (), "\n".join(text))
@@ -174,7 +173,7 @@ def _off(
 
 
 def _in_words(wanted: Sequence[Change]) -> str:
-    """What to do, the easiest first; another GPU comes first in the sentence, because nothing else counts without."""
+    """What to do, easiest first; another GPU is named first, because the rest does not help without it."""
     gpus = [change.text for change in wanted if change.kind == "device"]
     requests = [change.text for change in wanted if change.kind == "request" and not change.text.startswith("leave")]
     others = [c.text for c in wanted if c.kind != "device" and c.text not in requests]
@@ -185,7 +184,7 @@ def _in_words(wanted: Sequence[Change]) -> str:
 
 
 def _afterwards(name: str, now: Situation, wanted: Sequence[Change], te_release: str | None) -> list[str]:
-    """Whether the backend is then also the one that is chosen."""
+    """Whether the backend is then also chosen."""
     then = _applied(now, wanted)
     decision = _decide(then, te_release)
     if name in speed.passes(decision).values():
@@ -194,7 +193,7 @@ def _afterwards(name: str, now: Situation, wanted: Sequence[Change], te_release:
     if entry.accepted:
         behind = _behind(name, then, decision, te_release)[0]
         return [f"   Then {behind.replace('=> ', '   ')}"]
-    return [f"   Then it runs when asked for by name, backend={name!r}: {'; '.join(entry.reasons)}"]
+    return [f"   Then it runs when requested by name, backend={name!r}: {'; '.join(entry.reasons)}"]
 
 
 def _runs(name: str, decision: Decision | DecodeDecision) -> str:
@@ -210,19 +209,19 @@ def _runs(name: str, decision: Decision | DecodeDecision) -> str:
 def _behind(
     name: str, now: Situation, decision: Decision | DecodeDecision, te_release: str | None
 ) -> tuple[str, tuple[str, ...]]:
-    """What is chosen before a backend that can run, in words, and the reason for each pass."""
+    """Text that names what is chosen instead of a backend that can run, and the reason for each pass."""
     found, reasons = [], []
     for direction, first in speed.passes(decision).items():
         if direction == "forward" or now.backend is None:
             reason = speed.why_before(decision, first, name, direction, now.environ)
-            found.append(f"{first} is chosen before it for the {direction}, because {reason}")
+            found.append(f"{first} is chosen for the {direction} ({reason})")
             reasons.append(reason)
     text = f"{name} can run this request; {'; '.join(found)}."
     named = _entry(_decide(now._replace(backend=name), te_release), name)
     if named.accepted:
         return f"{text}\n=> {_by_name(name)}", tuple(reasons)
-    return f"{text}\n   Alone it cannot: {'; '.join(named.reasons)}.", tuple(reasons)
+    return f"{text}\n   It cannot run both passes: {'; '.join(named.reasons)}.", tuple(reasons)
 
 
 def _by_name(name: str) -> str:
-    return f"to run it all the same, ask for it by name: backend={name!r}, or MLA_PLUGIN_BACKEND={name}"
+    return f"to run it anyway, request it by name: backend={name!r}, or MLA_PLUGIN_BACKEND={name}"

@@ -108,7 +108,7 @@ def test_no_backend_is_a_message_not_a_traceback(
 ) -> None:
     monkeypatch.setenv("MLA_PLUGIN_BLOCK", "sdpa")
     assert main(["demo", "--device", "cpu"]) == 1
-    assert re.search("sdpa +off +MLA_PLUGIN_BLOCK names it", capsys.readouterr().err)
+    assert re.search("sdpa +off +excluded by MLA_PLUGIN_BLOCK", capsys.readouterr().err)
 
 
 def installed_at(folder: Path, text: str | None) -> None:

@@ -1,4 +1,4 @@
-"""``mla-plugin doctor``: each finding provoked, and the command that mends it."""
+"""``mla-plugin doctor``: each finding, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     for title in doctor.SECTIONS:
         assert f"\n{title}\n" in out
     assert f"torch {importlib.metadata.version('torch')}" in out
-    assert "none of the variables is set" in out
+    assert "no variable is set" in out
     assert out.endswith("nothing is broken\n")
 
 
@@ -53,8 +53,8 @@ def test_needs_say_what_the_package_declares() -> None:
     ("installed", "state", "text"),
     [
         ({}, "missing", "none of flash-attn-3, vllm, sgl-kernel; needed for backend fa3"),
-        ({"sgl-kernel": "0.3.21"}, "note", "sgl-kernel 0.3.21, for backend fa3 without training"),
-        ({"sgl-kernel": "0.3.21", "vllm": "0.25.1"}, "note", "vllm 0.25.1, for backend fa3 without training"),
+        ({"sgl-kernel": "0.3.21"}, "note", "sgl-kernel 0.3.21, for backend fa3, forward only"),
+        ({"sgl-kernel": "0.3.21", "vllm": "0.25.1"}, "note", "vllm 0.25.1, for backend fa3, forward only"),
         ({"vllm": "0.25.1", "flash-attn-3": "3.0.0"}, "ok", "flash-attn-3 3.0.0, for backend fa3"),
     ],
 )
@@ -125,7 +125,7 @@ def test_packages(name: str, version: str | None, states: set[str], monkeypatch:
         (
             "2.8.3",
             "ok",
-            "flash-attn 2.8.3, for deterministic training on backend fa2, which takes PyTorch's own otherwise",
+            "flash-attn 2.8.3, for deterministic training on backend fa2, which otherwise uses PyTorch's own kernel",
         ),
         ("2.6.3", "missing", "flash-attn 2.6.3 is older than 2.7"),
         ("2.8.4", "missing", "flash-attn 2.8.4 is not below 2.8.4"),
@@ -196,7 +196,7 @@ def test_driver_version(text: str, version: str | None, monkeypatch: pytest.Monk
         ("NVTE_FLASH_ATTN", "true", "broken", "accepted is an integer", "unset NVTE_FLASH_ATTN"),
         ("NVTE_FLASH_ATN", "0", "broken", "did you mean NVTE_FLASH_ATTN?", "unset NVTE_FLASH_ATN"),
         ("MLA_PLUGIN_BLOK", "sdpa", "broken", "did you mean MLA_PLUGIN_BLOCK?", "unset MLA_PLUGIN_BLOK"),
-        ("MLA_PLUGIN_UTTERLY_ELSE", "1", "broken", "is read by nothing", "unset MLA_PLUGIN_UTTERLY_ELSE"),
+        ("MLA_PLUGIN_UTTERLY_ELSE", "1", "broken", "is not a known variable", "unset MLA_PLUGIN_UTTERLY_ELSE"),
         ("MLA_PLUGIN_BACKEND", "fa9", "broken", "no backend named 'fa9' is registered", "unset MLA_PLUGIN_BACKEND"),
         ("MLA_PLUGIN_BLOCK", "cudnn, fa9", "broken", "no backend named 'fa9'", "unset MLA_PLUGIN_BLOCK"),
         ("MLA_PLUGIN_BLOCK", "cudnn", "ok", "('cudnn',)", None),

@@ -19,7 +19,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "way": ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; accepted: p2p, all_gather, a2a"),
     "no_way": ({"cp_comm_type": None}, ValueError, "cp_comm_type=None; accepted: p2p, all_gather, a2a"),
     "flag": ({"deterministic": 1}, TypeError, "deterministic=1; True or False is needed"),
-    "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int is needed"),
+    "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int or None is needed"),
     "odd": ({"tokens": 5}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "batch_invariant": ({"batch_invariant": True}, ValueError, "batch_invariant=True with cp_group"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1; context parallelism takes 0"),
@@ -44,7 +44,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "packed_multiple": ({**THD, "cu_seqlens_q": [0, 12, 24]}, ValueError, "padded to a multiple of 8"),
     "packed_room": ({**THD, "cu_seqlens_q": [0, 16, 32]}, ValueError, "cu_seqlens_q ends at 32; 24 tokens"),
     "packed_longest": ({**THD, "cu_seqlens_q": [0, 16, 24], "max_seqlen_q": 8}, ValueError, "max_seqlen_q says 8"),
-    "packed_falls": ({**THD, "cu_seqlens_q": [0, 16, 8]}, ValueError, "offsets start at 0 and never fall"),
+    "packed_falls": ({**THD, "cu_seqlens_q": [0, 16, 8]}, ValueError, "offsets start at 0 and never decrease"),
     "packed_fit": (
         {**THD, "cu_seqlens_q": [0, 9, 12], "cu_seqlens_q_padded": [0, 8, 16]},
         ValueError,

@@ -95,7 +95,7 @@ def asked(kind: str, layout: str, way: str, size: int) -> tuple[str, str] | None
 )
 def test_what_is_explained_is_what_runs(pool, kind, layout, way):
     found = [texts for texts in pool.run(asked, kind=kind, layout=layout, way=way, size=3) if texts]
-    name = {"keys": way, "latents": f"latent {way}", "decode": "decode of tokens shared out 2 at a time"}[kind]
+    name = {"keys": way, "latents": f"latent {way}", "decode": "decode of tokens interleaved 2 at a time"}[kind]
     for rank, (real, supposed) in enumerate(found):
         assert real == supposed
         assert real.startswith(f"context parallel, {name}, rank {rank} of 3: ")

@@ -72,10 +72,10 @@ def test_a_blocked_module_is_not_imported_until_it_is_unblocked(
     assert (entry_point.imports, get_manager().waiting()) == (0, ("shy",))
     assert get_manager().backends() == tuple(BUILTIN_BACKENDS)
     (entry,) = [entry for entry in decision.trace if entry.backend == "shy"]
-    assert (entry.layer, entry.reasons) == ("environment", ("MLA_PLUGIN_BLOCK names it",))
+    assert (entry.layer, entry.reasons) == ("environment", ("excluded by MLA_PLUGIN_BLOCK",))
     with pytest.raises(ValueError, match="'shy' is registered, MLA_PLUGIN_BLOCK named it, so it was not imported"):
         get_manager().caller("forward", "shy")
-    with pytest.raises(NoBackendError, match=r"shy .*MLA_PLUGIN_BLOCK names it"):
+    with pytest.raises(NoBackendError, match=r"shy .*excluded by MLA_PLUGIN_BLOCK"):
         resolve(REQUEST, backend="shy")
     monkeypatch.setenv("MLA_PLUGIN_BLOCK", "cudnn")
     assert resolve(REQUEST).forward_backend == "shy"
@@ -166,7 +166,7 @@ class MuteError(Exception):
         (lambda: None, "PluginValidationError: the plugin 'odd', None, implements no hook"),
         (lambda: types.ModuleType("empty"), "implements no hook"),
         (lambda: types.SimpleNamespace(select_backend=print), "has select_backend without the marker"),
-        (lambda: First, r"is a class whose hooks need an object; register First\(\)"),
+        (lambda: First, r"is a class whose hooks need an instance; register First\(\)"),
     ],
 )
 def test_a_broken_entry_point_is_named_with_its_package(
@@ -244,7 +244,7 @@ def test_wrappers_and_blocked_packages_stand_in_the_report(
     monkeypatch.setenv("MLA_PLUGIN_BLOCK", "shy")
     findings = {finding.text: finding.state for finding in (*doctor.backends(), *doctor.variables())}
     assert findings["timer, from timers, hook wrappers"] == "ok"
-    assert findings["shy, from an unknown package: not imported, because MLA_PLUGIN_BLOCK names it"] == "note"
+    assert findings["shy, from an unknown package: not imported, excluded by MLA_PLUGIN_BLOCK"] == "note"
     assert "broken" not in findings.values()
 
 

@@ -178,7 +178,7 @@ def test_a_backend_that_computes_with_another_one(add: Callable[..., None]) -> N
     with pytest.raises(RuntimeError, match="boom") as caught:
         mla_plugin.attention(Q, Q, Q, backend="outer2")
     inner, outer = notes(caught.value)
-    assert "'failing' or in the hook wrappers of 'meanwhile'" in inner
+    assert "'failing' or in its hook wrappers, of 'meanwhile'" in inner
     assert "'outer2'; MLA" in outer
 
 

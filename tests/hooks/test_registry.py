@@ -305,12 +305,12 @@ def test_one_plugin_has_one_name(manager: BackendManager) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "a,b", " a", "a\n", "\x1b[31m"])
 def test_a_name_that_no_variable_can_hold(manager: BackendManager, name: str) -> None:
-    with pytest.raises(ValueError, match="a printable text without commas"):
+    with pytest.raises(ValueError, match="a printable string without commas"):
         manager.register(Constant(1), name)
 
 
 def test_a_name_is_a_text(manager: BackendManager) -> None:
-    with pytest.raises(TypeError, match="name=5; a backend's name is a text"):
+    with pytest.raises(TypeError, match="name=5; a backend's name is a string"):
         manager.register(Constant(1), 5)
 
 
@@ -340,10 +340,10 @@ class OnlySelects:
     [
         (None, "'x', None, implements no hook; a backend is a module or an object with select_backend, forward"),
         (unmarked_module(), "implements no hook"),
-        (unmarked_module(select_backend=print), "has select_backend without the marker; put @mla_plugin.hookimpl"),
+        (unmarked_module(select_backend=print), "has select_backend without the marker; decorate it with @mla_plugin"),
         (unmarked_module(select_backend=print, forward=print), "has select_backend and forward without the marker"),
         (OnlySelects(), "has backward without the marker"),
-        (Constant, r"is a class whose hooks need an object; register Constant\(\)"),
+        (Constant, r"is a class whose hooks need an instance; register Constant\(\)"),
     ],
 )
 def test_a_forgotten_marker_is_an_error_that_says_so(manager: BackendManager, plugin: object, words: str) -> None:

@@ -30,7 +30,7 @@ WRONG = {
     "rank of q": (spoil("q_nope_abs", lambda x: x[0]), ValueError, r"q_nope_abs .*3 dimensions.*\[B, S_q, H, R\]"),
     "rank of cache": (spoil("c_kv", lambda x: x[0]), ValueError, r"c_kv .*2 dimensions.*\[pages, page_size, R\]"),
     "heads": (spoil("q_rope", lambda x: x[:, :, :3]), ValueError, r"q_rope \[2, 2, 3, 16\] differ in \[B, S_q, H\]"),
-    "tokens": (spoil("k_rope", lambda x: x[:, 1:]), ValueError, "one row a token"),
+    "tokens": (spoil("k_rope", lambda x: x[:, 1:]), ValueError, "one row per token"),
     "B": (
         lambda given: given.update(c_kv=given["c_kv"][:1], k_rope=given["k_rope"][:1]),
         ValueError,
@@ -148,8 +148,8 @@ def values_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"page_table": 13}, r"page_table\[0\] begins with .*13.*; the cache has the pages 0 to 12"),
-        ({"page_table": -1}, r"page_table\[0\] begins with .*-1.*; the cache has the pages 0 to 12"),
+        ({"page_table": 13}, r"page_table\[0\] begins with .*13.*; the cache has pages 0 to 12"),
+        ({"page_table": -1}, r"page_table\[0\] begins with .*-1.*; the cache has pages 0 to 12"),
         ({"seqlens_kv": 7 * 16 + 1}, r"seqlens_kv=\[113, 9\]; the cache has room for 0 to 112 keys"),
         ({"seqlens_kv": -1}, r"seqlens_kv=\[-1, 9\]; the cache has room"),
     ],

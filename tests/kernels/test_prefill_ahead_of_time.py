@@ -50,7 +50,7 @@ def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
 
 
 def test_the_fault_of_the_assembler_is_found_where_it_is(compiled: dict[str, Usage]) -> None:
-    """CUDA 12.8's; if a newer one mends it, the copies of ``packing.with_aligned_rows`` can go."""
+    """CUDA 12.8's; if a newer one fixes it, the copies of ``packing.with_aligned_rows`` can go."""
     assert compiled[MISCOMPILED.name].undefined_reads != []
 
 

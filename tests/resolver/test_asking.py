@@ -134,7 +134,7 @@ def test_a_blocked_backward_is_named_as_blocked(add: object, monkeypatch: pytest
     monkeypatch.setenv("MLA_PLUGIN_BLOCK", "cudnn")
     decision = survey(REQUEST.replace(is_training=True))
     assert decision.plan.forward_backend == "sdpa"
-    assert decision.trace[0].reasons == ("its backward runs on 'cudnn', which MLA_PLUGIN_BLOCK leaves out",)
+    assert decision.trace[0].reasons == ("its backward runs on 'cudnn', which MLA_PLUGIN_BLOCK excludes",)
     assert survey(REQUEST).plan.forward_backend == "odd"
 
 

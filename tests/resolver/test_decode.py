@@ -88,7 +88,7 @@ def test_triton_where_nothing_was_measured() -> None:
         ({"NVTE_FLASH_ATTN": "0"}, "fa3", "NVTE_FLASH_ATTN=0"),
         ({"NVTE_FLASH_ATTN_V3": "0"}, "fa3", "NVTE_FLASH_ATTN_V3=0"),
         ({"NVTE_UNFUSED_ATTN": "0"}, "sdpa", "NVTE_UNFUSED_ATTN=0"),
-        ({"MLA_PLUGIN_BLOCK": "flashinfer"}, "flashinfer", "MLA_PLUGIN_BLOCK names it"),
+        ({"MLA_PLUGIN_BLOCK": "flashinfer"}, "flashinfer", "excluded by MLA_PLUGIN_BLOCK"),
     ],
 )
 def test_a_variable_keeps_a_backend_off(environ: dict[str, str], backend: str, reason: str) -> None:
@@ -108,7 +108,7 @@ def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
         assert "batch_invariant" in describe_request(decision.request)
         assert decision.plan is not None
         assert decision.plan.forward_backend == "triton"
-        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on what is beside it, as "
+        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch, as "
         for entry in decision.trace:
             was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
             assert entry.accepted == (entry.backend == "triton")
@@ -201,7 +201,7 @@ def test_the_cpu_falls_to_sdpa_alone() -> None:
     assert decision.plan is not None
     assert decision.plan.forward_backend == "sdpa"
     (entry,) = (entry for entry in decision.trace if entry.backend == "triton")
-    assert entry.reasons == ("on the CPU it runs when asked for by name",)
+    assert entry.reasons == ("on the CPU it runs only when requested by name",)
 
 
 def test_every_name_in_the_table_is_a_backend() -> None:
@@ -323,5 +323,5 @@ def test_a_request_out_of_range_is_refused(field: str, value: int) -> None:
 def test_rows_that_do_not_start_on_16_bytes_are_left_to_the_kernels_that_read_them() -> None:
     call = request(num_heads=128, has_aligned_rows=False)
     assert chosen(call, gpu()) == "triton"
-    assert "rows not on 16 bytes" in describe_request(call)
+    assert "rows not 16-byte aligned" in describe_request(call)
     assert "rows" not in describe_request(request())

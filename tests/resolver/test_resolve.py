@@ -95,7 +95,7 @@ def test_a_blocked_backend_is_not_even_asked(add: object, monkeypatch: pytest.Mo
     assert decision.plan.forward_backend == "sdpa"
     assert blocked.asked == 0
     entry = next(entry for entry in decision.trace if entry.backend == "blocked")
-    assert (entry.layer, entry.reasons) == ("environment", ("MLA_PLUGIN_BLOCK names it",))
+    assert (entry.layer, entry.reasons) == ("environment", ("excluded by MLA_PLUGIN_BLOCK",))
 
 
 def test_a_backend_of_another_package_that_raises_is_left_out(add: object, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +106,7 @@ def test_a_backend_of_another_package_that_raises_is_left_out(add: object, caplo
     assert decision.plan.forward_backend == "sdpa"
     reasons = {entry.backend: " ".join(entry.reasons) for entry in decision.trace}
     assert "RuntimeError: boom" in reasons["broken"]
-    assert "must return Accepted or Refused" in reasons["odd"]
+    assert "must return an instance of Accepted or Refused" in reasons["odd"]
     assert "'broken'" in caplog.text
 
 

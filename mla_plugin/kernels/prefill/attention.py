@@ -84,7 +84,7 @@ _operator = torch.ops.mla_plugin_kernels.prefill_forward.default
 
 
 class _Eager(torch.autograd.Function):
-    """The operators without their dispatcher, which costs as much CPU time as the launches themselves."""
+    """Calls the operators without PyTorch's dispatcher, which takes as much CPU time as the launches."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,8 +163,8 @@ def mla_attention(
         q: [B, S_q, H, head_dim_qk] for ``bshd``; ``sbhd`` and ``bhsd`` by name. bfloat16, float16 or float32.
         k: same layout with H_kv heads and S_kv tokens; H is a multiple of H_kv.
         v: same layout as k with head_dim_v. head_dim_qk <= 576, head_dim_v <= 512, multiples of 8. The last
-            dimension of each is contiguous, other strides are free (on Hopper 2-byte tensors with strides that are no
-            multiple of 16 elements, or an address that is none of 16 bytes, cost a copy).
+            dimension of each is contiguous, other strides may be anything (on Hopper, 2-byte tensors whose strides are
+            not multiples of 16 elements, or whose address is not a multiple of 16 bytes, are copied first).
         softmax_scale: positive; default head_dim_qk ** -0.5.
         is_causal: right-aligned: query i sees keys up to S_kv - S_q + i.
         qkv_format: ``bshd``, ``sbhd`` or ``bhsd``.
@@ -174,7 +174,7 @@ def mla_attention(
         deterministic.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
     """
     _check(q, k, v, qkv_format, softmax_scale, is_causal)
     has_tangents = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0

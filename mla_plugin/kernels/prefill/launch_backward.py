@@ -36,7 +36,7 @@ _Call = tuple[Launch, tuple[object, ...]]
 
 
 class _Kind(NamedTuple):
-    """What a backward's launches are worked out from: the call's kind, and what only a backward has."""
+    """What a backward's launches depend on: the call's kind and the strides and options of the backward."""
 
     call: Kind
     out_strides: tuple[int, ...]
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 
     @property
     def code(self) -> tuple[object, ...]:
-        """What decides about the code of the kernels, lengths and strides aside; few of them in a program."""
+        """What determines the kernels' code, except lengths and strides; a program has few of them."""
         call = self.call
         mask = (call.some_query_may_see_no_key, call.band.left >= 0, call.band.right >= 0, call.band.bottom_right)
         widths = (call.q_shape[-1], call.v_shape[-1], call.num_heads // call.num_kv_heads)
@@ -55,7 +55,7 @@ class _Kind(NamedTuple):
 
 
 _compiled: set[tuple[object, ...]] = set()
-"""``_Kind.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
+"""``_Kind.code`` of the kernels compiled in parallel; others are compiled one by one when first launched."""
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _has_tensor_memory_access(device: torch.device) -> bool:
 
 
 def _can_be_described(*tensors: torch.Tensor) -> bool:
-    """The hardware's rule: memory and strides in steps of 16 bytes."""
+    """The hardware's rule: addresses and strides are multiples of 16 bytes."""
     bits, unit = 0, 16 // tensors[0].element_size()
     for x in tensors:
         bits |= x.data_ptr()
@@ -84,10 +84,10 @@ def _described(x: torch.Tensor, layout: Layout, rows: int, columns: tuple[int, i
 
 
 def _sources(kind: _Kind, tensors: _Inputs, tile: tiles.Tile) -> list[object]:
-    """q, k, v, dout for a backward kernel, each twice: as descriptors where that is possible, else as pointers.
+    """q, k, v, dout for a backward kernel, each twice: as descriptors if possible, else as pointers.
 
-    Descriptors are 2 to 8 % faster on an H200. Packed sequences, padded batches and queries without a key need masks
-    that they lack.
+    Descriptors are 2 to 8 % faster on an H200. They cannot mask, which packed sequences, padded batches and queries
+    without a key need.
     """
     if not (kind.by_descriptors and tile.suits_descriptors):
         return [x for tensor in tensors for x in (tensor, tensor)]
@@ -101,7 +101,7 @@ def _sources(kind: _Kind, tensors: _Inputs, tile: tiles.Tile) -> list[object]:
 
 
 def _heads_together(batch_heads: int) -> int:
-    """Few heads advance side by side, which balances a causal mask over the processors; many need no help."""
+    """Number of heads that run side by side: few heads do, to balance a causal mask over the SMs; many need not."""
     return 8 if batch_heads <= 64 and batch_heads % 8 == 0 else 1
 
 
@@ -119,8 +119,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv from three kernels without atomics, so two runs agree bit for bit.
 
-    Arguments as ``forward``, with its out and lse and their gradients, of any strides. Nothing of a query that sees no
-    key enters, not even a gradient that is not finite.
+    Arguments as ``forward``, with its out and lse and their gradients, of any strides. A query that sees no key
+    contributes nothing, even if its gradient is not finite.
     """
     dq, dk = output_like(q, q.shape[-1], packing.layout), output_like(k, q.shape[-1], packing.layout)
     dv = output_like(v, v.shape[-1], packing.layout)
@@ -204,7 +204,7 @@ def _delta_launch(kind: _Kind) -> Launch:
 def _fixed(
     kind: _Kind, tile: tiles.Tile, num_heads: int, output_strides: tuple[tuple[int, int, int], ...]
 ) -> dict[str, object]:
-    """What both kernels are told in every call, but for their outputs' strides."""
+    """The fixed arguments of both kernels, except their outputs' strides."""
     dout_strides = kind.call.pick(kind.dout_strides)
     return {
         **kind.call.arguments(tile),

@@ -48,12 +48,12 @@ _KEPT = "triton"
 
 
 def heads_together(batch_heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
-    """How many heads advance side by side: as many as have keys and values that fit half the L2 cache.
+    """Number of heads that run side by side: as many as fit half the L2 cache with their keys and values.
 
-    Under a causal mask the longest rows of all of them then go first; head after head, the last one's longest rows
-    start when most processors are about to run dry. On an H200 at (1, 16, 4096), 192/128: 472 against 383 TFLOP/s;
-    where the cache does not hold them (32 heads of 16,384 keys), 8 together are 5 % slower. ``kv_bytes``: of one head
-    of k and v, which ``group`` heads of q share.
+    Under a causal mask the longest rows of all of them then start first; with one head after another, the last head's
+    longest rows start when most SMs are about to run out of work. On an H200 at (1, 16, 4096), 192/128: 472 against
+    383 TFLOP/s; if the cache does not hold them (32 heads of 16,384 keys), 8 together are 5 % slower. ``kv_bytes``: of
+    one head of k and v, which ``group`` heads of q share.
     """
     for together in (8, 4):
         if batch_heads % together == 0 and triton.cdiv(together, group) * kv_bytes <= l2_bytes // 2:
@@ -72,9 +72,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (*q.shape[:-1], head_dim_v) and lse ([B, H, S_q] or [H, T]), one kernel.
 
-    The strides of q, k, v are free. ``softmax_scale`` > 0. ``tuned``: the tile is measured at the first call of each
-    kind, see tuning.py; otherwise it is the table's. ``kept`` belongs to calls that are alike in all of this but their
-    memory: the launch is looked up there.
+    q, k, v may have any strides. ``softmax_scale`` > 0. ``tuned``: the tile is measured at the first call of each kind,
+    see tuning.py; otherwise it is the table's. ``kept``: cache of the launch, for calls that differ only in their
+    tensors' addresses.
     """
     known = None if kept is None or tuned else kept.get(_KEPT)
     if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:

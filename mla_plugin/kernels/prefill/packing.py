@@ -1,4 +1,4 @@
-"""How sequences lie in the tensors, and the launch arguments that every prefill kernel needs."""
+"""Where the sequences are in the tensors, and the launch arguments that every prefill kernel needs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mla_plugin.kernels.launch import named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 
 WIDE_STRIDE = 2**31 // 128
-"""Token stride from which a tile of 128 rows, the largest, spans more than an int32 offset reaches."""
+"""Token stride from which a tile of 128 rows, the largest, exceeds int32 offsets."""
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-"""What the kernels call the tensors of ``Packing.offsets``."""
+"""The kernels' names for the tensors of ``Packing.offsets``."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How sequences lie in the tensors, and what each query sees.
+    """Where the sequences are in the tensors, and which keys each query sees.
 
     Attributes:
         qkv_format: ``bshd``, ``sbhd``, ``bhsd`` or ``thd``.
@@ -85,13 +85,13 @@ def with_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with contiguous rows, on Hopper in 2-byte elements a copy if strides or address are no multiples of 16.
+    """x with contiguous rows; on Hopper a copy of 2-byte elements if strides or address are not multiples of 16.
 
-    Triton reads 16 bytes at a time where it knows such strides (elements) and such an address (bytes), and widths that
-    are multiples of 8. Other rows are read element by element and not pipelined, several times slower than the copy.
-    And k and v then take turns in the same shared memory, for which CUDA 12.8's assembler forgets to set addresses of
-    the matrix instructions: results were wrong on an H200. tests/kernels/assembly.py looks for that in whatever is
-    compiled ahead of time.
+    Triton reads 16 bytes at a time if it knows that strides (elements) and address (bytes) are such multiples, and the
+    width a multiple of 8. Other rows are read element by element and not pipelined, several times slower than the copy.
+    Moreover k and v then share shared memory, for which CUDA 12.8's assembler omits addresses of the matrix
+    instructions: results were wrong on an H200. tests/kernels/assembly.py checks for this in everything compiled ahead
+    of time.
     """
     strides = x.stride()
     if strides[-1] != 1:
@@ -105,7 +105,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def lse_like(q: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Room for the log-sum-exp; -inf for packed sequences, where tokens between and behind them see no key."""
+    """Memory for the log-sum-exp; filled with -inf for packed sequences, where padding tokens see no key."""
     shape = layout.lse_shape(q.shape)
     if layout.is_packed:
         return q.new_full(shape, -torch.inf, dtype=torch.float32)
@@ -113,14 +113,14 @@ def lse_like(q: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def output_like(x: torch.Tensor, head_dim: int, layout: Layout) -> torch.Tensor:
-    """Packed outputs start as zeros: tokens between and after the sequences belong to no program."""
+    """Memory for an output; zeros for packed sequences, because no program writes the padding tokens."""
     shape = (*x.shape[:-1], head_dim)
     return x.new_zeros(shape) if layout.is_packed else x.new_empty(shape)
 
 
 @functools.cache
 def card_of(device: torch.device) -> str:
-    """The kind of card that a device is, see tiles.py."""
+    """The kind of card of a device, see tiles.py."""
     if device.type != "cuda":
         return tiles.INTERPRETED
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
@@ -129,7 +129,7 @@ def card_of(device: torch.device) -> str:
 
 @functools.cache
 def l2_cache_bytes(device: torch.device) -> int:
-    """Size of a device's L2 cache; under the interpreter an H100's."""
+    """Size of a device's L2 cache; an H100's under the interpreter."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
 
 
@@ -154,7 +154,7 @@ def launch_options(tile: tiles.Tile) -> dict[str, int | None]:
 
 
 def is_wide(*strides: tuple[int, int, int]) -> bool:
-    """One tile of some tensor, given by its (sequence, head, token) strides, spans more than int32 offsets reach."""
+    """A tile of one of the tensors, given by its (sequence, head, token) strides, exceeds int32 offsets."""
     return max(token for _, _, token in strides) >= WIDE_STRIDE
 
 
@@ -164,7 +164,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 class Kind(NamedTuple):
-    """What the launches of a prefill call are worked out from, once: everything but the memory of its tensors.
+    """Everything that the launches of a prefill call depend on, except its tensors' addresses.
 
     Attributes:
         dtype, device: of q, k and v.
@@ -172,8 +172,8 @@ class Kind(NamedTuple):
         has_lengths: ``Packing`` has lengths.
         q_shape, k_shape, v_shape, q_strides, k_strides, v_strides: as the tensors say.
         num_sequences: B.
-        seqlen_q, seqlen_kv: tokens that the grids cover for each sequence: the longest one, S in a dense layout, where
-            rows behind the longest sequence are results too.
+        seqlen_q, seqlen_kv: tokens that the grids cover per sequence: the longest one; S in a dense layout, where rows
+            after the longest sequence are written too.
         softmax_scale: > 0.
     """
 
@@ -242,7 +242,7 @@ class Kind(NamedTuple):
 
     @property
     def shapes_show_every_query_a_key(self) -> bool:
-        """Known from the shapes alone; False when lengths decide."""
+        """Known from the shapes; False if lengths decide."""
         return not self.has_lengths and self.band.shows_every_query_a_key(self.seqlen_q, self.seqlen_kv)
 
     @property
@@ -269,12 +269,12 @@ class Kind(NamedTuple):
         return self.layout.pick(values)
 
     def is_wide(self, *others: tuple[int, int, int]) -> bool:
-        """One tile of q, k, v or the others, given by their picked strides, spans more than int32 offsets reach."""
+        """A tile of q, k, v or the others, given by their picked strides, exceeds int32 offsets."""
         own = (self.pick(strides) for strides in (self.q_strides, self.k_strides, self.v_strides))
         return is_wide(*own, *others)
 
     def arguments(self, tile: tiles.Tile) -> dict[str, object]:
-        """What the forward kernel and both backward kernels are told under the same names."""
+        """The arguments that the forward kernel and both backward kernels have in common."""
         return {
             **named_strides("q", "bhm", self.pick(self.q_strides)),
             **named_strides("k", "bhn", self.pick(self.k_strides)),

@@ -1,7 +1,6 @@
 """Measured tiles: the static table's tile and its neighbours are timed once, the fastest is kept on disk.
 
-The tables in tiles.py are the default; this is for whoever would rather pay some ten seconds at the first call of each
-kind. Which call is which kind, see ``Key``.
+The tables in tiles.py are the default; tuning costs about ten seconds at the first call of each kind (``Key``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LARGEST_BLOCK = 128  # see WIDE_STRIDE in packing.py
 
 
 class Key(NamedTuple):
-    """What a measured tile is for; lengths are rounded up to a power of two."""
+    """The kind of call that a measured tile is for; lengths are rounded up to a power of two."""
 
     kernel: str
     dtype: str
@@ -71,7 +70,7 @@ def candidates(tile: Tile) -> tuple[Tile, ...]:
 
 
 def benchmark(run: Callable[[], None]) -> float:
-    """Median milliseconds of ``run`` on the current device; infinite when the card cannot hold its tile."""
+    """Median milliseconds of ``run`` on the current device; infinite if its tile does not fit the card."""
     try:
         return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):
@@ -82,8 +81,8 @@ class Tuner:
     """The measured tiles of one GPU model under one version of Triton.
 
     Attributes:
-        path: JSON file that keeps them from one process to the next. A file that cannot be read or written is as good
-            as none; several processes may share it.
+        path: JSON file that keeps them between processes, which may share it. A file that cannot be read or written is
+            ignored.
         timer: gives the time of a call.
     """
 
@@ -123,7 +122,7 @@ class Tuner:
         return Tile(*entry) if isinstance(entry, list) and len(entry) == len(Tile._fields) else None
 
     def _write(self, key: Key, tile: Tile) -> None:
-        """Add the tile to the file, which other processes see before or after, never half."""
+        """Add the tile to the file atomically."""
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             content = self._load() | {_text(key): list(tile)}

@@ -1,4 +1,4 @@
-"""The direct entry: from arguments to tensors and a request, and through the door."""
+"""``mla_plugin.attention``: builds the tensors and the request from the arguments and runs them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def attention(
     cp_group: ProcessGroup | DeviceMesh | None = None,
     cp_comm_type: str = "p2p",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention with head_dim_qk and head_dim_v free to differ, on the best installed backend.
+    """Attention on the best installed backend; head_dim_qk and head_dim_v may differ.
 
-    out = softmax(softmax_scale * q @ k.T + mask) @ v, per head; query heads h share key-value head h // (H / H_kv).
+    out = softmax(softmax_scale * q @ k.T + mask) @ v, per head; query head h uses key-value head h // (H / H_kv).
 
     Args:
         q: [..., H, head_dim_qk]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D], ``sbhd``
@@ -62,10 +62,10 @@ def attention(
         attn_mask_type: ``no_mask``, ``causal`` (aligned top-left), ``causal_bottom_right``, ``padding``,
             ``padding_causal``, ``padding_causal_bottom_right`` or ``arbitrary``, as in TransformerEngine. With
             ``thd`` the names without ``padding`` mean their padding forms.
-        window_size: (left, right): a query sees that many tokens around its diagonal; -1 is unlimited and (-1, 0)
+        window_size: (left, right): tokens that a query sees on each side of the diagonal; -1 is unlimited and (-1, 0)
             is causal.
-        bottom_right_diagonal: where the window's diagonal ends; default False for ``causal`` and ``padding_causal``,
-            True otherwise. Only for windows without a causal mask.
+        bottom_right_diagonal: align the window's diagonal with the last query and the last key; default False for
+            ``causal`` and ``padding_causal``, True otherwise. Only for windows without a causal mask.
         attention_mask: bool, broadcastable to [B, H, S_q, S_kv], True = masked out; ``arbitrary`` only.
         cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], cumulative true lengths, on q's device. Padding masks need them;
             in the dense layouts each sequence starts at the first token of its row. cu_seqlens_kv defaults to
@@ -73,25 +73,26 @@ def attention(
         cu_seqlens_q_padded, cu_seqlens_kv_padded: int32 [B + 1], where each sequence starts in memory; ``thd`` with
             padding between sequences.
         max_seqlen_q, max_seqlen_kv: longest sequence; default S. Pass them for ``thd``, where the default is T:
-            backends size their grids by them, and one that is too small gives wrong results. On the CPU it raises.
-        pad_between_seqs: default: True when padded offsets were given that are not the same objects as the others.
+            backends size their grids by them. A value that is too small raises on the CPU and gives wrong results on
+            a GPU.
+        pad_between_seqs: default: True when padded offsets are given that are not the same tensors as cu_seqlens.
         core_attention_bias_type: ``no_bias``, ``post_scale_bias`` (added to the scaled scores) or ``pre_scale_bias``
             (added before scaling).
         core_attention_bias: additive, broadcastable to [B, H, S_q, S_kv], differentiable.
         dropout_p: probability of dropping an attention weight in this call; pass 0 in evaluation.
-        deterministic: the backward must be bitwise reproducible; also asked for by
-            ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` and ``torch.use_deterministic_algorithms``.
-        batch_invariant: the bits of a row of out and lse must not depend on what is beside it: the other sequences, the
-            queries that came with it, keys that it does not see. So chunks of a prefill, with ``causal_bottom_right``
-            over all keys so far, give the bits of one prefill. The backward promises nothing of the kind.
-        backend: use this backend and no other; it never falls back.
+        deterministic: the backward must be bitwise reproducible; ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` and
+            ``torch.use_deterministic_algorithms`` set it too.
+        batch_invariant: the bits of a row of out and lse must not depend on the rest of the batch: other sequences,
+            other queries of the call, keys that the row does not see. A chunked prefill, with ``causal_bottom_right``
+            over all keys so far, then gives the same bits as one prefill. The backward has no such guarantee.
+        backend: use only this backend; never falls back to another.
         return_lse: also return the log-sum-exp.
         host: the framework that calls; selection rules differ between hosts.
-        cp_group: ranks that share the sequences (context parallelism): a ProcessGroup or a one-dimensional DeviceMesh;
-            each passes its own tokens as ``mla_plugin.context_parallel.shard`` cuts them, with cu_seqlens and
-            max_seqlen of whole sequences. A group of one rank is as None. docs/context_parallel.md has the rest.
-        cp_comm_type: ``p2p`` (keys and values travel around a ring), ``all_gather`` (they are gathered; causal windows
-            too) or ``a2a`` (heads are exchanged for tokens; any mask).
+        cp_group: ranks that share the sequences (context parallelism): a ProcessGroup or a one-dimensional DeviceMesh.
+            Each rank passes its own tokens, as ``mla_plugin.context_parallel.shard`` cuts them, with cu_seqlens and
+            max_seqlen of whole sequences. A group of one rank is the same as None. See docs/context_parallel.md.
+        cp_comm_type: ``p2p`` (ring exchange of K and V), ``all_gather`` (of K and V; also supports causal windows) or
+            ``a2a`` (all-to-all exchange of heads for tokens; any mask).
 
     Returns:
         out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
@@ -99,9 +100,9 @@ def attention(
         gradients; padded positions of ``thd`` are such queries.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
-        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     if type(dropout_p) is not float:
@@ -160,7 +161,7 @@ def _tensors_of(
     cu_seqlens_q_padded: torch.Tensor | None,
     cu_seqlens_kv_padded: torch.Tensor | None,
 ) -> AttentionTensors:
-    """The call's tensors with what defaults to another one: the keys' lengths, the scale, a seed for dropout."""
+    """The call's tensors with defaults filled in: the keys' lengths, the scale, a seed for dropout."""
     if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
         softmax_scale = width**-0.5
     return AttentionTensors(
@@ -176,7 +177,7 @@ def _tensors_of(
 
 
 class DescribedCall(NamedTuple):
-    """A call that is not made: tensors and completed options, the backend that it names, the group and the way."""
+    """A call that is not run: tensors, completed options, the named backend, the group and ``cp_comm_type``."""
 
     tensors: AttentionTensors
     options: CallOptions
@@ -186,15 +187,15 @@ class DescribedCall(NamedTuple):
 
 
 def request_of_call(*tensors: torch.Tensor, **arguments: Any) -> tuple[AttentionRequest, str | None]:
-    """The request that ``attention(*tensors, **arguments)`` makes, and the backend that it names; errors alike."""
+    """The request of ``attention(*tensors, **arguments)`` and the backend it names; raises the same errors."""
     call = described_call(*tensors, **arguments)
     return request_of(call.tensors, call.options), call.backend
 
 
 def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
-    """The call ``attention(*tensors, **arguments)``, not made.
+    """The call ``attention(*tensors, **arguments)``, without running it.
 
-    Nothing is computed, drawn or copied, so tensors of the meta device serve as well.
+    Nothing is computed, drawn or copied, so meta tensors work too.
 
     Raises:
         ValueError, TypeError: as ``attention``.

@@ -60,7 +60,7 @@ def known_of(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
         backend: use this backend and no other.
 
     Raises:
-        ValueError, TypeError: an argument is off, or the request is not of these tensors; the message says what was
+        ValueError, TypeError: an argument is invalid, or the request is not of these tensors; the message says what was
             given and what is accepted.
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
     """

@@ -1,4 +1,4 @@
-"""The entry of latent attention: from arguments to tensors, and on."""
+"""``mla_plugin.latent_attention``: builds the tensors and options from the arguments and runs them."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def latent_attention(
     cp_group: ProcessGroup | DeviceMesh | None = None,
     cp_comm_type: str = "all_gather",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over latents: K and V are expanded a few heads at a time and never kept for the backward.
+    """Attention over latents: K and V are expanded a few heads at a time and not saved for the backward.
 
     K_h = [c_kv W_UK_h^T, k_rope], V_h = c_kv W_UV_h^T, out = softmax(softmax_scale * q @ K^T + mask) @ V, per head
-    (DeepSeek-V2, arXiv 2405.04434, section 2.1). What stays for the backward is q, c_kv, k_rope, out, lse and the
-    weights; K and V are expanded again there. With 128 heads of 192/128 over a latent of 512 + 64 numbers, 1.1 KB a
-    token stay instead of 80 KB (16 bits), at the price of the expansion: on an H200 2.3 ms for 32k tokens, twice that
-    for its gradients. Each group of heads is attended on the backend that ``attention`` would choose for its K and V.
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1). Saved for the backward are q, c_kv, k_rope, out, lse and the weights;
+    the backward recomputes K and V. With 128 heads of 192/128 over a latent of 512 + 64 numbers this saves 1.1 KB
+    instead of 80 KB per token (16 bits), at the cost of the expansion: on an H200 2.3 ms for 32k tokens, and twice
+    that for its gradients. Each group of heads runs on the backend that ``attention`` would choose for its K and V.
 
     Args:
         q: [..., H, qk_nope_head_dim + qk_rope_head_dim]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D],
             ``sbhd`` [S_q, B, H, D], ``bhsd`` [B, H, S_q, D], ``thd`` [T_q, H, D] (packed sequences). float16, bfloat16,
-            float32 or float64. Any strides, as all tensors here.
+            float32 or float64. All tensors may have any strides.
         c_kv: [B, S_kv, R], for ``sbhd`` [S_kv, B, R], for ``thd`` [T_kv, R]; normalised, without rope. R is
             kv_lora_rank.
         k_rope: as c_kv, with qk_rope_head_dim (0 for a model without rope) in place of R; rope is applied.
@@ -64,28 +64,29 @@ def latent_attention(
         w_uv: [H, head_dim_v, R]. Both are views of the up-projection: ``kv_b_proj.weight.unflatten(0, (H, -1))
             .split((qk_nope_head_dim, head_dim_v), dim=1)``.
         softmax_scale: positive; default (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
-        attn_mask_type, window_size: as in ``attention``; there is no ``arbitrary`` mask.
-        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as in ``attention``; those of keys are
-            about the tokens of c_kv.
+        attn_mask_type, window_size: as in ``attention``, except that ``arbitrary`` is not supported.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: as in ``attention``; those of keys
+            describe the tokens of c_kv.
         max_seqlen_q, max_seqlen_kv, pad_between_seqs, deterministic, backend, return_lse, host: as in ``attention``.
-        cp_group: ranks that share the sequences (context parallelism), as in ``attention``: each passes its own tokens
-            as ``mla_plugin.context_parallel.shard`` cuts them, and the whole weights. A group of one rank is as None.
-        cp_comm_type: ``all_gather`` (the latents are gathered and each rank expands all heads; causal windows too) or
-            ``a2a`` (q and out are exchanged besides, heads for tokens, and a rank expands its share of the heads; any
-            mask). Both send 2 (R + Dr) bytes a token and rank for the keys in 16 bits, whatever H is.
+        cp_group: ranks that share the sequences (context parallelism), as in ``attention``. Each rank passes its own
+            tokens, as ``mla_plugin.context_parallel.shard`` cuts them, and the whole weights. A group of one rank is
+            the same as None.
+        cp_comm_type: ``all_gather`` (gathers the latents, each rank expands all heads; also supports causal windows) or
+            ``a2a`` (also exchanges q and out, heads for tokens, and each rank expands its share of the heads; any
+            mask). Both send 2 (R + Dr) bytes per token and rank for the keys in 16 bits, whatever H is.
 
     Returns:
         out, (*q.shape[:-1], head_dim_v) in q's dtype; with ``return_lse`` also lse, natural log, float32 (float64 for
         float64), [B, H, S_q] or [H, T_q]. Both are differentiable in q, c_kv, k_rope, w_uk and w_uv; gradients are
-        summed over heads and tokens in float32. A query that sees no key gives out 0, lse -inf and zero gradients. What
-        padding holds has no influence, and its gradients are 0. With ``cp_group`` the gradients of q, c_kv and k_rope
-        are those of this rank's tokens, whole; those of w_uk and w_uv are this rank's share, to be summed over the
-        group, as a training loop sums gradients of weights over its data- and context-parallel ranks.
+        summed over heads and tokens in float32. A query that sees no key gives out 0, lse -inf and zero gradients.
+        Padding values are ignored and get zero gradients. With ``cp_group`` the gradients of q, c_kv and k_rope are
+        complete for this rank's tokens. Those of w_uk and w_uv are partial sums: all-reduce them over the group, as a
+        training loop does for weights over its data- and context-parallel ranks.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
         NoBackendError: no backend takes the expanded call; the message lists every backend's reasons.
-        NotImplementedError: a forward-mode or a second derivative, or torch.func's grad, is asked for.
+        NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
@@ -133,7 +134,7 @@ def _said(
 
 
 class DescribedCall(NamedTuple):
-    """A call that is not made: the call, the group and the way."""
+    """A call that is not run: the call, the group and ``cp_comm_type``."""
 
     call: Call
     cp_group: ProcessGroup | DeviceMesh | None
@@ -141,7 +142,7 @@ class DescribedCall(NamedTuple):
 
 
 def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
-    """The call ``latent_attention(*tensors, **arguments)``, not made; tensors of the meta device serve as well.
+    """The call ``latent_attention(*tensors, **arguments)``, without running it; meta tensors work too.
 
     Raises:
         ValueError, TypeError: as ``latent_attention``.
@@ -171,7 +172,7 @@ def _run(
     cp_group: ProcessGroup | DeviceMesh | None,
     cp_comm_type: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What computes is imported where it is needed, as its tensors are: both take milliseconds of an import."""
+    """Run the call. The modules that compute are imported here because importing them takes milliseconds."""
     from mla_plugin.operations.latent.call import Call
 
     if cp_group is not None:
@@ -189,7 +190,7 @@ def _run(
 
 
 def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
-    """With what the tensors say where nothing was said; of the offsets as ``attention``."""
+    """The options with unset values taken from the tensors; offsets as in ``attention``."""
     of_lengths = AttentionTensors(tensors.q, tensors.c_kv, tensors.k_rope, tensors.softmax_scale, **tensors.lengths)
     return options._replace(is_training=tensors.needs_gradient).completed(of_lengths)
 

@@ -46,7 +46,7 @@ class Call(NamedTuple):
             q, and K and V as far as a request depends on them: their values take no memory.
 
         Raises:
-            ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
         """
         tensors = self.tensors
         check_latent_tensors(tensors, self.options.qkv_format, self.options.attn_mask_type)
@@ -93,7 +93,7 @@ class Passes(Protocol):
         """Check, decide and compute.
 
         Raises:
-            ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
             NoBackendError: no backend takes the expanded call.
         """
 

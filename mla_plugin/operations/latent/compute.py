@@ -141,7 +141,7 @@ def decide(call: Call, backend: str | None) -> Decision:
     """Check and resolve every part for every size of group, before anything runs.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
         NoBackendError: no backend takes a part; the message lists every backend with every reason.
     """
     decision = Decision(tuple(groups_of_heads(call.sizes, call.tokens, call.q.dtype)), {})

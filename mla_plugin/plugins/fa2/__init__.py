@@ -1,12 +1,12 @@
-"""FlashAttention 2, which has one head dimension: the narrower of (Q, K) and V gets zero columns, results lose them.
+"""FlashAttention 2, which has one head dimension: the narrower of (Q, K) and V is zero-padded and results are trimmed.
 
-Zero columns of Q and K add nothing to a score; zero columns of V only make columns of out that are cut off. The scale
-stays that of the original head_dim_qk. Each pass copies what it widens once (192/128: V, and in the backward out and
-dout); benchmarks/flash_padding.py measures that. Nothing but this plugin pads, and nothing reaches FlashAttention 2
-unpadded. Rows outside the sequences may hold anything: both passes clear their tiles there.
+Zero columns of Q and K add nothing to a score; zero columns of V only produce columns of out that are trimmed. The
+scale stays that of the original head_dim_qk. Each pass copies once what it pads (192/128: V, and in the backward out
+and dout); benchmarks/flash_padding.py measures that. Only this plugin pads, and FlashAttention 2 only gets padded
+tensors. Rows outside the sequences may hold anything: both passes clear their tiles there.
 
 The backward has no input for the gradient of the log-sum-exp. One of the added columns carries it: with V = 1, out = 0
-and dout = dlse there, dout @ V.T gains dlse, delta = rowsum(dout * out) stays, so dS gains P * dlse.
+and dout = dlse there, dlse is added to dout @ V.T, delta = rowsum(dout * out) is unchanged, so P * dlse is added to dS.
 
 Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``flash_api.cpp`` and ``sdp_utils.cpp``.
 """
@@ -33,13 +33,13 @@ MAX_HEAD_DIM_EVERYWHERE = 192
 WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 SMALL_SHARED_MEMORY = (12, 0)
 SMALL = 1 << 20
-"""Elements up to which PyTorch's own padding is the faster way: one call on the host, which writes every zero column
-and every other one twice; that takes the device a microsecond here, and half as long again as need be in long tensors.
+"""Elements up to which PyTorch's own padding is faster: one call on the host that writes every column twice, taking
+the device a microsecond here, and 1.5 times the necessary time in long tensors.
 """
 
 
 def _width(request: AttentionRequest, carries_dlse: bool) -> int:
-    """The head dimension that the kernel sees, a multiple of 8 where the larger of the two is one."""
+    """The head dimension that the kernel sees, a multiple of 8 if the larger of the two is one."""
     width = max(request.head_dim_qk, request.head_dim_v + carries_dlse)
     return width if width == request.head_dim_qk else -(-width // 8) * 8
 
@@ -84,7 +84,7 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 
 
 def _size_refusals(request: AttentionRequest) -> Iterator[str]:
-    """The dense backward sums dq in a float32 tensor, rows rounded up to 128, whose offsets come round at 32 bits.
+    """The dense backward sums dq in a float32 tensor, rows rounded up to 128, whose 32-bit offsets can overflow.
 
     Seen on an H200 with PyTorch 2.11: an illegal memory access. The forward and packed sequences are right there.
     """
@@ -100,9 +100,9 @@ def _size_refusals(request: AttentionRequest) -> Iterator[str]:
 
 
 def _window_refusals(request: AttentionRequest) -> Iterator[str]:
-    """Where queries outnumber keys, the kernel's right side may be another than the caller's.
+    """With more queries than keys, the kernel's right window side may differ from the caller's.
 
-    It drops a side of max_seqlen_kv or more; then it takes max_seqlen_kv for the right side if a left one is left.
+    It drops a side of max_seqlen_kv or more; then it uses max_seqlen_kv as the right side if a left one remains.
     """
     left, right, longest_kv = request.band.left, request.band.right, request.max_seqlen_kv
     unlimited = request.max_seqlen_q - 1  # the first query sees the last key
@@ -143,7 +143,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
-    """x with zero columns up to the width; x itself where it has that width and is aligned."""
+    """x zero-padded to the width; x itself if it has that width and is aligned."""
     columns = x.shape[-1]
     if columns == width:
         return aligned(x)

@@ -15,7 +15,7 @@ from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher, empty_like, imported
 
-# Looked up by attribute, so that a test can stand in for them.
+# Looked up by attribute, so that a test can replace them.
 aten_forward = torch.ops.aten._flash_attention_forward.default
 aten_backward = torch.ops.aten._flash_attention_backward.default
 
@@ -23,7 +23,7 @@ aten_backward = torch.ops.aten._flash_attention_backward.default
 FIRST_VERSION, FIRST_VERSION_ON_BLACKWELL, BELOW_VERSION = "2.7.0", "2.7.3", "2.8.4"
 """From 2.7 on the log-sum-exp of packed sequences is [H, T] and the backward is one function with one signature.
 
-The upper limit is TransformerEngine's; older versions and newer ones leave the work to PyTorch's own.
+The upper limit is TransformerEngine's; with older and newer versions PyTorch's own FlashAttention 2 is used.
 """
 
 
@@ -112,9 +112,9 @@ class FlashAttn:
 
 
 class PyTorch:
-    """The operators behind PyTorch's scaled_dot_product_attention; SDPA itself refuses what they can do.
+    """The operators behind PyTorch's scaled_dot_product_attention, which itself refuses calls that they support.
 
-    The backward's determinism follows torch.use_deterministic_algorithms alone, so none is promised.
+    The backward is deterministic only under torch.use_deterministic_algorithms, so this is not guaranteed.
     """
 
     is_deterministic = False
@@ -156,7 +156,7 @@ def _keywords(options: Options) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=256)
 def find(platform: Platform) -> FlashAttn | PyTorch:
-    """The package where a suitable version is installed, otherwise PyTorch."""
+    """The package if a suitable version is installed, otherwise PyTorch."""
     version = platform.version(DISTRIBUTION)
     if version is None:
         return PyTorch()

@@ -1,13 +1,13 @@
-"""FlashAttention 3 on Hopper: 192/128 natively, padding between sequences by the true lengths beside the offsets.
+"""FlashAttention 3 on Hopper: 192/128 natively, padding between sequences by offsets together with true lengths.
 
-Packed sequences are described twice: ``cu_seqlens`` is where each one starts in memory, ``seqused`` its true length
-(TransformerEngine pull request 2596). The kernels leave what lies between uninitialised, so it is set to 0 afterwards.
-A dense batch with a padding mask is the same thing, its rows laid end to end.
+For packed sequences ``cu_seqlens`` is where each one starts in memory and ``seqused`` its true length
+(TransformerEngine pull request 2596). The kernels leave padded rows uninitialised, so they are set to 0 afterwards.
+A dense batch with a padding mask is handled in the same way, with its rows concatenated.
 
-The kernels read whole tiles, also behind a sequence's end, and multiply what is there by weights of 0, which NaN
-survives. So they get copies whose rows outside the sequences are 0: of V in the forward, where a score is overwritten
-but a value multiplied; of Q, K, V and dout in the backward, each of which is multiplied by P or dS of such a row.
-``out`` is not: the backward reads it only within the sequences.
+The kernels read whole tiles, also past a sequence's end, and multiply those rows by weights of 0, but 0 x NaN is NaN.
+So they get copies whose rows outside the sequences are 0: of V in the forward, where scores are overwritten but values
+are multiplied; of Q, K, V and dout in the backward, where each is multiplied by P or dS of such a row. ``out`` is not
+copied: the backward reads it only within the sequences.
 
 The backward has no input for the gradient of the log-sum-exp, and at 192/128 no spare column to carry it, so a request
 that trains on lse gets its backward from ``sdpa``.

@@ -33,7 +33,7 @@ def _lengths(options: Options) -> dict[str, Any]:
 
 
 def _packed(options: Options) -> tuple[object, ...]:
-    """What the operators take of packed sequences, in the order of ``_PACKED``."""
+    """The operators' arguments for packed sequences, in the order of ``_PACKED``."""
     if options.cu_seqlens_q is None:
         return _DENSE
     offsets, used = (options.cu_seqlens_q, options.cu_seqlens_k), (options.seqused_q, options.seqused_k)
@@ -41,7 +41,7 @@ def _packed(options: Options) -> tuple[object, ...]:
 
 
 def _mask(options: Options) -> tuple[float, bool, int, int]:
-    """What the operators take of scale and mask, in the order of ``_MASK``."""
+    """The operators' arguments for scale and mask, in the order of ``_MASK``."""
     return (options.softmax_scale, options.causal, *options.window_size)
 
 
@@ -54,7 +54,7 @@ class Provider:
         module: what to import.
         takes_dense: it has a function for dense tensors; otherwise every call has cu_seqlens.
         has_backward: it can train.
-        has_windows: its sliding windows are right.
+        has_windows: its sliding windows are correct.
     """
 
     distribution: str
@@ -92,15 +92,15 @@ class Provider:
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         options: Options,
     ) -> None:
-        """Write dq, dk and dv into ``gradients``; positions outside the sequences are left as they are."""
+        """Write dq, dk and dv into ``gradients``; positions outside the sequences are not written."""
         raise NotImplementedError
 
 
 class FlashAttn3(Provider):
     """``flash_attn_interface``, built from the hopper folder of FlashAttention's repository.
 
-    Its operators ``flash_attn_3::fwd`` and ``bwd``, which builds have since May 2025, are called where they are: the
-    functions above them take 15 us more of the host's time, for an autograd function and an operator of their own.
+    Its operators ``flash_attn_3::fwd`` and ``bwd`` (in builds since May 2025) are called directly: the functions
+    above them take 15 us more host time, for their own autograd function and operator.
     """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
@@ -214,7 +214,7 @@ _KINDS: dict[str, Callable[[str, str], Provider]] = {
 PROVIDERS: tuple[Provider, ...] = tuple(
     _KINDS[distribution](distribution, module) for distribution, module in FLASH_ATTENTION_PROVIDERS["fa3"]
 )
-"""In the order in which they are looked for."""
+"""In search order."""
 
 _ONES = ("num_splits", "cp_world_size")
 _ZEROS = {"int": 0, "float": 0.0, "bool": False}
@@ -235,7 +235,7 @@ def installed(platform: Platform) -> Provider:
 
 
 def absence(device_type: str, platform: Platform) -> Iterator[str]:
-    """Why the library cannot run at all: nobody provides it, or it is no Hopper."""
+    """Why the library cannot run at all: no provider is installed, or the device is not Hopper."""
     yield from not_installed(platform, "FlashAttention 3", *(provider.distribution for provider in PROVIDERS))
     off_device = tuple(off_cuda(device_type, platform.device_type))
     yield from off_device
@@ -244,14 +244,14 @@ def absence(device_type: str, platform: Platform) -> Iterator[str]:
 
 
 class ByPlace:
-    """An operator called with some of its arguments: by name PyTorch would look for each of some forty at every call.
+    """Calls an operator by position: by name PyTorch would look up each of about forty arguments at every call.
 
-    What is not given is absent, off or, for counts, 1. The builds differ in the arguments behind ``sm_margin``, which
-    switch on what nobody asked for here.
+    Arguments that are not given are absent, off or, for counts, 1. The builds differ in the arguments after
+    ``sm_margin``, which enable features that are not used here.
 
     Args:
-        operator: the overload; its schema says where each argument stands.
-        names: what each call gives, in the order of the calls.
+        operator: the overload; its schema gives each argument's position.
+        names: arguments of each call, in order.
         fixed: other arguments, the same in every call.
 
     Raises:
@@ -276,7 +276,7 @@ class ByPlace:
 
 
 def _neutral(argument: Any) -> object:
-    """The value that changes nothing."""
+    """The value that disables an argument."""
     if argument.has_default_value():
         return argument.default_value
     return 1 if argument.name in _ONES else _ZEROS.get(str(argument.type))
@@ -296,7 +296,7 @@ class _Operators(NamedTuple):
 
 @functools.cache
 def _operators(library: Any) -> _Operators | None:
-    """Those that the imported module has registered; None for a build before May 2025, which has functions alone."""
+    """The operators registered by the imported module; None for a build before May 2025, which has only functions."""
     namespace = torch.ops.flash_attn_3
     if not (hasattr(namespace, "fwd") and hasattr(namespace, "bwd")):
         return None

@@ -25,13 +25,13 @@ DISTRIBUTION = "flashinfer-python"
 MIN_VERSION = Version("0.6.12")
 FIRST_WITHOUT_ROPE = Version("0.7")
 FA3_RANKS = (512,)
-"""Its Hopper kernel is wrong for ranks 128 and 256 and reads beyond its memory, seen on an H200 with 0.6.13."""
+"""Its Hopper kernel is wrong for ranks 128 and 256 and reads out of bounds, seen on an H200 with 0.6.13."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
 
 
 def kernel(rank: int, capability: tuple[int, int] | None) -> str:
-    """FlashInfer's name of the kernel: its Hopper kernel where that takes the rank."""
+    """FlashInfer's name of the kernel: its Hopper kernel if it supports the rank."""
     # fa2 is include/flashinfer/attention/mla.cuh, which sums rows of 16-bit weights: lse is off by up to 1e-3
     return "fa3" if capability == (9, 0) and rank in FA3_RANKS else "fa2"
 
@@ -124,6 +124,6 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 @hookimpl
 def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
-    """Run under the plan that the lengths hold; the first call for some lengths makes it."""
+    """Run with the plan stored in the lengths; the first call for these lengths creates it."""
     name = kernel(plan.request.kv_lora_rank, plan.platform.compute_capability)
     return planning.run(name, tensors)

@@ -1,4 +1,4 @@
-"""Plans: made once for each ``DecodeLengths``, kept there, shared by every layer of a step, made anew in place."""
+"""Plans: created once per ``DecodeLengths`` and stored there, shared by all layers of a step, updated in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 class Work(NamedTuple):
-    """What a plan depends on of a call's layout; layers whose caches lie otherwise in memory share one."""
+    """The part of a call's layout that a plan depends on; layers whose caches have other strides share a plan."""
 
     device: torch.device
     dtype: torch.dtype
@@ -45,7 +45,7 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 
 class Pages(NamedTuple):
-    """Pages in use as FlashInfer wants them, on the host: sequence b has entries indptr[b] .. indptr[b + 1].
+    """Pages in use, in FlashInfer's format, on the host: sequence b has entries indptr[b] .. indptr[b + 1].
 
     Attributes:
         indptr: int32 [B + 1].
@@ -80,9 +80,9 @@ def used_pages(lengths: torch.Tensor, page_size: int, table_width: int) -> Pages
 
 
 class _Slot:
-    """A FlashInfer wrapper and the memory that its kernel reads; used by one plan at a time, then by another.
+    """A FlashInfer wrapper and the memory that its kernel reads; used by one plan at a time.
 
-    Making one takes 8 MiB on the device and as much page-locked on the host, so slots that no plan holds are kept.
+    A slot takes 8 MiB on the device and as much pinned host memory, so unused slots are kept for other plans.
     """
 
     def __init__(self, kernel: str, device: torch.device, batch: int, table_width: int) -> None:
@@ -93,7 +93,7 @@ class _Slot:
         self.kv_indices = reserve(max(batch * table_width, 1))
         self.wrapper = self.mla.BatchMLAPagedAttentionWrapper(
             _workspace(device),
-            use_cuda_graph=True,  # plans anew in the same memory
+            use_cuda_graph=True,  # later plans use the same memory
             qo_indptr=reserve(batch + 1),
             kv_indptr=reserve(batch + 1),
             kv_indices=self.kv_indices,
@@ -103,12 +103,12 @@ class _Slot:
         self._staged: torch.cuda.Event | None = None
 
     def wait_until_staged(self) -> None:
-        """Until the last plan has left FlashInfer's page-locked memory, which the next one overwrites."""
+        """Wait until the last plan has been copied from FlashInfer's pinned memory, which the next one overwrites."""
         if self._staged is not None:
             self._staged.synchronize()
 
     def mark_staged(self) -> None:
-        """The last plan's copy to the device has been asked for."""
+        """Record that the last plan's copy to the device has been enqueued."""
         if self.kv_indices.is_cuda:
             self._staged = torch.cuda.Event()
             self._staged.record()
@@ -143,7 +143,7 @@ class MLAPlan:
         self._make(lengths)
 
     def renew(self, lengths: DecodeLengths) -> bool:
-        """Plan for new lengths; not where the caller goes on with another page table, which has a plan of its own."""
+        """Plan for new lengths; not if the caller now uses another page table, which has its own plan."""
         is_needed = self._is_used or not self._give_back.alive  # a graph holds it
         if is_needed:
             self._make(lengths)
@@ -191,7 +191,7 @@ class MLAPlan:
         wrapper = self._slot.wrapper
         if tensors.q_nope_abs.is_cuda and torch.cuda.is_current_stream_capturing():
             if self._give_back.detach():
-                _captured.append(self._slot)  # a graph goes on reading its memory
+                _captured.append(self._slot)  # the graph keeps reading its memory
         elif self._table_version != _version(self._page_table):
             assert tensors.lengths is not None
             self._make(tensors.lengths)
@@ -211,7 +211,7 @@ class MLAPlan:
 
 
 def _version(x: torch.Tensor) -> int | None:
-    """Counts what PyTorch writes into x in place, through whatever view; nothing counts it in inference mode."""
+    """PyTorch's counter of in-place writes to x through any view; None in inference mode, which does not count."""
     return None if x.is_inference() else x._version
 
 

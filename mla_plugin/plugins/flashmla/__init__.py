@@ -1,9 +1,9 @@
 """FlashMLA's dense decode on Hopper: pages of 64 that hold c_kv and k_rope side by side, kv_lora_rank 512, rope 64.
 
-It shares out tiles of 64 keys evenly among the multiprocessors by a schedule that a kernel makes of the lengths, so a
-call can be captured and replayed with other lengths: each graph holds that kernel once. Facts of the library are from
-its sources, ``csrc/api/dense_decode.h`` and ``csrc/sm90/decode/dense`` of deepseek-ai/FlashMLA; dense decode exists for
-compute capability 9.0 alone.
+It distributes tiles of 64 keys evenly over the SMs by a schedule that a kernel computes from the lengths, so a call can
+be captured and replayed with other lengths: each graph holds that kernel once. Facts of the library are from its
+sources, ``csrc/api/dense_decode.h`` and ``csrc/sm90/decode/dense`` of deepseek-ai/FlashMLA; dense decode exists only
+for compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PAGE_SIZE, RANK, ROPE = 64, 512, 64
 TILE = 64
 """Query rows, S_q H of them, that a program holds."""
 MAX_BATCH = 4096
-"""The schedule's kernel keeps all sequences in one block's memory; the first releases reserved it for so many."""
+"""The schedule's kernel keeps all sequences in one block's memory; the first releases reserved it for this many."""
 MAX_PARTS = 2**31 - 1
 """Elements of partial results, whose addresses the kernel counts in 32 bits."""
 MULTI_PROCESSORS = 132
-"""Of an H100 or H200, for a platform that does not say."""
+"""SMs of an H100 or H200, for a platform that does not say."""
 LEAST_SCALE = 2**-10
 """The kernel hides a key by a score of -1e33 times the scale, which must stay below the -1e30 of a row without keys."""
 
@@ -90,7 +90,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 @hookimpl
 def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
-    """A kernel, one that sums where sequences are split, and one that makes the schedule where none is there."""
+    """Launch the kernel, a reduction if sequences are split, and the schedule kernel if there is no schedule yet."""
     provider = providers.installed(plan.platform)
     q = aligned(joined(tensors.q_nope_abs, tensors.q_rope))
     cache = joined(tensors.c_kv, tensors.k_rope).unsqueeze(2)
@@ -112,7 +112,7 @@ def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
 
 
 def _schedule(provider: Provider, tensors: DecodeTensors, seqlens_kv: torch.Tensor) -> Schedule:
-    """The schedule that the layers of a step share, one in each graph; without ``DecodeLengths`` each call has one."""
+    """The schedule shared by the layers of a step, one per graph; without ``DecodeLengths`` each call makes its own."""
     _, seqlen_q, heads, _ = tensors.q_nope_abs.shape
     rows, lengths = seqlen_q * heads, tensors.lengths
     capture = capture_number(seqlens_kv.device) if lengths is not None else None

@@ -25,7 +25,7 @@ WIDTH_V = 512
 
 
 class Schedule(NamedTuple):
-    """How a kernel shares out the work: which tiles each multiprocessor takes, and the parts of each sequence.
+    """How a kernel splits the work: which tiles each SM takes, and the parts of each sequence.
 
     Attributes:
         tiles: a tensor, or an object of the library that the first call fills.
@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     splits: torch.Tensor | None
 
     def renew(self, lengths: DecodeLengths) -> bool:
-        """The next call makes another one, on the device; a graph makes its own at each replay."""
+        """False: the next call computes a new schedule on the device; a graph computes its own at each replay."""
         return False
 
 
@@ -80,7 +80,7 @@ class Provider:
     def schedule(self, seqlens_kv: torch.Tensor, rows: int) -> Schedule:
         """A schedule for these lengths and ``rows`` query rows of a sequence, S_q H.
 
-        Earlier releases work it out here, by a kernel; later ones in the call that first uses it.
+        Earlier releases compute it here with a kernel; later ones in the call that first uses it.
         """
         make = self.library().get_mla_metadata
         return Schedule(*(make(seqlens_kv, rows, 1) if "cache_seqlens" in _parameters(make) else make()))
@@ -122,16 +122,16 @@ class Provider:
 
 
 PROVIDERS = tuple(Provider(*provider) for provider in FLASH_MLA_PROVIDERS)
-"""In the order in which they are looked for."""
+"""In search order."""
 
 
 def is_sparse_alone(function: Callable[..., Any]) -> bool:
-    """The release came after dense decode was removed; SGLang's package keeps it beside, as ``use_legacy``."""
+    """True for a release without dense decode, which SGLang's package keeps as ``use_legacy``."""
     return "enable_batch_invariant" in _parameters(function) and "use_legacy" not in _parameters(function)
 
 
 def find(platform: Platform) -> Provider | None:
-    """The first provider whose distribution is installed in a release that has what is called."""
+    """The first provider whose distribution is installed in a release with dense decode."""
     return next((provider for provider in PROVIDERS if provider.is_installed(platform)), None)
 
 
@@ -144,7 +144,7 @@ def installed(platform: Platform) -> Provider:
 
 
 def absence(device_type: str, platform: Platform) -> Iterator[str]:
-    """Why the library cannot run at all: nobody provides it, or it is no Hopper."""
+    """Why the library cannot run at all: no provider is installed, or the device is not Hopper."""
     if find(platform) is None:
         too_old = [(x.distribution, platform.version(x.distribution), x.first_version) for x in PROVIDERS]
         yield from (f"{name}={found} < {first}" for name, found, first in too_old if found is not None)

@@ -1,4 +1,4 @@
-"""What the FlashAttention backends share: how a call is described, and how a missing or broken package is reported."""
+"""Shared by the FlashAttention backends: the options of a call, and errors for a missing or broken package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_plugin.plugins.shared.packed import Rows
 
 
 class Options(NamedTuple):
-    """What every function of the family is told besides tensors of rows.
+    """The options that every function of the family takes besides tensors.
 
     Attributes:
         softmax_scale: multiplies the scores.
@@ -103,9 +103,9 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def below_dispatcher(function: Any) -> Any:
-    """What a function that ``torch.library.custom_op`` made an operator of runs; any other function as it is.
+    """The implementation of a ``torch.library.custom_op``; any other function unchanged.
 
-    The operator costs 15 us of the host's time, more than the launch. Nobody has to see it: mla-plugin's own operator
-    stands above it wherever somebody traces or intercepts.
+    The operator costs 15 us of host time, more than the launch. It is not needed: tracing and interception see
+    mla-plugin's own operator above it.
     """
     return getattr(function, "_init_fn", function)

@@ -1,7 +1,7 @@
-"""Calls in the form that FlashAttention takes: tokens in one dimension, offsets beside them, all on the device.
+"""Calls in FlashAttention's packed form: tokens in one dimension, with offsets, all on the device.
 
-A packed call (``thd``) is in that form already. A dense call becomes one by laying its rows end to end; its padding
-mask is then padding between sequences. No offset is read by the host, so a call can be captured in a CUDA graph.
+A packed call (``thd``) is in that form already. A dense call is converted by concatenating its rows; its padding mask
+is then padding between sequences. The host reads no offset, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 
 @dataclass(frozen=True)
 class Side:
-    """Where the sequences of the queries, or of the keys and values, lie.
+    """Where the sequences of the queries, or of the keys and values, are in memory.
 
     Attributes:
         starts: int32 [B + 1], first row of each sequence, and the end of the last one's place.
