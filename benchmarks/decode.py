@@ -56,7 +56,7 @@ def as_peer(prepare: Callable[..., Callable[[], torch.Tensor]]) -> Callable[[Inp
 
     def of_cell(inputs: Inputs) -> Call:
         if inputs.cell.seqlen_q > 1:
-            raise ValueError(f"seqlen_q={inputs.cell.seqlen_q}, accepted is 1")
+            raise ValueError(f"seqlen_q={inputs.cell.seqlen_q}, expected 1")
         q = torch.cat([inputs.q_nope_abs, inputs.q_rope], -1)[:, 0]
         seqlens = torch.tensor(inputs.step.host, dtype=torch.int32, device=q.device)
         prepared: dict[int, Callable[[], torch.Tensor]] = {}

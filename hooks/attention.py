@@ -170,7 +170,7 @@ class AttentionRequest:
         """
         unknown = ", ".join(sorted(options.keys() - set(CallOptions._fields)))
         if unknown:
-            raise TypeError(f"{unknown}: not an option of a request; accepted: {', '.join(CallOptions._fields)}")
+            raise TypeError(f"{unknown}: not an option of a request; expected one of {', '.join(CallOptions._fields)}")
         return request_of(tensors, CallOptions(**options).completed(tensors))
 
     @functools.cached_property

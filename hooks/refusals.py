@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mla_plugin.hooks.attention import AttentionRequest
 
-BATCH_DEPENDENT = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch"
+BATCH_DEPENDENT = "batch_invariant=True, expected False: the bits of a row may depend on the rest of the batch"
 """The reason of a backend that does not guarantee ``batch_invariant``."""
 
 
@@ -24,9 +24,9 @@ def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
         one reason for each, with the value found and the one accepted.
     """
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p}, accepted is 0"
+        yield f"dropout_p={request.dropout_p}, expected 0"
     if request.bias_type != "no_bias":
-        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+        yield f"bias_type={request.bias_type!r}, expected 'no_bias'"
     yield from beyond_plain_attention(request)
 
 
@@ -40,16 +40,16 @@ def beyond_plain_attention(request: AttentionRequest) -> Iterator[str]:
 def beyond_the_tensors(request: AttentionRequest) -> Iterator[str]:
     """Reasons for features of a request whose tensors are not passed to the hooks."""
     if request.softmax_type != "vanilla":
-        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+        yield f"softmax_type={request.softmax_type!r}, expected 'vanilla'"
     if request.has_score_mod or request.has_score_mod_bprop:
-        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, accepted is neither"
+        yield f"score_mod={request.has_score_mod}, score_mod_bprop={request.has_score_mod_bprop}, expected neither"
     if request.fp8:
-        yield "fp8=True, accepted is False"
+        yield "fp8=True, expected False"
     if request.return_max_logit:
-        yield "return_max_logit=True, accepted is False"
+        yield "return_max_logit=True, expected False"
     if request.num_splits != 1:
-        yield f"num_splits={request.num_splits}, accepted is 1"
+        yield f"num_splits={request.num_splits}, expected 1"
     if request.has_kv_cache:
-        yield "has_kv_cache=True, accepted is False"
+        yield "has_kv_cache=True, expected False"
     if request.context_parallel:
-        yield f"context_parallel=True over cp_size={request.cp_size}, accepted is False"
+        yield f"context_parallel=True over cp_size={request.cp_size}, expected False"

@@ -32,7 +32,7 @@ def select_backend(  # type: ignore[empty-body]
     backend that raises here, or returns wrong types, is left out, and the trace says why.
 
     There are two kinds of requests, attention over expanded keys and values and decode over the compressed cache. A
-    backend that computes one kind refuses the other: ``"DecodeRequest, accepted is AttentionRequest"``.
+    backend that computes one kind refuses the other: ``"DecodeRequest, expected AttentionRequest"``.
     """
 
 

@@ -252,7 +252,7 @@ def parse(name: str, environ: Mapping[str, str]) -> Value:
     try:
         return variable.parse(text)
     except ValueError as error:
-        raise EnvironmentVariableError(f"{name}={text!r}: accepted is {variable.accepted}") from error
+        raise EnvironmentVariableError(f"{name}={text!r}: expected {variable.accepted}") from error
 
 
 def text(name: str, environ: Mapping[str, str]) -> str | None:

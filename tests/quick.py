@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 LEFT_OUT = (
     "tests/cli/test_demo.py",
@@ -42,9 +42,9 @@ LEFT_OUT = (
     "tests/gpu/",
     "tests/hooks/test_pluggy_versions.py",
     "tests/hooks/test_registry.py::test_threads_that_register_unregister_and_compute",
-    "tests/house/test_light_import.py",
-    "tests/house/test_readme.py",
-    "tests/house/test_wheel.py",
+    "tests/repository/test_light_import.py",
+    "tests/repository/test_readme.py",
+    "tests/repository/test_wheel.py",
     "tests/kernels/test_attention.py",
     "tests/kernels/test_compiler_record.py",
     "tests/kernels/test_decode.py::test_tensor_descriptors_over_parts",

@@ -201,7 +201,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; a positive, finite number"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan"),
         ({"batch_invariant": 1}, TypeError, "batch_invariant=1 is int; True or False is needed"),
-        ({"host": "nowhere"}, ValueError, "host='nowhere'; accepted: direct"),
+        ({"host": "nowhere"}, ValueError, "host='nowhere'; expected one of direct"),
         ({"backend": "fa9"}, ValueError, "no backend named 'fa9'"),
         ({"seqlens_kv": torch.tensor([1, 2, 3])}, TypeError, r"seqlens_kv has dtype torch\.int64; it must be int32"),
         ({"seqlens_kv": torch.tensor([1, 2], dtype=torch.int32)}, ValueError, "its first dimension must be B=3"),

@@ -136,14 +136,14 @@ def test_requests_are_explained_as_before():
 @pytest.mark.parametrize(
     ("subject", "arguments", "error", "message"),
     [
-        ((), {}, TypeError, "explain() got nothing; accepted are an AttentionRequest, a DecodeRequest, the tensors"),
-        ((3,), {}, TypeError, "explain() got builtins.int; accepted are"),
-        (tensors(2, 8, 4)[:2], {}, TypeError, "missing a required argument: 'v'; accepted are the arguments of"),
+        ((), {}, TypeError, "explain() got nothing; expected an AttentionRequest, a DecodeRequest, the tensors"),
+        ((3,), {}, TypeError, "explain() got builtins.int; expected"),
+        (tensors(2, 8, 4)[:2], {}, TypeError, "missing a required argument: 'v'; expected the arguments of"),
         (
             tensors(2, 8, 4),
             {"mask": "causal"},
             TypeError,
-            "got an unexpected keyword argument 'mask'; accepted are the",
+            "got an unexpected keyword argument 'mask'; expected the",
         ),
         (tensors(2, 8, 4), {"attn_mask_type": "diagonal"}, ValueError, "attn_mask_type='diagonal'"),
         (tensors(2, 8, 4), {"dropout_p": 1.5}, ValueError, "dropout_p=1.5"),
@@ -152,7 +152,7 @@ def test_requests_are_explained_as_before():
             (mla_request(),),
             {"batch_size": 2},
             TypeError,
-            "unexpected keyword argument 'batch_size'; accepted are backend",
+            "unexpected keyword argument 'batch_size'; expected backend",
         ),
         ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; a mla_plugin.Platform is needed"),
     ],
@@ -216,10 +216,10 @@ def test_nothing_to_compute():
 @pytest.mark.parametrize(
     ("function", "arguments", "kind", "text"),
     [
-        (mla_plugin.latent_attention, {"cp_grp": None}, TypeError, "accepted are the arguments of mla_plugin.latent"),
-        (mla_plugin.decode, {"scale": 1.0}, TypeError, "accepted are the arguments of mla_plugin.decode"),
-        (mla_plugin.latent_attention, {"qkv_format": "shbd"}, ValueError, "qkv_format='shbd'; accepted: "),
-        (print, {}, TypeError, "explain() got builtins.builtin_function_or_method; accepted are"),
+        (mla_plugin.latent_attention, {"cp_grp": None}, TypeError, "expected the arguments of mla_plugin.latent"),
+        (mla_plugin.decode, {"scale": 1.0}, TypeError, "expected the arguments of mla_plugin.decode"),
+        (mla_plugin.latent_attention, {"qkv_format": "shbd"}, ValueError, "qkv_format='shbd'; expected one of "),
+        (print, {}, TypeError, "explain() got builtins.builtin_function_or_method; expected"),
     ],
 )
 def test_errors_of_calls(function, arguments, kind, text):

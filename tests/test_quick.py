@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import quick
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 @pytest.mark.parametrize("name", quick.LEFT_OUT)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 PROGRAM = """
 import json, sys

@@ -189,7 +189,7 @@ def test_the_decode_example_passes_by_the_command(others: Path) -> None:
     printed = run_pytest(others, "mla_plugin.conformance", "tokenwise", "--quick")
     assert re.search(r"decode +paged +computed", printed)
     assert re.search(r"decode +leftpad +refused .*has_leftpad_kv=True", printed)
-    assert re.search(r"attention +thd +refused .*AttentionRequest, accepted is DecodeRequest", printed)
+    assert re.search(r"attention +thd +refused .*AttentionRequest, expected DecodeRequest", printed)
 
 
 def test_the_timer_takes_part(others: Path) -> None:

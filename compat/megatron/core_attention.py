@@ -89,7 +89,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             given = getattr(config, name, accepted[0])
             if given not in accepted:
                 values = " or ".join(map(repr, accepted))
-                raise ValueError(f"MLACoreAttention: {name}={given!r}, accepted is {values}; {advice}")
+                raise ValueError(f"MLACoreAttention: {name}={given!r}, expected {values}; {advice}")
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
@@ -257,7 +257,7 @@ def _drop_te_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], pr
 def _packed(params: PackedSeqParams) -> dict[str, Any]:
     """Arguments for packed sequences; lengths of k and v default to q's."""
     if params.qkv_format != "thd":
-        raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r}, accepted is 'thd'")
+        raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r}, expected 'thd'")
     arguments: dict[str, Any] = {"qkv_format": "thd"}
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         arguments[name] = getattr(params, name)
@@ -275,7 +275,7 @@ def _masked(mask_type: str, attention_mask: torch.Tensor | None, *, is_packed: b
         return {"attn_mask_type": mask_type}
     if mask_type not in ("padding", "arbitrary"):
         accepted = ", ".join((*_MASKS_WITHOUT_TENSOR, "padding, arbitrary"))
-        raise ValueError(f"attn_mask_type={mask_type} without packed_seq_params, accepted is {accepted}")
+        raise ValueError(f"attn_mask_type={mask_type} without packed_seq_params, expected {accepted}")
     if attention_mask is None:
         raise ValueError(f"attn_mask_type={mask_type} needs attention_mask, bool, True = masked out")
     return {"attn_mask_type": "arbitrary", "attention_mask": attention_mask}

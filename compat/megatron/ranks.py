@@ -46,12 +46,12 @@ def check_layer(cp_comm_type: str, attention_dropout: float) -> None:
     """
     if cp_comm_type not in WAYS:
         raise ValueError(
-            f"MLACoreAttention: cp_comm_type={cp_comm_type!r}, accepted are {', '.join(map(repr, WAYS))}; set "
+            f"MLACoreAttention: cp_comm_type={cp_comm_type!r}, expected {', '.join(map(repr, WAYS))}; set "
             "config.cp_comm_type (--cp-comm-type) to one of them"
         )
     if attention_dropout:
         raise ValueError(
-            f"MLACoreAttention: attention_dropout={attention_dropout} with context parallelism, accepted is 0; set "
+            f"MLACoreAttention: attention_dropout={attention_dropout} with context parallelism, expected 0; set "
             "config.attention_dropout (--attention-dropout) to 0.0"
         )
 

@@ -55,7 +55,7 @@ def with_core_attention(spec: Spec) -> Spec:
     if not dense:
         found = "\n  ".join([*sparse, *others] or ["no attention at all"])
         raise ValueError(
-            "accepted is Megatron's ModuleSpec of a layer, a hybrid stack or a multi-token-prediction block, or the "
+            "expected Megatron's ModuleSpec of a layer, a hybrid stack or a multi-token-prediction block, or the "
             f"submodules of one of them, with a dense self-attention; this {type(spec).__name__} holds\n  {found}"
         )
     if sparse:

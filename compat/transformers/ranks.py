@@ -211,7 +211,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup | DeviceMe
     names = [name for name in _TOKENS if batch.get(name) is not None]
     if unknown or len(names) != 1:
         raise ValueError(
-            f"shard_batch got {sorted(batch)}; accepted are {', '.join(_ACCEPTED)}, with one of {' and '.join(_TOKENS)}"
+            f"shard_batch got {sorted(batch)}; expected {', '.join(_ACCEPTED)}, with one of {' and '.join(_TOKENS)}"
         )
     whole = cast(torch.Tensor, batch[names[0]])
     tokens = whole.shape[1]

@@ -28,7 +28,7 @@ def select_backend(
     request: mla.AttentionRequest | mla.DecodeRequest, platform: mla.Platform
 ) -> mla.Accepted | mla.Refused:
     if not isinstance(request, mla.AttentionRequest):
-        return mla.Refused((f"{type(request).__name__}, accepted is AttentionRequest",))
+        return mla.Refused((f"{type(request).__name__}, expected AttentionRequest",))
     reasons = tuple(refusals(request))
     return mla.Refused(reasons) if reasons else mla.Accepted(priority=1)
 

@@ -9,9 +9,9 @@ import mla_plugin as mla
 
 def refusals(request: mla.DecodeRequest) -> Iterator[str]:
     if request.device_type != "cpu":
-        yield f"device_type={request.device_type!r}, accepted is 'cpu': the lengths are read on the host"
+        yield f"device_type={request.device_type!r}, expected 'cpu': the lengths are read on the host"
     if request.has_leftpad_kv:
-        yield "has_leftpad_kv=True, accepted is False"
+        yield "has_leftpad_kv=True, expected False"
 
 
 @mla.hookimpl
@@ -19,7 +19,7 @@ def select_backend(
     request: mla.AttentionRequest | mla.DecodeRequest, platform: mla.Platform
 ) -> mla.Accepted | mla.Refused:
     if not isinstance(request, mla.DecodeRequest):
-        return mla.Refused((f"{type(request).__name__}, accepted is DecodeRequest",))
+        return mla.Refused((f"{type(request).__name__}, expected DecodeRequest",))
     reasons = tuple(refusals(request))
     return mla.Refused(reasons) if reasons else mla.Accepted(priority=1)
 

@@ -79,7 +79,7 @@ def plain_number(value: Any) -> Any:
 def check_choice(name: str, value: object, accepted: Iterable[str]) -> None:
     """Check that the value is one of the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
-        raise ValueError(f"{name}={value!r}; accepted: {', '.join(accepted)}")
+        raise ValueError(f"{name}={value!r}; expected one of {', '.join(accepted)}")
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:

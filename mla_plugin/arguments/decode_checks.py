@@ -46,7 +46,7 @@ def check_names(host: str, backend: object) -> None:
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
     if host not in HOSTS:
-        raise ValueError(f"host={host!r}; accepted: {', '.join(HOSTS)}")
+        raise ValueError(f"host={host!r}; expected one of {', '.join(HOSTS)}")
 
 
 def check_queries(q_nope_abs: torch.Tensor) -> None:

@@ -122,10 +122,10 @@ def canonical_mask(
             mask.
     """
     if not isinstance(attn_mask_type, str):
-        raise TypeError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
+        raise TypeError(f"attn_mask_type={attn_mask_type!r}; expected one of {', '.join(ATTN_MASK_TYPES)}")
     mask = attn_mask_type.replace(",", "_").replace("causal_padding", "padding_causal")
     if mask not in ATTN_MASK_TYPES:
-        raise ValueError(f"attn_mask_type={attn_mask_type!r}; accepted: {', '.join(ATTN_MASK_TYPES)}")
+        raise ValueError(f"attn_mask_type={attn_mask_type!r}; expected one of {', '.join(ATTN_MASK_TYPES)}")
     if is_packed and mask == "arbitrary":
         raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
     if bottom_right_diagonal is not None and not isinstance(bottom_right_diagonal, bool):

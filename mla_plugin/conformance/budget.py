@@ -83,7 +83,7 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
         where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
         fail(
             f"{name}: the error {error[where]:.3g} of the element {where}, {got[where].item():.6g} for "
-            f"{exact[where]:.6g}, is {worst:.3g} times what rounding explains; accepted is {LARGEST:g}"
+            f"{exact[where]:.6g}, is {worst:.3g} times what rounding explains; expected {LARGEST:g}"
         )
     if not count:
         return

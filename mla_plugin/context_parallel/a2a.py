@@ -26,7 +26,7 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
     """Every reason why this way cannot compute the request."""
     if request.num_kv_heads % size:
         yield (
-            f"num_kv_heads={request.num_kv_heads} over {size} ranks, accepted is a multiple of {size}; "
+            f"num_kv_heads={request.num_kv_heads} over {size} ranks, expected a multiple of {size}; "
             "cp_comm_type='p2p' or 'all_gather' takes any number"
         )
 

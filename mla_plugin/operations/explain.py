@@ -29,7 +29,7 @@ _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
 """Package whose classes a model is made of, and the adapter that knows its layers."""
 
 _ACCEPTED = (
-    "accepted are an AttentionRequest, a DecodeRequest, the tensors q, k, v with the arguments of "
+    "expected an AttentionRequest, a DecodeRequest, the tensors q, k, v with the arguments of "
     "mla_plugin.attention, the function latent_attention or decode with its arguments, or a model: a transformers "
     "PreTrainedModel or a Megatron-Core module such as GPTModel"
 )
@@ -140,7 +140,7 @@ def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], ar
         bound = signature.bind(*subject, **arguments)
     except TypeError as error:
         accepted = ", ".join(name for name in signature.parameters if name != what)
-        raise TypeError(f"explain({what}, ...) {error}; accepted are {accepted}") from None
+        raise TypeError(f"explain({what}, ...) {error}; expected {accepted}") from None
     return function(*bound.args, **bound.kwargs)
 
 

@@ -50,13 +50,13 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     if platform.cuda_version is None:
         yield "cuda_version=None: this PyTorch is not a CUDA build"
     if capability is None or not (8, 0) <= capability <= (12, 1):
-        yield f"compute_capability={capability}, accepted is (8, 0) to (12, 1) [PyTorch]"
+        yield f"compute_capability={capability}, expected (8, 0) to (12, 1) [PyTorch]"
         return
     if cudnn is None or cudnn < (9, 0, 0):
         yield f"cudnn_version={cudnn} < (9, 0, 0) [PyTorch]"
         return
     if cudnn in BROKEN_CUDNN:
-        yield f"cudnn_version={cudnn}, accepted is any but 9.10.0 and 9.10.1 [TransformerEngine]"
+        yield f"cudnn_version={cudnn}, expected any but 9.10.0 and 9.10.1 [TransformerEngine]"
     if capability >= (10, 0) and cudnn < (9, 7, 0):
         yield f"cudnn_version={cudnn} < (9, 7, 0) on compute_capability={capability} [TransformerEngine]"
     if capability[0] == 12 and cudnn < (9, 18, 1):
@@ -71,13 +71,13 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     )
     found = f"head_dim_qk={dims[0]}, head_dim_v={dims[1]}"
     if dims[0] % 8 or dims[1] % 8:
-        yield f"{found}, accepted are multiples of 8 [PyTorch, TransformerEngine]"
+        yield f"{found}, expected multiples of 8 [PyTorch, TransformerEngine]"
     if max(dims) <= 128:
         return
     if dims != (192, 128):
-        yield f"{found}, accepted are at most 128 each, or exactly 192 and 128 [PyTorch]"
+        yield f"{found}, expected at most 128 each, or exactly 192 and 128 [PyTorch]"
     elif capability is not None and capability != (9, 0) and capability[0] != 10:
-        yield f"{found} on compute_capability={capability}, accepted is (9, 0) or (10, x) [PyTorch]"
+        yield f"{found} on compute_capability={capability}, expected (9, 0) or (10, x) [PyTorch]"
     elif cudnn is not None and cudnn < (9, 11, 0):
         yield f"{found} with cudnn_version={cudnn} < (9, 11, 0) [PyTorch, TransformerEngine]"
 
@@ -85,34 +85,34 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
     len_q, len_kv = request.max_seqlen_q, request.max_seqlen_kv
     if request.qkv_format not in ("bshd", "sbhd", "bhsd"):
-        yield f"qkv_format={request.qkv_format!r}, accepted is bshd, sbhd or bhsd: PyTorch packs nested tensors only"
+        yield f"qkv_format={request.qkv_format!r}, expected bshd, sbhd or bhsd: PyTorch packs nested tensors only"
     if request.attn_mask_type not in ("no_mask", "causal", "causal_bottom_right"):
-        yield f"attn_mask_type={request.attn_mask_type!r}, accepted is no_mask, causal or causal_bottom_right"
+        yield f"attn_mask_type={request.attn_mask_type!r}, expected no_mask, causal or causal_bottom_right"
     if request.has_sliding_window:
-        yield f"window_size={request.window_size}, accepted is (-1, -1) or (-1, 0): PyTorch passes no window"
+        yield f"window_size={request.window_size}, expected (-1, -1) or (-1, 0): PyTorch passes no window"
     if request.is_causal and len_q != len_kv:
         found = f"a causal mask with max_seqlen_q={len_q}, max_seqlen_kv={len_kv}"
         if not request.bottom_right_diagonal:
-            yield f"{found}, expected are equal lengths or attn_mask_type='causal_bottom_right'"
+            yield f"{found}, expected equal lengths or attn_mask_type='causal_bottom_right'"
         elif len_q != 1 and len_kv - len_q < LEAST_KEYS:
-            yield f"{found}, expected are at least {LEAST_KEYS} keys more than queries [PyTorch]"
+            yield f"{found}, expected at least {LEAST_KEYS} keys more than queries [PyTorch]"
     if not len_q or not request.batch_size:
-        yield f"batch_size={request.batch_size}, max_seqlen_q={len_q}, accepted is at least 1 [PyTorch]"
+        yield f"batch_size={request.batch_size}, max_seqlen_q={len_q}, expected at least 1 [PyTorch]"
     if len_kv < LEAST_KEYS:
         yield f"max_seqlen_kv={len_kv} < {LEAST_KEYS} [PyTorch]"
     if max(request.batch_size, request.num_heads) > MAX_GRID:
-        yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, accepted is up to {MAX_GRID} [PyTorch]"
+        yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, expected up to {MAX_GRID} [PyTorch]"
 
 
 def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
     if request.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={request.dtype}, accepted is bfloat16 or float16 [PyTorch, TransformerEngine]"
+        yield f"dtype={request.dtype}, expected bfloat16 or float16 [PyTorch, TransformerEngine]"
     if request.deterministic and request.is_training:
         yield "deterministic=True in training: the backward is not repeatable [PyTorch]"
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p}, accepted is 0: cuDNN's generator does not follow dropout_seed"
+        yield f"dropout_p={request.dropout_p}, expected 0: cuDNN's generator does not follow dropout_seed"
     if request.bias_type != "no_bias":
-        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+        yield f"bias_type={request.bias_type!r}, expected 'no_bias'"
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:

@@ -85,7 +85,7 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     if off_device:
         return
     if platform.compute_capability is None or not (9, 0) <= platform.compute_capability < (13, 0):
-        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0) to (12, x)"
+        yield f"compute_capability={platform.compute_capability}, expected (9, 0) to (12, x)"
 
 
 def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     largest = 256 if major == 9 else 128
     is_aligned = not (dims[0] % 8 or dims[1] % 8)
     if not is_aligned:
-        yield f"{found}, accepted are multiples of 8"
+        yield f"{found}, expected multiples of 8"
     if max(dims) <= largest:
         if major == 9 and is_aligned:
             yield from _hopper_refusals(request, platform)
@@ -105,7 +105,7 @@ def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     since = BLACKWELL_DIMS.get(dims) if major in (10, 11) else None
     if since is None:
         pairs = "".join(f", or exactly {qk} and {v}" for qk, v in BLACKWELL_DIMS) if major in (10, 11) else ""
-        yield f"{found}, accepted are at most {largest} each{pairs}"
+        yield f"{found}, expected at most {largest} each{pairs}"
     else:
         yield from _older(found, platform, since)
 
@@ -140,7 +140,7 @@ def _hopper_refusals(request: AttentionRequest, platform: Platform) -> Iterator[
     since = TRAINED_ON_HOPPER.get(tile)
     if since is None:
         pairs = ", ".join(f"{qk}/{v}" for qk, v in TRAINED_ON_HOPPER)
-        yield f"training with {found} on Hopper, rounded to {tile[0]}/{tile[1]}, accepted are {pairs}"
+        yield f"training with {found} on Hopper, rounded to {tile[0]}/{tile[1]}, expected {pairs}"
         return
     if tile != (dim_qk, dim_v) and step == 64:
         since = max(since, ONE_WIDTH, key=Version)
@@ -187,10 +187,10 @@ def _equal_256_refusals(request: AttentionRequest, platform: Platform) -> Iterat
     if request.max_seqlen_q != request.max_seqlen_kv or request.lengths_may_differ:
         yield (
             f"head dims 256 with max_seqlen_q={request.max_seqlen_q}, max_seqlen_kv={request.max_seqlen_kv}, "
-            f"lengths_may_differ={request.lengths_may_differ}, accepted are equal lengths"
+            f"lengths_may_differ={request.lengths_may_differ}, expected equal lengths"
         )
     if request.has_sliding_window:
-        yield f"head dims 256 with window_size={request.window_size}, accepted is (-1, -1) or (-1, 0)"
+        yield f"head dims 256 with window_size={request.window_size}, expected (-1, -1) or (-1, 0)"
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:

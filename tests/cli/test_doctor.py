@@ -15,7 +15,7 @@ from mla_plugin import Platform, device
 from mla_plugin.cli import doctor, main
 from mla_plugin.hooks.manager import BackendManager
 from mla_plugin.plugins.fa2 import providers
-from tests.house.project import pyproject
+from tests.repository.project import pyproject
 
 
 def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_driver_version(text: str, version: str | None, monkeypatch: pytest.Monk
     ("name", "text", "state", "part", "remedy"),
     [
         ("NVTE_FLASH_ATTN", "0", "ok", "is read as 0", None),
-        ("NVTE_FLASH_ATTN", "true", "broken", "accepted is an integer", "unset NVTE_FLASH_ATTN"),
+        ("NVTE_FLASH_ATTN", "true", "broken", "expected an integer", "unset NVTE_FLASH_ATTN"),
         ("NVTE_FLASH_ATN", "0", "broken", "did you mean NVTE_FLASH_ATTN?", "unset NVTE_FLASH_ATN"),
         ("MLA_PLUGIN_BLOK", "sdpa", "broken", "did you mean MLA_PLUGIN_BLOCK?", "unset MLA_PLUGIN_BLOK"),
         ("MLA_PLUGIN_UTTERLY_ELSE", "1", "broken", "is not a known variable", "unset MLA_PLUGIN_UTTERLY_ELSE"),

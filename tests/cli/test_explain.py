@@ -150,7 +150,7 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
             "no backend named 'fa9' is registered; registered: triton, fa3, fa4, fa2, flashinfer, flashmla, cudnn, "
             "sdpa",
         ),
-        ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': accepted is an integer"),
+        ("--capability 8.0 --env NVTE_FLASH_ATTN=true", "NVTE_FLASH_ATTN='true': expected an integer"),
         ("--heads 6 --kv-heads 4", "--heads 6 is not a multiple of --kv-heads 4"),
         ("--pad-between-seqs", "--pad-between-seqs needs --format thd; the format is bshd"),
         ("--device cpu --capability 8.0", "--capability describes a CUDA device"),
@@ -159,7 +159,7 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
             "--capability 8.0 --te-release 2.9",
             "release='2.9': TransformerEngine's selection is known for 2.10 to 2.20.2",
         ),
-        ("--device cpu --te-release latest", "release='latest': accepted is a version of TransformerEngine"),
+        ("--device cpu --te-release latest", "release='latest': expected a version of TransformerEngine"),
         ("--decode --te-release 2.20", "--te-release does not apply to --decode"),
     ],
 )
@@ -256,7 +256,7 @@ def test_decode_that_nothing_takes_as_json(capsys: pytest.CaptureFixture[str]) -
         "has_leftpad_kv": True,
     }
     reasons = {entry["backend"]: entry["reasons"] for entry in content["trace"]}
-    assert "has_leftpad_kv=True, accepted is False" in reasons["fa3"]
+    assert "has_leftpad_kv=True, expected False" in reasons["fa3"]
     assert "no decode backend" in content["error"]
 
 
@@ -360,7 +360,7 @@ def test_decode_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--cp-size 4 --cp-rank 4", "--cp-rank 4 with --cp-size 4; 0 to 3 is accepted"),
         ("--cp-size 4 --seqlen-q 12", "--seqlen-q 12 over 4 ranks; a multiple of 8 is accepted"),
         ("--cp-size 4 --mask causal_bottom_right", "cp_comm_type='all_gather' or 'a2a' takes it"),
-        ("--cp-size 4 --cp-comm-type ring", "cp_comm_type='ring'; accepted: p2p, all_gather, a2a"),
+        ("--cp-size 4 --cp-comm-type ring", "cp_comm_type='ring'; expected one of p2p, all_gather, a2a"),
         ("--cp-size 4 --dropout 0.5", "dropout_p=0.5; context parallelism takes 0"),
         ("--cp-size 4 --bias post_scale_bias", "--bias post_scale_bias with --cp-size or --latent"),
         ("--latent --cp-size 2 --cp-comm-type p2p", "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),

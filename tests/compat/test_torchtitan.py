@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.compat.test_transformers_versions import install
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 # With what its models import; training with it needs the rest.
 REQUIREMENTS = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro==1.0.17", "docstring-parser", "typeguard")

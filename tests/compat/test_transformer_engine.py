@@ -19,7 +19,7 @@ import mla_plugin
 from mla_plugin.compat.transformer_engine.gaps import GAPS, GAPS_OVER_RANKS
 from mla_plugin.import_hook import when_imported
 from tests.compat import te_host
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 def environ_of(version: str, also: Path = ROOT, **variables: str) -> dict[str, str]:

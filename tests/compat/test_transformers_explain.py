@@ -128,7 +128,7 @@ def test_why_is_answered_for_every_layer():
     text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4")
     assert '=> pip install "mla-plugin[fa4]"' in text
     assert "Then fa4 runs this request's forward" in text
-    assert "fa4 cannot compute this: DecodeRequest, accepted is AttentionRequest" in text
+    assert "fa4 cannot compute this: DecodeRequest, expected AttentionRequest" in text
 
 
 def test_where_nothing_runs_every_reason_is_given():
@@ -172,7 +172,7 @@ def test_a_model_that_ran_says_how_often_it_decoded_over_latents():
         ({"seqlen": 2.5}, "seqlen=2.5; an int is needed"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16'; a torch.dtype is needed"),
         ({"is_training": 1}, "is_training=1; True, False or None"),
-        ({"length": 3}, "got an unexpected keyword argument 'length'; accepted are batch_size, seqlen"),
+        ({"length": 3}, "got an unexpected keyword argument 'length'; expected batch_size, seqlen"),
         ({"platform": "cuda"}, "platform='cuda'; a mla_plugin.Platform is needed"),
         ({"why": "fa9"}, "no backend named 'fa9' is registered"),
     ],
@@ -184,7 +184,7 @@ def test_arguments_that_are_off(arguments, message):
 
 
 def test_a_model_of_nobody_is_refused():
-    with pytest.raises(TypeError, match=r"got torch.nn.modules.linear.Linear; accepted are .*PreTrainedModel"):
+    with pytest.raises(TypeError, match=r"got torch.nn.modules.linear.Linear; expected .*PreTrainedModel"):
         mla_plugin.explain(torch.nn.Linear(2, 2))
 
 

@@ -470,7 +470,7 @@ CONTRACT = [
     ),
     broken(
         "decode_raises",
-        '        return Refused(("DecodeRequest, accepted is AttentionRequest",))',
+        '        return Refused(("DecodeRequest, expected AttentionRequest",))',
         "        return Refused((f'{request.qkv_format}',))",
     ),
     broken(

@@ -202,7 +202,7 @@ BROKEN = [
     broken("refuses_everything", ACCEPT, "    return Refused((f'num_heads={request.num_heads} > 0',))"),
     broken(
         "attention_raises",
-        '        return Refused(("AttentionRequest, accepted is DecodeRequest",))',
+        '        return Refused(("AttentionRequest, expected DecodeRequest",))',
         "        return Refused((f'{request.kv_lora_rank}',))",
     ),
     broken(

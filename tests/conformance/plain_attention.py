@@ -25,20 +25,20 @@ def rounded(x, request):
 
 def refusals(request):
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p}, accepted is 0"
+        yield f"dropout_p={request.dropout_p}, expected 0"
     if request.softmax_type != "vanilla":
-        yield f"softmax_type={request.softmax_type!r}, accepted is 'vanilla'"
+        yield f"softmax_type={request.softmax_type!r}, expected 'vanilla'"
     if request.bias_type == "alibi":
-        yield f"bias_type={request.bias_type!r}, accepted are the biases that are given"
+        yield f"bias_type={request.bias_type!r}, expected the biases that are given"
     for name in ("has_score_mod", "fp8", "return_max_logit", "has_kv_cache", "context_parallel", "batch_invariant"):
         if getattr(request, name):
-            yield f"{name}=True, accepted is False"
+            yield f"{name}=True, expected False"
 
 
 @hookimpl
 def select_backend(request, platform):
     if isinstance(request, DecodeRequest):
-        return Refused(("DecodeRequest, accepted is AttentionRequest",))
+        return Refused(("DecodeRequest, expected AttentionRequest",))
     reasons = tuple(refusals(request))
     return Refused(reasons) if reasons else Accepted()
 

@@ -12,7 +12,7 @@ STATE = {}
 @hookimpl
 def select_backend(request, platform):
     if not isinstance(request, DecodeRequest):
-        return Refused(("AttentionRequest, accepted is DecodeRequest",))
+        return Refused(("AttentionRequest, expected DecodeRequest",))
     return Accepted()
 
 

@@ -11,7 +11,7 @@ import torch
 from mla_plugin.conformance import __main__ as program
 from mla_plugin.conformance import pages
 from mla_plugin.conformance.matrix import Matrix
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 def matrix(outcomes: dict[str, tuple[str, ...]]) -> Matrix:

@@ -103,7 +103,7 @@ class NoThd:
     @hookimpl
     def select_backend(self, request, platform):
         if not isinstance(request, DecodeRequest) and request.qkv_format == "thd":
-            return Refused(("qkv_format=thd, accepted are dense layouts",))
+            return Refused(("qkv_format=thd, expected dense layouts",))
         return self.correct.select_backend(request, platform)
 
     @hookimpl
@@ -180,7 +180,7 @@ class TestPartial:
 
             def select_backend(request, platform):
                 if getattr(request, "partial", False):
-                    return Refused(("partial=True, accepted is False",))
+                    return Refused(("partial=True, expected False",))
                 return answer(request, platform)
 
             module.select_backend = hookimpl(select_backend)
@@ -366,7 +366,7 @@ class TestCommand:
         done = self.run("cudnn", "--quick", "--json", str(tmp_path / "m.json"), "--markdown", str(tmp_path / "m.md"))
         assert done.returncode == 1, done.stdout
         assert "cudnn computed nothing, so it has not passed" in done.stdout
-        assert re.search(r"attention +bshd +refused .* device_type='cpu', accepted is 'cuda'", done.stdout)
+        assert re.search(r"attention +bshd +refused .* device_type='cpu', expected 'cuda'", done.stdout)
         found = json.loads((tmp_path / "m.json").read_text())
         assert found["features"]["attention bshd"]["outcome"] == "refused"
         assert "| attention | `bshd` | refused | 0 of" in (tmp_path / "m.md").read_text()

@@ -284,7 +284,7 @@ def test_batches_of_messages(pool, size, text):
 def no_number() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVTE_BATCH_MHA_P2P_COMM", "true")
-        with pytest.raises(ValueError, match="NVTE_BATCH_MHA_P2P_COMM='true': accepted is an integer"):
+        with pytest.raises(ValueError, match="NVTE_BATCH_MHA_P2P_COMM='true': expected an integer"):
             mla_plugin.attention(*inputs(1, 8, 4), cp_group=workers.groups[4])
     mla_plugin.attention(*inputs(1, 8, 4), cp_group=workers.groups[4], cp_comm_type="a2a")
 

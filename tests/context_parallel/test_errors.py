@@ -16,8 +16,8 @@ from tests.context_parallel import pool as workers
 BIAS = {"core_attention_bias": "bias", "core_attention_bias_type": "post_scale_bias"}
 THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "way": ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; accepted: p2p, all_gather, a2a"),
-    "no_way": ({"cp_comm_type": None}, ValueError, "cp_comm_type=None; accepted: p2p, all_gather, a2a"),
+    "way": ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; expected one of p2p, all_gather, a2a"),
+    "no_way": ({"cp_comm_type": None}, ValueError, "cp_comm_type=None; expected one of p2p, all_gather, a2a"),
     "flag": ({"deterministic": 1}, TypeError, "deterministic=1; True or False is needed"),
     "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int or None is needed"),
     "odd": ({"tokens": 5}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),

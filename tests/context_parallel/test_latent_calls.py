@@ -56,7 +56,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ring": ({"cp_comm_type": "p2p"}, ValueError, "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),
     "way": ({"cp_comm_type": "ulysses"}, ValueError, "cp_comm_type='ulysses'; latent_attention accepts"),
     "no_way": ({"cp_comm_type": ["a2a"]}, ValueError, "cp_comm_type=['a2a']; latent_attention accepts"),
-    "heads": ({"cp_comm_type": "a2a", "heads": 6}, ValueError, "6 heads over 4 ranks, accepted is a multiple of 4"),
+    "heads": ({"cp_comm_type": "a2a", "heads": 6}, ValueError, "6 heads over 4 ranks, expected a multiple of 4"),
     "odd": ({"lengths": (5, 5)}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "window": ({"window_size": (3, 3), "attn_mask_type": "no_mask"}, ValueError, "cp_comm_type='a2a' takes it"),
     "lengths": ({"lengths": (4, 8)}, ValueError, "4 queries and 8 keys on a rank; cp_comm_type='a2a' takes it"),

@@ -194,7 +194,7 @@ def refusals() -> None:
     from tests.compat.megatron import parts
 
     for change, message in (
-        ({"way": "a2a+p2p"}, "cp_comm_type='a2a\\+p2p', accepted are 'p2p', 'all_gather', 'a2a'"),
+        ({"way": "a2a+p2p"}, "cp_comm_type='a2a\\+p2p', expected 'p2p', 'all_gather', 'a2a'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 with context parallelism"),
     ):
         with pytest.raises(ValueError, match=message):

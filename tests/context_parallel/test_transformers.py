@@ -246,7 +246,7 @@ def refused_batches() -> None:
     for change, message in (
         ({"attention_mask": padded}, "holds padding"),
         ({"position_ids": torch.arange(TOKENS).expand(2, -1) % 12}, "count from 0"),
-        ({"token_type_ids": ids}, "shard_batch got \\['input_ids', 'token_type_ids'\\]; accepted are"),
+        ({"token_type_ids": ids}, "shard_batch got \\['input_ids', 'token_type_ids'\\]; expected"),
         ({"inputs_embeds": torch.zeros(2, TOKENS, 32)}, "with one of input_ids and inputs_embeds"),
         ({"input_ids": ids[:, :22]}, "has 22 tokens; context parallelism over 2 ranks needs a multiple of 4"),
         ({"labels": ids[:, :20]}, "labels are \\[2, 20\\]; \\[2, 24\\] is needed"),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^(?P<reason><!-- not run: .+? -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 class Page(HTMLParser):

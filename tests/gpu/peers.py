@@ -10,7 +10,7 @@ import torch
 
 from mla_plugin import device
 from mla_plugin.plugins import fa2, fa3, fa4, flashinfer, flashmla
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 BINARIES = {
     "FlashAttention 2 of vLLM": ".peers_fa2/_vllm_fa2_C.abi3.so.xz",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.house.project import ROOT, pyproject
+from tests.repository.project import ROOT, pyproject
 
 VERSIONS = ("1.5.0", "1.6.0")
 TESTS = ["tests/hooks/test_registry.py", "tests/hooks/test_manager.py"]

@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Change, type[Exception], str]] = {
     "layout": (
         lambda given: given.update(qkv_format="bsh"),
         ValueError,
-        "qkv_format='bsh'; accepted: bshd, sbhd, bhsd",
+        "qkv_format='bsh'; expected one of bshd, sbhd, bhsd",
     ),
     "dimensions": (change("q", lambda x: x[0]), ValueError, "3, 4, 4 dimensions; bshd has 4"),
     "dtype": (change("q", torch.Tensor.double), TypeError, "torch.float64, torch.float32.*bfloat16, float16, float32"),

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 def test_the_arithmetic_does_not_depend_on_the_call() -> None:

@@ -28,7 +28,7 @@ REFUSES = {
     "bias": "bias_type=",
     "causal unequal_lengths": "FlashAttention aligns bottom-right",
     "padding_causal unequal_lengths": "FlashAttention aligns bottom-right",
-    "no_tokens": "accepted is at least 1 each",
+    "no_tokens": "expected at least 1 each",
     "top_left_diagonal unequal_lengths": "FlashAttention aligns bottom-right",
     "head_dims=13/7": "head_dim_qk=13",
     "head_dims=576/512": "head_dim_qk=576",

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from tests.gpu.peers import BINARIES
-from tests.house.project import ROOT
 from tests.plugins.flash_libraries import install
+from tests.repository.project import ROOT
 
 
 @functools.cache

@@ -154,16 +154,16 @@ def test_deepseek_and_minicpm3_are_taken_and_the_provider_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "dtype=torch.float32, accepted is bfloat16 or float16"),
-        ({"kv_lora_rank": 384}, "kv_lora_rank=384, accepted is 256 or 512"),
-        ({"qk_rope_head_dim": 128}, "qk_rope_head_dim=128, accepted is a multiple of 8 from 8 to 64"),
-        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0, accepted is a multiple of 8 from 8 to 64"),
-        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, accepted is False"),
+        ({"dtype": torch.float32}, "dtype=torch.float32, expected bfloat16 or float16"),
+        ({"kv_lora_rank": 384}, "kv_lora_rank=384, expected 256 or 512"),
+        ({"qk_rope_head_dim": 128}, "qk_rope_head_dim=128, expected a multiple of 8 from 8 to 64"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0, expected a multiple of 8 from 8 to 64"),
+        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, expected False"),
         (
             {"has_aligned_rows": False},
             "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes",
         ),
-        ({"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
+        ({"device_type": "cpu"}, "device_type='cpu', expected 'cuda'"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -175,7 +175,7 @@ def test_a_machine_that_cannot_run_it() -> None:
     assert fa3.select_backend(request(), other) == Refused(
         (
             "FlashAttention 3 is not installed: none of flash-attn-3, vllm, sgl-kernel",
-            "compute_capability=(10, 0), accepted is (9, 0)",
+            "compute_capability=(10, 0), expected (9, 0)",
         )
     )
 

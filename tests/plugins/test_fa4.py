@@ -77,13 +77,13 @@ BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal"
             ["flash-attn-4 4.0.0b24 with nvidia-cutlass-dsl 4.6.1 < 4.6.2"],
         ),
         (card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.2"), {}, []),
-        (card((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), accepted is (9, 0)"]),
+        (card((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), expected (9, 0)"]),
         (Platform(packages=H100.packages), {"device_type": "cpu", "head_dim_qk": 128}, ["device_type='cpu'"]),
-        (Platform(packages=H100.packages), {"head_dim_qk": 128}, ["device_type='cpu', accepted is 'cuda'"]),
+        (Platform(packages=H100.packages), {"head_dim_qk": 128}, ["device_type='cpu', expected 'cuda'"]),
         (H100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_qk=576, head_dim_v=512 on"]),
-        (H100, {"head_dim_qk": 100}, ["accepted are multiples of 8"]),
-        (RTX, {}, ["head_dim_qk=192, head_dim_v=128 on compute_capability=(12, 0), accepted are at most 128 each"]),
-        (RTX, {"head_dim_qk": 576, "head_dim_v": 512}, ["accepted are at most 128 each"]),
+        (H100, {"head_dim_qk": 100}, ["expected multiples of 8"]),
+        (RTX, {}, ["head_dim_qk=192, head_dim_v=128 on compute_capability=(12, 0), expected at most 128 each"]),
+        (RTX, {"head_dim_qk": 576, "head_dim_v": 512}, ["expected at most 128 each"]),
         (B200, {"head_dim_qk": 192, "head_dim_v": 192}, ["or exactly 192 and 128"]),
         (B200, {"head_dim_qk": 512, "head_dim_v": 512}, ["or exactly 256 and 256"]),
         (card((10, 0), "4.0.0b8"), {"head_dim_qk": 64, "head_dim_v": 512}, ["with flash-attn-4 4.0.0b8 < 4.0.0b9"]),
@@ -96,7 +96,7 @@ BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal"
         (RTX, TRAINING | {"head_dim_qk": 128, "deterministic": True}, ["deterministic=True in training"]),
         (H100, TRAINING | {"num_kv_heads": 4}, ["num_heads=16, num_kv_heads=4 on compute_capability=(9, 0)"]),
         (H100, THD | {"pad_between_seqs": True}, ["pad_between_seqs=True"]),
-        (H100, {"attn_mask_type": "padding_causal"}, ["accepted is qkv_format='thd'"]),
+        (H100, {"attn_mask_type": "padding_causal"}, ["expected qkv_format='thd'"]),
         (H100, {"has_kv_cache": True, "page_size": 64}, ["has_kv_cache=True"]),
         (H100, {"dropout_p": 0.1}, ["dropout_p=0.1"]),
         (H100, {"max_seqlen_kv": 4096}, ["FlashAttention aligns bottom-right"]),
@@ -154,7 +154,7 @@ def test_no_training_on_hopper_where_the_backward_is_not_known_to_compile(pair: 
     decision = fa4.select_backend(dims(*pair, is_training=True), H100)
     assert isinstance(decision, Refused)
     (reason,) = decision.reasons
-    assert "accepted are 64/64, 96/64" in reason
+    assert "expected 64/64, 96/64" in reason
 
 
 @pytest.mark.parametrize("pair", [(64, 72), (40, 72), (64, 256), (192, 256), (128, 192)])

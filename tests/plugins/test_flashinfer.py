@@ -56,16 +56,16 @@ def test_the_kernel_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "dtype=torch.float32, accepted is bfloat16 or float16"),
-        ({"kv_lora_rank": 320}, "kv_lora_rank=320, accepted is a multiple of 128"),
-        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim=32, accepted is a multiple of 64"),
+        ({"dtype": torch.float32}, "dtype=torch.float32, expected bfloat16 or float16"),
+        ({"kv_lora_rank": 320}, "kv_lora_rank=320, expected a multiple of 128"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim=32, expected a multiple of 64"),
         ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0 with flashinfer-python=0.6.13 < 0.7"),
-        ({"page_size": None}, "page_size=None, accepted is a paged cache"),
+        ({"page_size": None}, "page_size=None, expected a paged cache"),
         (
             {"has_host_lengths": False},
             "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)",
         ),
-        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, accepted is False"),
+        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, expected False"),
         (
             {"has_aligned_rows": False},
             "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes",
@@ -73,10 +73,10 @@ def test_the_kernel_is_named() -> None:
         (
             {"causal": True, "seqlen_q": 4, "num_heads": 40},
             "causal with seqlen_q=4, num_heads=40: a tile of 128 rows ends within a query and may lose its last key; "
-            "accepted are divisors of 128 heads",
+            "expected divisors of 128 heads",
         ),
         ({"batch_size": 8193}, "batch_size=8193 of 16 rows is more than 8192 tiles of 64"),
-        ({"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
+        ({"device_type": "cpu"}, "device_type='cpu', expected 'cuda'"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -98,7 +98,7 @@ def test_a_tile_must_end_with_a_query(seqlen_q: int, num_heads: int, taken: bool
         ({"tools": frozenset({"nvcc"})}, "ninja is not found, with which it compiles its kernels"),
         ({"tools": frozenset({"ninja"})}, "nvcc is not found, with which it compiles its kernels"),
         ({"compute_capability": (7, 5)}, "compute_capability=(7, 5) < (8, 0)"),
-        ({"device_type": "cpu", "compute_capability": None}, "device_type='cpu', accepted is 'cuda'"),
+        ({"device_type": "cpu", "compute_capability": None}, "device_type='cpu', expected 'cuda'"),
         (
             {"packages": (("flashinfer-jit-cache", "0.6.12+cu130"), ("flashinfer-python", "0.6.13"))},
             "flashinfer-jit-cache=0.6.12+cu130 with flashinfer-python=0.6.13: it does not import unless they agree",
@@ -134,7 +134,7 @@ def test_shared_memory_of_consumer_cards_suffices_for_deepseek_alone() -> None:
 def test_attention_is_refused() -> None:
     answer = flashinfer.select_backend(mla_request(), hopper())
     assert isinstance(answer, Refused)
-    assert answer.reasons[0].startswith("AttentionRequest, accepted is DecodeRequest")
+    assert answer.reasons[0].startswith("AttentionRequest, expected DecodeRequest")
 
 
 def test_used_pages() -> None:

@@ -53,25 +53,25 @@ def test_deepseek_is_taken_whatever_the_host_knows_and_the_provider_named(provid
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "dtype=torch.float32, accepted is bfloat16 or float16"),
-        ({"kv_lora_rank": 256}, "kv_lora_rank=256, accepted is 512"),
-        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0, accepted is 64"),
-        ({"page_size": None}, "page_size=None, accepted are pages of 64"),
-        ({"page_size": 16}, "page_size=16, accepted are pages of 64"),
+        ({"dtype": torch.float32}, "dtype=torch.float32, expected bfloat16 or float16"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank=256, expected 512"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim=0, expected 64"),
+        ({"page_size": None}, "page_size=None, expected pages of 64"),
+        ({"page_size": 16}, "page_size=16, expected pages of 64"),
         ({"max_seqlen_kv": 0}, "max_seqlen_kv=0: it reads the first entry of a sequence's pages"),
-        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, accepted is False"),
+        ({"has_leftpad_kv": True}, "has_leftpad_kv=True, expected False"),
         ({"has_joined_rows": False}, "has_joined_rows=False: it reads c_kv and k_rope as one row"),
         ({"has_aligned_rows": False}, "has_aligned_rows=False: it reads 16 bytes at a time"),
         ({"batch_size": 4097, "num_heads": 8}, "batch_size=4097 > 4096"),
         (
             {"batch_size": 1, "seqlen_q": 67},
-            "seqlen_q=67, num_heads=128: 8576 query rows of a sequence, accepted are up to 8448, one tile of 64",
+            "seqlen_q=67, num_heads=128: 8576 query rows of a sequence, expected up to 8448, one tile of 64",
         ),
         (
             {"batch_size": 4096, "seqlen_q": 8},
             "batch_size=4096, seqlen_q=8, num_heads=128: 2216689664 elements of partial results > 2147483647",
         ),
-        ({"device_type": "cpu"}, "device_type='cpu', accepted is 'cuda'"),
+        ({"device_type": "cpu"}, "device_type='cpu', expected 'cuda'"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -104,13 +104,13 @@ def test_an_old_vllm_beside_another_provider() -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
 def test_dense_decode_is_for_hopper_alone(capability: tuple[int, int]) -> None:
     (reason,) = reasons(request(), replace(hopper(), compute_capability=capability))
-    assert reason == f"compute_capability={capability}, accepted is (9, 0)"
+    assert reason == f"compute_capability={capability}, expected (9, 0)"
 
 
 def test_attention_is_refused() -> None:
     answer = flashmla.select_backend(mla_request(), hopper())
     assert isinstance(answer, Refused)
-    assert answer.reasons[0].startswith("AttentionRequest, accepted is DecodeRequest")
+    assert answer.reasons[0].startswith("AttentionRequest, expected DecodeRequest")
 
 
 def test_a_release_without_dense_decode_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

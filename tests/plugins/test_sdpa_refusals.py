@@ -19,7 +19,7 @@ CPU, CUDA = Platform(), Platform("cuda", (9, 0))
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device_type": "mps"}, "device_type='mps', accepted is 'cpu' or 'cuda'"),
+        ({"device_type": "mps"}, "device_type='mps', expected 'cpu' or 'cuda'"),
         ({"device_type": "cuda"}, "device_type='cuda' on a platform of device_type='cpu'"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=torch.float8_e4m3fn"),
         ({"fp8": True}, "fp8=True"),
@@ -29,7 +29,7 @@ CPU, CUDA = Platform(), Platform("cuda", (9, 0))
         ({"has_score_mod": True}, "score_mod=True"),
         ({"has_score_mod_bprop": True}, "score_mod_bprop=True"),
         ({"return_max_logit": True}, "return_max_logit=True"),
-        ({"num_splits": 0}, "num_splits=0, accepted is 1"),
+        ({"num_splits": 0}, "num_splits=0, expected 1"),
         ({"has_kv_cache": True}, "has_kv_cache=True"),
         ({"context_parallel": True, "cp_size": 4}, "cp_size=4"),
     ],

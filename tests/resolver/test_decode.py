@@ -17,7 +17,7 @@ from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused
 from mla_plugin.resolver import decode_measured, decode_preference, resolve, survey_decode
 from mla_plugin.resolver.decode import describe_request
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 PACKAGES = (("flashinfer-python", "0.6.13"), ("triton", "3.6.0"), ("vllm", "0.25.1"))
 
@@ -108,7 +108,7 @@ def test_batch_invariance_is_asked_for_by_the_request_or_a_variable() -> None:
         assert "batch_invariant" in describe_request(decision.request)
         assert decision.plan is not None
         assert decision.plan.forward_backend == "triton"
-        reason = "batch_invariant=True, accepted is False: the bits of a row may depend on the rest of the batch, as "
+        reason = "batch_invariant=True, expected False: the bits of a row may depend on the rest of the batch, as "
         for entry in decision.trace:
             was_taken = next(x.accepted for x in plain.trace if x.backend == entry.backend)
             assert entry.accepted == (entry.backend == "triton")
@@ -133,7 +133,7 @@ def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
     assert chosen(request(batch_size=1), gpu(), environ) == "fa3"
     with pytest.raises(NoBackendError, match=r"(?s)no decode backend .*pages of 64") as caught:
         resolve(request(kv_lora_rank=384), backend="fa3", platform=gpu(), environ={})
-    assert "kv_lora_rank=384, accepted is 256 or 512" in str(caught.value)
+    assert "kv_lora_rank=384, expected 256 or 512" in str(caught.value)
     with pytest.raises(ValueError, match="no backend named 'fa9'"):
         resolve(request(), backend="fa9", platform=gpu(), environ={})
 
@@ -155,7 +155,7 @@ def test_explain_tells_the_whole_decision() -> None:
     )
     assert last == "=> decode: triton"
     assert "fa3 kernel" in text
-    assert "cudnn       refuses   DecodeRequest, accepted is AttentionRequest" in text
+    assert "cudnn       refuses   DecodeRequest, expected AttentionRequest" in text
     nothing = mla_plugin.explain(request(), platform=gpu(packages=()), environ={"NVTE_UNFUSED_ATTN": "0"})
     assert nothing.splitlines()[-1] == "=> no backend"
 

@@ -63,7 +63,7 @@ def test_windows_that_a_mask_rejects(mask: str, window: tuple[int, int], accepte
 
 @pytest.mark.parametrize("window", [None, (-1, -1)])
 def test_an_unknown_mask_has_no_window(window: tuple[int, int] | None) -> None:
-    with pytest.raises(AssertionError, match="attn_mask_type='bogus': accepted are no_mask"):
+    with pytest.raises(AssertionError, match="attn_mask_type='bogus': expected no_mask"):
         normalise_window("bogus", window)
 
 
@@ -132,7 +132,7 @@ def test_formats(layout: str, cache: dict | None, fmt: str, layout_format: str) 
 
 @pytest.mark.parametrize("layout", ["bs3hd", "sbh3d", "t3hd", "paged_kv_bs3hd"])
 def test_a_packed_layout_has_no_kv_cache(layout: str) -> None:
-    with pytest.raises(ValueError, match=f"qkv_layout='{layout}' with inference_params.*accepted"):
+    with pytest.raises(ValueError, match=f"qkv_layout='{layout}' with inference_params.*expected"):
         query(layout=layout, cache=UNPAGED)
 
 
@@ -163,7 +163,7 @@ def test_a_missing_platform_field_is_named(name: str) -> None:
     ],
 )
 def test_a_param_of_the_wrong_type_is_named(name: str, value: object, accepted: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value!r}: accepted is {accepted}"):
+    with pytest.raises(ValueError, match=f"{name}={value!r}: expected {accepted}"):
         query(**{name: value})
 
 
@@ -178,7 +178,7 @@ def test_a_kv_cache_needs_its_two_fields() -> None:
 
 @pytest.mark.parametrize("answer", [None, "yes", 1])
 def test_cudnns_answer_is_yes_no_or_worked_out(answer: object) -> None:
-    with pytest.raises(ValueError, match=r"platform\['fused_supported'\]=.*accepted are True, False and 'cudnn'"):
+    with pytest.raises(ValueError, match=r"platform\['fused_supported'\]=.*expected True, False and 'cudnn'"):
         query(fused=answer)
 
 

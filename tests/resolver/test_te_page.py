@@ -8,7 +8,7 @@ from mla_plugin.resolver.transformer_engine.flash import DISTRIBUTIONS, PACKAGES
 from mla_plugin.resolver.transformer_engine.inputs import FIELDS, SWITCHES
 from mla_plugin.resolver.transformer_engine.query import ALIBI_AS_BIAS
 from mla_plugin.resolver.transformer_engine.release import NEWEST, RELEASES, Span
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 PAGE = (ROOT / "docs" / "te_selection.md").read_text()
 NAMES = {

@@ -85,7 +85,7 @@ def test_the_layout_bhsd_is_known_from_2_15_on() -> None:
     changes = {"layout": "bhsd_bhsd_bhsd", "dq": 128, "dv": 128}
     for release in RELEASE_NAMES:
         if Version(release) < Version("2.15"):
-            with pytest.raises(ValueError, match="qkv_layout='bhsd_bhsd_bhsd': accepted are bshd_bshd_bshd"):
+            with pytest.raises(ValueError, match="qkv_layout='bhsd_bhsd_bhsd': expected bshd_bshd_bshd"):
                 choose(release, **changes)
         else:
             assert choose(release, **changes).selected == "fused"
@@ -109,7 +109,7 @@ def test_a_bias_shape_may_be_in_numbers_in_every_release(shape: tuple[int, ...],
 
 @pytest.mark.parametrize("shape", [(3, 16, 2048, 2048), (2, 16, 2048), ()])
 def test_a_bias_shape_that_has_no_name_is_an_error(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"core_attention_bias_shape=\(.*accepted are 1hss"):
+    with pytest.raises(ValueError, match=r"core_attention_bias_shape=\(.*expected 1hss"):
         choose(bias="post_scale_bias", bias_shape=shape)
 
 

@@ -178,7 +178,7 @@ def test_what_nothing_changes_is_said():
     answer = ask("fa3", mla_request(head_dim_qk=320, head_dim_v=320))
     assert (answer.state, answer.remedy) == ("impossible", ())
     last = answer.text.splitlines()[-1]
-    assert last.startswith("=> fa3 cannot compute this: head_dim_qk=320, head_dim_v=320, accepted are")
+    assert last.startswith("=> fa3 cannot compute this: head_dim_qk=320, head_dim_v=320, expected")
     assert "not installed" not in last
 
 

@@ -117,7 +117,7 @@ def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
     if way == "a2a" and heads % group.size:
         raise ValueError(
-            f"cp_comm_type='a2a' with {heads} heads over {group.size} ranks, accepted is a multiple of {group.size}; "
+            f"cp_comm_type='a2a' with {heads} heads over {group.size} ranks, expected a multiple of {group.size}; "
             "'all_gather' takes any number"
         )
     return KVCall(group, tensors, checked_request(tensors, call.options, group.size, way), call.backend)

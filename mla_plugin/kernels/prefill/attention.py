@@ -105,7 +105,7 @@ def _check(
 ) -> None:
     if not isinstance(qkv_format, str) or qkv_format not in LAYOUTS or LAYOUTS[qkv_format].is_packed:
         raise ValueError(
-            f"qkv_format={qkv_format!r}; accepted: bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
+            f"qkv_format={qkv_format!r}; expected one of bshd, sbhd, bhsd (packed sequences: mla_plugin.attention)"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) is not torch.Tensor or x.is_nested or x.layout != torch.strided:

@@ -203,7 +203,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     try:
         given = _SIGNATURE.bind(*tensors, **arguments)
     except TypeError as error:
-        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.attention") from None
+        raise TypeError(f"{error}; expected the arguments of mla_plugin.attention") from None
     given.apply_defaults()
     said = given.arguments
     backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))

@@ -162,7 +162,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     try:
         given = _SIGNATURE.bind(*tensors, **arguments)
     except TypeError as error:
-        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.decode") from None
+        raise TypeError(f"{error}; expected the arguments of mla_plugin.decode") from None
     given.apply_defaults()
     said = given.arguments
     host, backend, batch_invariant = (said.pop(name) for name in ("host", "backend", "batch_invariant"))

@@ -152,7 +152,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     try:
         given = _SIGNATURE.bind(*tensors, **arguments)
     except TypeError as error:
-        raise TypeError(f"{error}; accepted are the arguments of mla_plugin.latent_attention") from None
+        raise TypeError(f"{error}; expected the arguments of mla_plugin.latent_attention") from None
     given.apply_defaults()
     said = given.arguments
     group, way = said.pop("cp_group"), said.pop("cp_comm_type")

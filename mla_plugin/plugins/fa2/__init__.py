@@ -65,7 +65,7 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
 def _head_dim_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     found = f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v}"
     if max(request.head_dim_qk, request.head_dim_v) % 8:
-        yield f"{found}, accepted is a multiple of 8 as the larger one"
+        yield f"{found}, expected a multiple of 8 as the larger one"
         return
     carries_dlse = request.is_training and request.return_lse
     width, capability = _width(request, carries_dlse), platform.compute_capability

@@ -45,7 +45,7 @@ def _platform_refusals(request: AttentionRequest, platform: Platform) -> Iterato
     if provider is not None and request.has_sliding_window and not provider.has_windows:
         yield (
             f"window_size={request.window_size} with {provider.distribution}, whose kernel leaves tiles of a window "
-            "unmasked; accepted is (-1, -1) or (-1, 0), or flash-attn-3"
+            "unmasked; expected (-1, -1) or (-1, 0), or flash-attn-3"
         )
 
 
@@ -53,18 +53,18 @@ def _head_dim_refusals(request: AttentionRequest) -> Iterator[str]:
     dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
     found, longest = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}", max(dim_qk, dim_v)
     if dim_qk % 8 or dim_v % 8:
-        yield f"{found}, accepted are multiples of 8"
+        yield f"{found}, expected multiples of 8"
     is_expanded = 128 < dim_qk <= 192 and 96 < dim_v <= 128
     is_absorbed = dim_qk <= 64 and dim_v <= 512
     if not (is_expanded or is_absorbed or dim_qk == dim_v <= MAX_HEAD_DIM):
         yield (
-            f"{found}, accepted are equal ones up to {MAX_HEAD_DIM}, head_dim_qk in 129..192 with head_dim_v in "
+            f"{found}, expected equal ones up to {MAX_HEAD_DIM}, head_dim_qk in 129..192 with head_dim_v in "
             "97..128, and head_dim_qk up to 64 with head_dim_v up to 512"
         )
     elif request.is_training and longest > MAX_HEAD_DIM:
         yield f"{found} in training, the backward takes at most {MAX_HEAD_DIM}"
     elif request.is_training and request.deterministic and longest > MAX_DETERMINISTIC_HEAD_DIM:
-        yield f"deterministic=True in training with {found}, accepted is at most {MAX_DETERMINISTIC_HEAD_DIM}"
+        yield f"deterministic=True in training with {found}, expected at most {MAX_DETERMINISTIC_HEAD_DIM}"
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:

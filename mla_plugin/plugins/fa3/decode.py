@@ -29,15 +29,15 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why this backend cannot compute the request."""
     yield from providers.absence(request.device_type, platform)
     if request.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+        yield f"dtype={request.dtype}, expected bfloat16 or float16"
     if request.kv_lora_rank not in RANKS:
-        yield f"kv_lora_rank={request.kv_lora_rank}, accepted is 256 or 512"
+        yield f"kv_lora_rank={request.kv_lora_rank}, expected 256 or 512"
     rope = request.qk_rope_head_dim
     if rope % 8 or not 0 < rope <= MAX_ROPE:
-        yield f"qk_rope_head_dim={rope}, accepted is a multiple of 8 from 8 to {MAX_ROPE}"
+        yield f"qk_rope_head_dim={rope}, expected a multiple of 8 from 8 to {MAX_ROPE}"
     yield from batch_dependence(request, "FlashAttention 3 chooses the number of splits by batch and lengths")
     if request.has_leftpad_kv:
-        yield "has_leftpad_kv=True, accepted is False"
+        yield "has_leftpad_kv=True, expected False"
     if not request.has_aligned_rows:
         yield "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes"
 

@@ -75,22 +75,22 @@ def fa2_shared_memory(rank: int, rope: int, available: int) -> int:
 def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     rank, rope, found = request.kv_lora_rank, request.qk_rope_head_dim, platform.version(DISTRIBUTION)
     if request.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+        yield f"dtype={request.dtype}, expected bfloat16 or float16"
     if rank % 128:
-        yield f"kv_lora_rank={rank}, accepted is a multiple of 128"
+        yield f"kv_lora_rank={rank}, expected a multiple of 128"
     if rope % 64:
-        yield f"qk_rope_head_dim={rope}, accepted is a multiple of 64"
+        yield f"qk_rope_head_dim={rope}, expected a multiple of 64"
     if not rope and found is not None and Version(found) < FIRST_WITHOUT_ROPE:
         yield f"qk_rope_head_dim=0 with flashinfer-python={found} < {FIRST_WITHOUT_ROPE}"
     if request.page_size is None:
-        yield "page_size=None, accepted is a paged cache"
+        yield "page_size=None, expected a paged cache"
     if not request.has_host_lengths:
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
     if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
         yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
     yield from batch_dependence(request, "FlashInfer's plan splits sequences by the lengths of all")
     if request.has_leftpad_kv:
-        yield "has_leftpad_kv=True, accepted is False"
+        yield "has_leftpad_kv=True, expected False"
     if not request.has_aligned_rows:
         yield "has_aligned_rows=False: it reads 16 bytes at a time, rows of c_kv and k_rope must start on 16 bytes"
     rows = request.seqlen_q * request.num_heads
@@ -98,7 +98,7 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
     if request.causal and rows > tile and tile % request.num_heads:
         yield (
             f"causal with seqlen_q={request.seqlen_q}, num_heads={request.num_heads}: a tile of {tile} rows ends "
-            f"within a query and may lose its last key; accepted are divisors of {tile} heads"
+            f"within a query and may lose its last key; expected divisors of {tile} heads"
         )
     if request.batch_size * -(-rows // tile) > MAX_WORK_ITEMS // 2:
         yield f"batch_size={request.batch_size} of {rows} rows is more than {MAX_WORK_ITEMS // 2} tiles of {tile}"

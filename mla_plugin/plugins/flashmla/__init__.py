@@ -40,20 +40,20 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why this backend cannot compute the request."""
     yield from providers.absence(request.device_type, platform)
     if request.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+        yield f"dtype={request.dtype}, expected bfloat16 or float16"
     if request.kv_lora_rank != RANK:
-        yield f"kv_lora_rank={request.kv_lora_rank}, accepted is {RANK}"
+        yield f"kv_lora_rank={request.kv_lora_rank}, expected {RANK}"
     if request.qk_rope_head_dim != ROPE:
-        yield f"qk_rope_head_dim={request.qk_rope_head_dim}, accepted is {ROPE}"
+        yield f"qk_rope_head_dim={request.qk_rope_head_dim}, expected {ROPE}"
     if request.page_size != PAGE_SIZE:
-        yield f"page_size={request.page_size}, accepted are pages of {PAGE_SIZE}"
+        yield f"page_size={request.page_size}, expected pages of {PAGE_SIZE}"
     elif not request.max_seqlen_kv:
-        yield "max_seqlen_kv=0: it reads the first entry of a sequence's pages, accepted is at least 1"
+        yield "max_seqlen_kv=0: it reads the first entry of a sequence's pages, expected at least 1"
     yield from batch_dependence(request, "FlashMLA's schedule splits sequences by the lengths of all")
     if request.has_leftpad_kv:
-        yield "has_leftpad_kv=True, accepted is False"
+        yield "has_leftpad_kv=True, expected False"
     if not request.has_joined_rows:
-        yield "has_joined_rows=False: it reads c_kv and k_rope as one row, accepted are columns of one tensor"
+        yield "has_joined_rows=False: it reads c_kv and k_rope as one row, expected columns of one tensor"
     if not request.has_aligned_rows:
         yield "has_aligned_rows=False: it reads 16 bytes at a time, rows of the cache must start on 16 bytes"
     yield from _size_refusals(request, platform.multi_processor_count or MULTI_PROCESSORS)

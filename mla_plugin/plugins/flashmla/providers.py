@@ -152,7 +152,7 @@ def absence(device_type: str, platform: Platform) -> Iterator[str]:
     off_device = tuple(off_cuda(device_type, platform.device_type))
     yield from off_device
     if not off_device and platform.compute_capability != (9, 0):
-        yield f"compute_capability={platform.compute_capability}, accepted is (9, 0)"
+        yield f"compute_capability={platform.compute_capability}, expected (9, 0)"
 
 
 @functools.cache

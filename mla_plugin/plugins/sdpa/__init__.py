@@ -37,13 +37,13 @@ MAX_EFFICIENT_BATCH = 65_535
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Every reason why this backend cannot compute the request."""
     if request.device_type not in ("cpu", "cuda"):
-        yield f"device_type={request.device_type!r}, accepted is 'cpu' or 'cuda'"
+        yield f"device_type={request.device_type!r}, expected 'cpu' or 'cuda'"
     if request.device_type != platform.device_type:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
-        yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
+        yield f"dtype={request.dtype}, expected float32, bfloat16, float16 or float64"
     if request.bias_type not in ("no_bias", "pre_scale_bias", "post_scale_bias"):
-        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias', 'pre_scale_bias' or 'post_scale_bias'"
+        yield f"bias_type={request.bias_type!r}, expected 'no_bias', 'pre_scale_bias' or 'post_scale_bias'"
     if request.dropout_p and request.cuda_graph:
         yield f"dropout_p={request.dropout_p} with cuda_graph=True: every replay would drop the same weights"
     yield from beyond_plain_attention(request)

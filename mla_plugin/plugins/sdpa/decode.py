@@ -19,11 +19,11 @@ GROUP_ELEMENTS = 1 << 26
 def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Every reason why this backend cannot compute the request."""
     if request.device_type not in ("cpu", "cuda"):
-        yield f"device_type={request.device_type!r}, accepted is 'cpu' or 'cuda'"
+        yield f"device_type={request.device_type!r}, expected 'cpu' or 'cuda'"
     if request.device_type != platform.device_type:
         yield f"device_type={request.device_type!r} on a platform of device_type={platform.device_type!r}"
     if request.dtype not in DTYPES:
-        yield f"dtype={request.dtype}, accepted is float32, bfloat16, float16 or float64"
+        yield f"dtype={request.dtype}, expected float32, bfloat16, float16 or float64"
     yield from batch_dependence(request, "PyTorch's products are computed in an order that follows their sizes")
 
 

@@ -13,10 +13,10 @@ from mla_plugin.hooks.refusals import beyond_plain_attention as beyond_plain_att
 from mla_plugin.hooks.refusals import beyond_the_tensors as beyond_the_tensors
 from mla_plugin.hooks.types import Accepted, Refused
 
-NO_DECODE = Refused(("DecodeRequest, accepted is AttentionRequest: this backend reads expanded keys and values",))
+NO_DECODE = Refused(("DecodeRequest, expected AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
 
-NO_ATTENTION = Refused(("AttentionRequest, accepted is DecodeRequest: this backend reads a compressed cache",))
+NO_ATTENTION = Refused(("AttentionRequest, expected DecodeRequest: this backend reads a compressed cache",))
 """The answer to an attention request of a backend of decode."""
 
 
@@ -50,22 +50,22 @@ def off_cuda(*device_types: str) -> Iterator[str]:
     """The reason of a CUDA backend for a request or a platform of another device type."""
     for device_type in dict.fromkeys(device_types):
         if device_type != "cuda":
-            yield f"device_type={device_type!r}, accepted is 'cuda'"
+            yield f"device_type={device_type!r}, expected 'cuda'"
 
 
 def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
     """Reasons that FlashAttention 2, 3 and 4 share, whoever provides them."""
     if request.dtype not in (torch.bfloat16, torch.float16):
-        yield f"dtype={request.dtype}, accepted is bfloat16 or float16"
+        yield f"dtype={request.dtype}, expected bfloat16 or float16"
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p}, accepted is 0: FlashAttention's generator does not follow dropout_seed"
+        yield f"dropout_p={request.dropout_p}, expected 0: FlashAttention's generator does not follow dropout_seed"
     if request.bias_type != "no_bias":
-        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+        yield f"bias_type={request.bias_type!r}, expected 'no_bias'"
     if request.attn_mask_type == "arbitrary":
-        yield "attn_mask_type='arbitrary', accepted are the masks that lengths, causality and windows describe"
+        yield "attn_mask_type='arbitrary', expected the masks that lengths, causality and windows describe"
     sizes = (request.batch_size, request.max_seqlen_q, request.max_seqlen_kv)
     if not all(sizes):
-        yield f"batch_size={sizes[0]}, max_seqlen_q={sizes[1]}, max_seqlen_kv={sizes[2]}, accepted is at least 1 each"
+        yield f"batch_size={sizes[0]}, max_seqlen_q={sizes[1]}, max_seqlen_kv={sizes[2]}, expected at least 1 each"
     yield from beyond_plain_attention(request)
     yield from _other_diagonal(request)
 
@@ -78,7 +78,7 @@ def _other_diagonal(request: AttentionRequest) -> Iterator[str]:
     if request.max_seqlen_q != request.max_seqlen_kv:
         yield (
             f"{found}, max_seqlen_q={request.max_seqlen_q} and max_seqlen_kv={request.max_seqlen_kv}: FlashAttention "
-            "aligns bottom-right, so accepted are equal lengths"
+            "aligns bottom-right, so equal lengths are expected"
         )
     elif request.lengths_may_differ:
         yield (
@@ -90,9 +90,9 @@ def _other_diagonal(request: AttentionRequest) -> Iterator[str]:
 def beyond_packed_sequences(request: AttentionRequest) -> Iterator[str]:
     """Reasons of a kernel that knows offsets, and no true lengths beside them."""
     if request.pad_between_seqs:
-        yield "pad_between_seqs=True, accepted is False: the kernel takes one sequence to end where the next one starts"
+        yield "pad_between_seqs=True, expected False: the kernel takes one sequence to end where the next one starts"
     if request.has_padding and not request.layout.is_packed:
         yield (
             f"attn_mask_type={request.attn_mask_type!r} with qkv_format={request.qkv_format!r}: the kernel takes no "
-            "lengths of padded rows, accepted is qkv_format='thd'"
+            "lengths of padded rows, expected qkv_format='thd'"
         )

@@ -38,15 +38,15 @@ def _memory_refusals(request: AttentionRequest, platform: Platform) -> Iterator[
     if request.dtype == torch.float32 and (widths[0] > 256 or widths[1] > 512):
         yield (
             f"head_dim_qk={request.head_dim_qk}, head_dim_v={request.head_dim_v} in float32 with "
-            f"shared_memory_per_block={memory}, accepted is one up to 512 and the other up to 256"
+            f"shared_memory_per_block={memory}, expected one up to 512 and the other up to 256"
         )
 
 
 def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
     if request.head_dim_qk % 8 or request.head_dim_qk > MAX_HEAD_DIM_QK:
-        yield f"head_dim_qk={request.head_dim_qk}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_QK}"
+        yield f"head_dim_qk={request.head_dim_qk}, expected a multiple of 8 up to {MAX_HEAD_DIM_QK}"
     if request.head_dim_v % 8 or request.head_dim_v > MAX_HEAD_DIM_V:
-        yield f"head_dim_v={request.head_dim_v}, accepted is a multiple of 8 up to {MAX_HEAD_DIM_V}"
+        yield f"head_dim_v={request.head_dim_v}, expected a multiple of 8 up to {MAX_HEAD_DIM_V}"
     if 512 < request.head_dim_qk < MAX_HEAD_DIM_QK and request.head_dim_qk not in (528, 544):
         # anything else is padded to 1024 columns
         yield f"head_dim_qk={request.head_dim_qk}, accepted above 512 is 528, 544 or 576"
@@ -54,11 +54,11 @@ def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
 
 def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
     if request.attn_mask_type == "arbitrary":
-        yield "attn_mask_type='arbitrary', accepted are the masks that lengths, causality and windows describe"
+        yield "attn_mask_type='arbitrary', expected the masks that lengths, causality and windows describe"
     if request.bias_type != "no_bias":
-        yield f"bias_type={request.bias_type!r}, accepted is 'no_bias'"
+        yield f"bias_type={request.bias_type!r}, expected 'no_bias'"
     if request.dropout_p:
-        yield f"dropout_p={request.dropout_p}, accepted is 0"
+        yield f"dropout_p={request.dropout_p}, expected 0"
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:

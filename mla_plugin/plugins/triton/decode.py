@@ -32,13 +32,13 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     yield from needs.refusals(request.dtype, platform)
     if request.batch_invariant and request.has_leftpad_kv and request.page_size is not None:
         yield (
-            f"batch_invariant=True with leftpad_kv and page_size={request.page_size}, accepted is a contiguous cache: "
+            f"batch_invariant=True with leftpad_kv and page_size={request.page_size}, expected a contiguous cache: "
             "chunks begin at the first key that is seen, which in pages is no tile's first"
         )
     if columns(request) > MAX_COLUMNS:
         yield (
             f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
-            f"{columns(request)} columns after rounding up, accepted is up to {MAX_COLUMNS}"
+            f"{columns(request)} columns after rounding up, expected up to {MAX_COLUMNS}"
         )
 
 

@@ -17,13 +17,13 @@ def refusals(dtype: torch.dtype, platform: Platform) -> Iterator[str]:
     if platform.version("triton") is None:
         yield "triton is not installed: pip install triton"
     if dtype not in DTYPES:
-        yield f"dtype={dtype}, accepted is bfloat16, float16 or float32"
+        yield f"dtype={dtype}, expected bfloat16, float16 or float32"
     if "triton-interpreter" in platform.tools:
         if dtype == torch.bfloat16:
-            yield "dtype=torch.bfloat16: Triton's interpreter has no bfloat16 product; accepted is float16 or float32"
+            yield "dtype=torch.bfloat16: Triton's interpreter has no bfloat16 product; expected float16 or float32"
         return
     if platform.device_type != "cuda":
-        yield f"device_type={platform.device_type!r}, accepted is 'cuda'"
+        yield f"device_type={platform.device_type!r}, expected 'cuda'"
         return
     if platform.compute_capability is None or platform.compute_capability < (8, 0):
         yield f"compute_capability={platform.compute_capability} < (8, 0)"

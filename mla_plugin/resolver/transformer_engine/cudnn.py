@@ -56,7 +56,7 @@ def why_not_fused(q: Query) -> str | None:
         ("softmax_type", q.softmax_type, SOFTMAX_TYPES),
     ):
         if value not in accepted:
-            raise ValueError(f"{field}={value!r}: accepted are {', '.join(accepted)}")
+            raise ValueError(f"{field}={value!r}: expected {', '.join(accepted)}")
     if fused_kernels(q) is not None:
         return None
     if q.fused_supported is not None:

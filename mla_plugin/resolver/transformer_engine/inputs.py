@@ -163,10 +163,10 @@ def _check_types(params: Mapping[str, Any]) -> None:
     """Name the field where a rule would stumble with a TypeError or a ZeroDivisionError."""
     for name in _TEXTS:
         if not isinstance(params[name], str):
-            raise ValueError(f"{name}={params[name]!r}: accepted is a text")
+            raise ValueError(f"{name}={params[name]!r}: expected a text")
     for name, smallest in _SMALLEST.items():
         if not isinstance(params[name], int) or params[name] < smallest:
-            raise ValueError(f"{name}={params[name]!r}: accepted is an integer >= {smallest}")
+            raise ValueError(f"{name}={params[name]!r}: expected an integer >= {smallest}")
 
 
 def _check_release(params: Mapping[str, Any], release: Release) -> None:
@@ -175,7 +175,7 @@ def _check_release(params: Mapping[str, Any], release: Release) -> None:
         if value != field.neutral and not field.holds_in(release):
             raise ValueError(
                 f"{field.name}={value!r}: TransformerEngine {release[0]}.{release[1]} does not know it; "
-                f"accepted is {field.neutral!r}, or a release from {field.since} on"
+                f"expected {field.neutral!r}, or a release from {field.since} on"
             )
 
 
@@ -196,7 +196,7 @@ def _bias_shape(params: Mapping[str, Any]) -> str | None:
             if (batch, heads) == sizes:
                 return name
     raise ValueError(
-        f"core_attention_bias_shape={given!r}: accepted are 1hss, b1ss, bhss, 11ss, 111s, and (b, h, sq, skv) for them"
+        f"core_attention_bias_shape={given!r}: expected 1hss, b1ss, bhss, 11ss, 111s, and (b, h, sq, skv) for them"
     )
 
 
@@ -227,7 +227,7 @@ def _formats(layout: str, kv_cache: bool) -> tuple[str, str]:
     if "_" not in layout.removeprefix("paged_kv_"):
         raise ValueError(
             f"qkv_layout={layout!r} with inference_params: Q, K and V are packed in one tensor; "
-            "with a KV cache accepted are layouts with Q in a tensor of its own, such as 'bshd_bshd_bshd'"
+            "with a KV cache Q must be a tensor of its own; expected a layout such as 'bshd_bshd_bshd'"
         )
     return q_format, kv_format
 
@@ -259,7 +259,7 @@ def _fused_supported(given: object) -> bool | None:
         return None
     if isinstance(given, bool):
         return given
-    raise ValueError(f"platform['fused_supported']={given!r}: accepted are True, False and 'cudnn'")
+    raise ValueError(f"platform['fused_supported']={given!r}: expected True, False and 'cudnn'")
 
 
 def _absent(platform: Mapping[str, Any], cc: ComputeCapability, release: Release) -> dict[str, str]:

@@ -191,11 +191,11 @@ def normalise_window(mask: str, window: Window | None) -> Window:
     """
     causal = "causal" in mask
     if not causal and mask not in UNCAUSAL_MASKS:
-        raise AssertionError(f"attn_mask_type={mask!r}: accepted are {', '.join(UNCAUSAL_MASKS)} and the causal masks")
+        raise AssertionError(f"attn_mask_type={mask!r}: expected {', '.join(UNCAUSAL_MASKS)} and the causal masks")
     if window is None or window in ((-1, -1), (-1, 0)):
         return (-1, 0) if causal else (-1, -1)
     left, right = window
     if left < 0 or (right < 0 and not causal):
         accepted = "(-1, 0) or (left >= 0, 0)" if causal else "(-1, -1) or (left >= 0, right >= 0)"
-        raise AssertionError(f"window_size={window} with attn_mask_type={mask!r}: accepted is {accepted}")
+        raise AssertionError(f"window_size={window} with attn_mask_type={mask!r}: expected {accepted}")
     return (left, 0) if causal else window

@@ -58,7 +58,7 @@ def read_release(given: str | Version) -> tuple[str, Release]:
         version = Version(given) if isinstance(given, str) else given
         release = _first_two(version)
     except (InvalidVersion, AttributeError) as error:
-        raise ValueError(f"release={given!r}: accepted is a version of TransformerEngine, {_known()}") from error
+        raise ValueError(f"release={given!r}: expected a version of TransformerEngine, {_known()}") from error
     if release not in RELEASES:
         raise ValueError(f"release={str(given)!r}: TransformerEngine's selection is known for {_known()}")
     return version.base_version, release

@@ -15,7 +15,7 @@ from mla_plugin.resolver.transformer_engine.rule import (
 
 
 def _dropout(q: Query) -> str:
-    return f"dropout {q.dropout}, accepted is 0"
+    return f"dropout {q.dropout}, expected 0"
 
 
 def _cp_obstacle(q: Query) -> str | None:
@@ -75,7 +75,7 @@ SOFTMAX: tuple[Rule, ...] = (
         "24",
         ("flash",),
         lambda q: q.softmax_type != "vanilla",
-        lambda q: f"softmax {q.softmax_type}, accepted is vanilla",
+        lambda q: f"softmax {q.softmax_type}, expected vanilla",
         asked_while=always,
     ),
     Rule(
@@ -131,7 +131,7 @@ CONTEXT_PARALLEL: tuple[Rule, ...] = (
         "25",
         ("flash4",),
         lambda q: q.context_parallel and q.cp_comm_type not in ("p2p", "all_gather", "a2a"),
-        lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type}, accepted are p2p, all_gather and a2a",
+        lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type}, expected p2p, all_gather and a2a",
         asked_while=while_on("flash4"),
         since="2.19",
     ),
@@ -224,7 +224,7 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         "32",
         ("fused",),
         lambda q: q.swa and q.full_window[1] != 0,
-        lambda q: f"sliding window {q.window}, accepted is (left, 0)",
+        lambda q: f"sliding window {q.window}, expected (left, 0)",
         until="2.11",
     ),
     Rule(
@@ -289,7 +289,7 @@ BIAS: tuple[Rule, ...] = (
         "35",
         ("flash",),
         lambda q: q.bias_type not in ("no_bias", "alibi") or q.bias_shape is not None,
-        lambda q: f"bias {q.bias_type} of shape {q.bias_shape}; accepted are no_bias and alibi, without a shape",
+        lambda q: f"bias {q.bias_type} of shape {q.bias_shape}; expected no_bias and alibi, without a shape",
         asked_while=any_installed_version_on,
     ),
     Rule(

@@ -15,7 +15,7 @@ def _not_one_split(q: Query) -> bool:
 
 
 def _splits(q: Query) -> str:
-    return f"num_splits={q.num_splits}, accepted is 1"
+    return f"num_splits={q.num_splits}, expected 1"
 
 
 def _score_mod_obstacles(q: Query) -> list[str]:
@@ -40,7 +40,7 @@ def _score_mod_obstacles(q: Query) -> list[str]:
 
 
 def _softcap(q: Query) -> str:
-    return f"softcap {q.softcap}, accepted is 0"
+    return f"softcap {q.softcap}, expected 0"
 
 
 RULES: tuple[Rule, ...] = (
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     Rule("0.2", ("flash4",), lambda q: True, lambda q: "not known before 2.15", until="2.14"),
     *map(_environment_rule, ("flash2", "flash3", "flash4", "fused", "unfused")),
     Rule("2", ("flash2", "fused"), lambda q: q.cc < (8, 0), lambda q: f"{q.device}, below 8.0"),
-    Rule("3", ("flash3",), lambda q: q.cc != (9, 0), lambda q: f"{q.device}, accepted is 9.0"),
+    Rule("3", ("flash3",), lambda q: q.cc != (9, 0), lambda q: f"{q.device}, expected 9.0"),
     Rule("4", ("flash4",), lambda q: q.cc < (8, 0), lambda q: f"{q.device}, below 8.0"),
     Rule("4", ("flash4",), lambda q: q.cc < (9, 0), lambda q: f"{q.device}, below 9.0", since="2.19"),
     Rule(
@@ -64,13 +64,13 @@ RULES: tuple[Rule, ...] = (
         "6",
         ("flash2", "flash4"),
         lambda q: q.dtype not in HALF_TYPES,
-        lambda q: f"dtype {q.dtype}, accepted are bfloat16 and float16",
+        lambda q: f"dtype {q.dtype}, expected bfloat16 and float16",
     ),
     Rule(
         "6",
         ("flash3", "fused"),
         lambda q: q.dtype not in (*HALF_TYPES, "float8_e4m3fn"),
-        lambda q: f"dtype {q.dtype}, accepted are bfloat16, float16 and float8_e4m3fn",
+        lambda q: f"dtype {q.dtype}, expected bfloat16, float16 and float8_e4m3fn",
     ),
     Rule("8", ("flash2",), lambda q: q.has("flash2") and _not_one_split(q), _splits),
     Rule(

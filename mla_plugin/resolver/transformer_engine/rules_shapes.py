@@ -17,7 +17,7 @@ _SEQUENCE_LETTERS = str.maketrans("", "", "bst")
 
 def _page_size(q: Query) -> int:
     if q.page_size is None:
-        raise ValueError("inference_params: page_size=None with is_paged=True; accepted is a positive integer")
+        raise ValueError("inference_params: page_size=None with is_paged=True; expected a positive integer")
     return q.page_size
 
 
@@ -43,7 +43,7 @@ def _fa3_rejects(q: Query) -> bool:
 
 def _fa3_dims(q: Query) -> str:
     return (
-        f"{_dims(q)}, {q.num_heads} heads in {q.num_kv_heads} groups; accepted are whole groups with equal dimensions "
+        f"{_dims(q)}, {q.num_heads} heads in {q.num_kv_heads} groups; expected whole groups with equal dimensions "
         "up to 256, (129..192, 97..128) or (up to 64, up to 512)"
     )
 
@@ -146,7 +146,7 @@ HEAD_DIMS: tuple[Rule, ...] = (
         "13",
         ("fused",),
         _layout_excludes_mla,
-        lambda q: f"{_dims(q)} with layout {q.layout}; accepted are three separate tensors that are not paged",
+        lambda q: f"{_dims(q)} with layout {q.layout}; expected three separate tensors that are not paged",
     ),
     Rule(
         "14",
@@ -163,7 +163,7 @@ HEAD_DIMS: tuple[Rule, ...] = (
         "17",
         ("flash4",),
         lambda q: q.has("flash4") and not fa4_takes_unasked(q.dq, q.dv, q.cc),
-        lambda q: f"{_dims(q)} on {q.device}; accepted are up to 256, on 10.x and 11.x up to 128 and (192, 128)",
+        lambda q: f"{_dims(q)} on {q.device}; expected up to 256, on 10.x and 11.x up to 128 and (192, 128)",
         until="2.15",
     ),
     Rule(

@@ -230,8 +230,8 @@ def test_deterministic_mode_is_passed_on(monkeypatch):
     ("change", "message"),
     [
         ({"context_parallel_size": 2}, "context_parallel_size=2 and the context-parallel group is of 1 ranks"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable', accepted is 'vanilla'"),
-        ({"experimental_attention_variant": "csa"}, "experimental_attention_variant='csa', accepted is None or 'gated"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable', expected 'vanilla'"),
+        ({"experimental_attention_variant": "csa"}, "experimental_attention_variant='csa', expected None or 'gated"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
         ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
         ({"batch_invariant_mode": True}, "batch_invariant_mode=True"),
@@ -253,7 +253,7 @@ def config_like(config, **changes):
     [
         ({"attn_mask_type": AttnMaskType.padding_causal}, "attn_mask_type=padding_causal without packed_seq_params"),
         ({"attn_mask_type": AttnMaskType.arbitrary}, "arbitrary needs attention_mask"),
-        ({"packed_seq_params": SimpleNamespace(qkv_format="bshd")}, "qkv_format='bshd', accepted is 'thd'"),
+        ({"packed_seq_params": SimpleNamespace(qkv_format="bshd")}, "qkv_format='bshd', expected 'thd'"),
     ],
 )
 def test_a_call_that_is_not_computed_is_refused(call, message):

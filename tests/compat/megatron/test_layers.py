@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 import mla_plugin
 from mla_plugin.compat import megatron as adapter
 from tests.compat.megatron.parts import causal, config, packed_reference, packing, reference, scores
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 # importing Megatron takes three seconds
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.usefixtures("on_the_cpu")]

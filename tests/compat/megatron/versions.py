@@ -10,7 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 
 def folder_of(version: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.house.project import ROOT, pyproject
+from tests.repository.project import ROOT, pyproject
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 

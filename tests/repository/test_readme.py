@@ -12,7 +12,7 @@ import setuptools
 
 from mla_plugin import environment
 from tests.docs.project_pages import blocks
-from tests.house.project import ROOT, pyproject
+from tests.repository.project import ROOT, pyproject
 
 README = (ROOT / "README.md").read_text()
 EXAMPLE = ROOT / "examples" / "third_party_backend"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT, pyproject
+from tests.repository.project import ROOT, pyproject
 
 LINKS = {"hooks": "../hooks", "compat": "../compat"}
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface"}
 HEAVY |= {"transformers", "transformer_engine", "megatron", "vllm"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 API = "mla_plugin"  # the public names of mla_plugin/__init__.py
 VALUES = {"arguments", "hooks.types", "hooks.attention", "hooks.decode", "hooks.refusals"}

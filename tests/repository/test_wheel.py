@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT, pyproject
+from tests.repository.project import ROOT, pyproject
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_sdist_holds_what_the_project_promises(distributions: Path) -> None:
         "hooks/spec.py",
         "compat/transformers/latent.py",
     ]
-    assert {*wanted, "tests/house/test_wheel.py", "examples/third_party_backend/pyproject.toml"} <= names
+    assert {*wanted, "tests/repository/test_wheel.py", "examples/third_party_backend/pyproject.toml"} <= names
     assert not {name for name in names if name.endswith(".pyc") or "__pycache__" in name}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 FOLDERS = ("mla_plugin", "hooks", "compat", "examples")
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES, NESTING = 400, 60, 150, 4

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.repository.project import ROOT
 
 READER = ROOT / "mla_plugin" / "environment.py"
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
