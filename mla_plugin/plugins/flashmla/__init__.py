@@ -65,8 +65,8 @@ def _size_refusals(request: DecodeRequest, multi_processors: int) -> Iterator[st
         yield f"batch_size={batch} > {MAX_BATCH}"
     if -(-rows // TILE) > multi_processors:
         yield (
-            f"seqlen_q={request.seqlen_q}, num_heads={request.num_heads}: {rows} query rows of a sequence, accepted "
-            f"are up to {TILE * multi_processors}, one tile of {TILE} for each multiprocessor"
+            f"seqlen_q={request.seqlen_q}, num_heads={request.num_heads}: {rows} query rows of a sequence, expected "
+            f"up to {TILE * multi_processors}, one tile of {TILE} for each multiprocessor"
         )
     parts = (batch + multi_processors) * rows * RANK
     if parts > MAX_PARTS:
