@@ -11,6 +11,7 @@ chunk with it, then geometric means by head count; writes benchmarks/results/dec
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import in_turn, parser, write
 from decode_cells import Cell, Checked, Inputs, Timer, backend_call, row_of, step_of
 
-from mla_plugin.arguments import decode_layout
-from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin import environment
 
 BATCHES, MEANS, HEADS = (1, 8, 64, 256), (1024, 6144, 32768), (8, 16, 24, 32, 64, 96, 128)
 WIDE = 128 << 10
@@ -52,8 +52,7 @@ def measure(inputs: Inputs, chunks: list[int], rounds: int) -> dict[str, Any]:
     checked = Checked(inputs)
     timers = {"without": timer_of(inputs, checked.limit, checked, batch_invariant=False)}
     for chunk in chunks:
-        invariant.CHUNK = chunk
-        decode_layout._known.clear()  # launches hold the size that they were made for
+        os.environ["MLA_PLUGIN_BATCH_INVARIANT_CHUNK"] = str(chunk)
         timers[str(chunk)] = timer_of(inputs, checked.limit, checked, batch_invariant=True)
     return {**row_of(inputs.cell, inputs.step), "ms": in_turn(timers, rounds)}
 
@@ -72,7 +71,9 @@ def summary(rows: list[dict[str, Any]], chunks: list[int]) -> Iterator[str]:
 def main() -> None:
     """Measure every cell, print, write."""
     arguments = parser(__doc__)
-    arguments.add_argument("--chunks", type=int, nargs="+", default=[invariant.CHUNK], help="keys of a chunk")
+    arguments.add_argument(
+        "--chunks", type=int, nargs="+", default=[environment.batch_invariant_chunk()], help="keys of a chunk"
+    )
     arguments.add_argument("--wide", action="store_true", help="a page table with room for 128k tokens")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
