@@ -14,7 +14,7 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ BATCHES, MEANS, HEADS = (1, 8, 64, 256), (1024, 6144, 32768), (8, 16, 24, 32, 64
 WIDE = 128 << 10
 
 
-def cells() -> Iterator[tuple[Cell, ...]]:
+def cells(heads: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
     """Cells in groups of the same lengths, which share a step."""
     for batch, mean in itertools.product(BATCHES, MEANS):
         several = [(s, h) for s in (2, 4) for h in (16, 128)] if mean == 6144 and batch < 256 else []
         lengths = "ragged" if batch > 1 else "uniform"
-        yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in HEADS), *several))
+        yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in heads), *several))
 
 
 def timer_of(inputs: Inputs, limit: float, checked: Checked, *, batch_invariant: bool) -> Timer:
@@ -74,13 +74,14 @@ def main() -> None:
     arguments.add_argument(
         "--chunks", type=int, nargs="+", default=[environment.batch_invariant_chunk()], help="keys of a chunk"
     )
+    arguments.add_argument("--heads", type=int, nargs="+", default=HEADS, help="head counts")
     arguments.add_argument("--wide", action="store_true", help="a page table with room for 128k tokens")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     torch.set_grad_enabled(False)
     rows = []
-    for group in cells():
+    for group in cells(options.heads):
         step = step_of(group[0])
         if options.wide:
             more = max(0, WIDE // group[0].page_size - step.page_table.shape[1])
