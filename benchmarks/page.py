@@ -395,8 +395,8 @@ rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the 
 
 {cp}
 
-`all_gather` is for windows. Its calls are right-aligned, which cuDNN does not take: our kernels computed them here,
-and cuDNN the whole calls of one GPU. FlashAttention 3 and 4 take both; with them it was not measured.
+`all_gather` is for windows. The backward of its right-aligned calls ran on our kernels here, and one GPU's on cuDNN.
+FlashAttention 3 and 4 take both; with them it was not measured.
 
 `torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
 ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.
