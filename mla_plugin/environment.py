@@ -279,12 +279,14 @@ def gates() -> Gates:
     """Snapshot of the variables that a selection depends on.
 
     It runs at every call. Looking up a missing name in ``os.environ`` raises and catches a KeyError (7.8 us for the
-    whole table), so the names are looked up in its underlying dictionary, if there is one (0.5 us).
+    whole table), so the names are looked up in its underlying dictionary, if there is one (0.3 us if none is set).
     """
     environ = os.environ
     data = getattr(environ, "_data", None)
     if data is None:
         return tuple([(name, text) for name in _GATES if (text := environ.get(name)) is not None])
+    if data.keys().isdisjoint(_encoded_names()):
+        return ()
     try:
         return tuple([(name, environ.decodevalue(data[key])) for key, name in _encoded_gates() if key in data])
     except KeyError:  # another thread removed one after it was found
@@ -294,6 +296,11 @@ def gates() -> Gates:
 @functools.cache
 def _encoded_gates() -> tuple[tuple[object, str], ...]:
     return tuple((_encoded(name), name) for name in _GATES)
+
+
+@functools.cache
+def _encoded_names() -> tuple[object, ...]:
+    return tuple(key for key, _ in _encoded_gates())
 
 
 @functools.cache

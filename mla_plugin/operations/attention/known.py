@@ -82,12 +82,12 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
     if isinstance(said, AttentionRequest):
         facts: tuple[Any, ...] = (said.has_padding and tensors.lengths_may_differ,)
     else:
-        has_lengths, bias = tensors.cu_seqlens_q is not None, tensors.bias
+        bias, window = tensors.bias, said.window_size
         facts = (
-            *map(type, (*said, *(said.window_size or ()))),
+            tuple(map(type, said)),
+            None if window is None else tuple(map(type, window)),
             tensors.needs_gradient,
-            has_lengths and tensors.pads_between_sequences,
-            has_lengths and tensors.lengths_may_differ,
+            tensors.cu_seqlens_q is not None and (tensors.pads_between_sequences, tensors.lengths_may_differ),
             bias is not None and bias.requires_grad,
         )
     return (
@@ -95,7 +95,9 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
         backend,
         facts,
         kind_of(tensors),
-        (tensors.q.stride(), tensors.k.stride(), tensors.v.stride()),
+        tensors.q.stride(),
+        tensors.k.stride(),
+        tensors.v.stride(),
         torch._C._get_deterministic_algorithms(),
         environment.gates(),
         get_manager().generation,
