@@ -60,10 +60,7 @@ class AttentionTensors:
         """A backward will follow."""
         if not torch.is_grad_enabled():
             return False
-        for x in (self.q, self.k, self.v, self.bias):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                return True
-        return False
+        return _has_gradient(self.q) or _has_gradient(self.k) or _has_gradient(self.v) or _has_gradient(self.bias)
 
     @property
     def pads_between_sequences(self) -> bool:
@@ -85,6 +82,10 @@ class AttentionTensors:
         if torch.compiler.is_compiling() or not is_plain or torch._C._are_functorch_transforms_active():
             return True  # a traced tensor has no address
         return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
+
+
+def _has_gradient(x: torch.Tensor | None) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def tensors_of_call(

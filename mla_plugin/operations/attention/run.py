@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -137,5 +138,5 @@ class _Attention(torch.autograd.Function):
         return None, None, dq, dk, dv, dbias if known.request.bias_requires_grad else None
 
 
-_apply = super(torch.autograd.Function, _Attention).apply
+_apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(torch.autograd.Function, _Attention).apply
 """What ``_Attention.apply`` calls after it has asked for torch.func's transforms, of which ``is_observed`` knows."""
