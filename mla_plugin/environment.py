@@ -285,22 +285,17 @@ def gates() -> Gates:
     data = getattr(environ, "_data", None)
     if data is None:
         return tuple([(name, text) for name in _GATES if (text := environ.get(name)) is not None])
-    if data.keys().isdisjoint(_encoded_names()):
+    if data.keys().isdisjoint(names := _encoded_gates()):
         return ()
     try:
-        return tuple([(name, environ.decodevalue(data[key])) for key, name in _encoded_gates() if key in data])
+        return tuple([(name, environ.decodevalue(data[key])) for key, name in names.items() if key in data])
     except KeyError:  # another thread removed one after it was found
         return gates()
 
 
 @functools.cache
-def _encoded_gates() -> tuple[tuple[object, str], ...]:
-    return tuple((_encoded(name), name) for name in _GATES)
-
-
-@functools.cache
-def _encoded_names() -> tuple[object, ...]:
-    return tuple(key for key, _ in _encoded_gates())
+def _encoded_gates() -> dict[object, str]:
+    return {_encoded(name): name for name in _GATES}
 
 
 @functools.cache
