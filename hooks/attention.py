@@ -263,10 +263,22 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
     others = None
     if not (cu_q is cu_kv is padded_q is padded_kv is mask is bias is None):
         others = tuple([None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest])
-    return (
-        *(type(q), q.shape, q.dtype, q.device, q.layout),
-        *(type(k), k.shape, k.dtype, k.device, k.layout),
-        *(type(v), v.shape, v.dtype, v.device, v.layout),
+    return (  # one by one: unpacking would make lists
+        type(q),
+        q.shape,
+        q.dtype,
+        q.device,
+        q.layout,
+        type(k),
+        k.shape,
+        k.dtype,
+        k.device,
+        k.layout,
+        type(v),
+        v.shape,
+        v.dtype,
+        v.device,
+        v.layout,
         others,
         type(tensors.dropout_seed),
         type(scale),

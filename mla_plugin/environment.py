@@ -278,12 +278,11 @@ Gates: TypeAlias = tuple[tuple[str, str], ...]
 def gates() -> Gates:
     """Snapshot of the variables that a selection depends on.
 
-    It runs at every call. Looking up a missing name in ``os.environ`` raises and catches a KeyError (7.8 us for the
-    whole table), so the names are looked up in its underlying dictionary, if there is one (0.3 us if none is set).
+    It runs at every call, and a missing name in ``os.environ`` raises and catches a KeyError (7.8 us for the table), so
+    the names are looked up in its underlying dictionary, if there is one (0.3 us).
     """
     environ = os.environ
-    data = getattr(environ, "_data", None)
-    if data is None:
+    if (data := getattr(environ, "_data", None)) is None:
         return tuple([(name, text) for name in _GATES if (text := environ.get(name)) is not None])
     if data.keys().isdisjoint(names := _encoded_gates()):
         return ()

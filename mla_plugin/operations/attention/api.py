@@ -160,16 +160,9 @@ def _tensors_of(
     """The call's tensors with defaults filled in: the keys' lengths, the scale, a seed for dropout."""
     if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
         softmax_scale = width**-0.5
-    return make(
-        q,
-        k,
-        v,
-        1.0 if softmax_scale is None else plain_number(softmax_scale),
-        *lengths_of_both(*lengths),
-        attention_mask,
-        bias,
-        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
-    )
+    softmax_scale = 1.0 if softmax_scale is None else plain_number(softmax_scale)
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None
+    return make(q, k, v, softmax_scale, *lengths_of_both(*lengths), attention_mask, bias, seed)
 
 
 class DescribedCall(NamedTuple):

@@ -87,7 +87,7 @@ def is_observed(*tensors: torch.Tensor) -> bool:
 
     The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
     """
-    if is_traced():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # is_traced()
         return True
     for x in tensors:
         if type(x) not in _PLAIN:
