@@ -43,14 +43,11 @@ def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
     """``run`` for a request, or for what a caller says beside the tensors."""
     if is_observed(tensors.q, tensors.k, tensors.v):
         return run_observed(tensors, said, backend)
-    return run_unobserved(tensors, said, backend)
+    return run_known(known_of(tensors, said, backend), tensors)
 
 
-def run_unobserved(
-    tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None
-) -> AttentionOutput:
-    """``run_said`` for a call of which ``is_observed`` is false."""
-    known = known_of(tensors, said, backend)
+def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
+    """``run_said`` for a call that ``is_observed`` is false of, and of which this is known."""
     vars(tensors)["kept"] = known.kept
     if not known.has_contiguous_rows:
         tensors = compute.with_contiguous_rows(tensors)
