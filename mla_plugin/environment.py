@@ -393,7 +393,17 @@ def changed_variable(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        assign(name, before)
+
+
+def variables() -> dict[str, str]:
+    """Every variable of the process and its value; for the conformance suite."""
+    return dict(os.environ)
+
+
+def assign(name: str, value: str | None) -> None:
+    """Set a variable, or remove it with None; for the conformance suite."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
