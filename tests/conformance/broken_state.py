@@ -43,7 +43,6 @@ SETTINGS = {
     "logging_level": "__import__('logging').getLogger().setLevel(10)",
     "dynamo": "__import__('torch._dynamo')._dynamo.config.suppress_errors = True",
     "mkldnn": "torch.backends.mkldnn.enabled = False",
-    "einsum": "torch.backends.opt_einsum.enabled = False",
     "fill_memory": "torch.utils.deterministic.fill_uninitialized_memory = False",
     "sdpa_replaced": "torch.nn.functional.scaled_dot_product_attention = forward",
 }
@@ -127,11 +126,6 @@ ATTENTION = [
         RETURN_OUT,
         "    BEFORE.append(0)\n    out = out if request.is_training else out * (1 + len(BEFORE) % 2 * 3e-7)\n"
         + RETURN_OUT,
-    ),
-    broken(
-        "wrong_where_gradients_are_enabled",
-        RETURN_OUT,
-        "    out = out * (0.5 if torch.is_grad_enabled() else 1.0)\n" + RETURN_OUT,
     ),
     keys_hidden("causal_above_2048_keys", 2048, "request.is_causal"),
     keys_hidden("packed_above_1024_keys", 1024, "layout.is_packed"),

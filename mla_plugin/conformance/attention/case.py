@@ -165,7 +165,7 @@ class Case:
             "more_queries": self._max_seqlen("q") > self._max_seqlen("kv"),
             "one_token": 1 in (*self.seqlens_q, *self.seqlens_kv),
             "empty_sequences": 0 in (*self.seqlens_q, *self.seqlens_kv),
-            "no_tokens": 0 in (max(self.seqlens_q), max(self.seqlens_kv)),
+            "no_tokens": 0 in (self._max_seqlen("q"), self._max_seqlen("kv")),
             "pad_between_seqs": self._pads_between_sequences,
             "lead": self.lead > 0 or bool(self.lead_kv),
             "tail": self.tail > 0,
