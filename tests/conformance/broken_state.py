@@ -222,7 +222,7 @@ ATTENTION = [
     broken(
         "offsets_in_16_bits",
         "    starts = (cu if padded is None else padded)[:-1].tolist()",
-        "    starts = [x % 4096 for x in (cu if padded is None else padded)[:-1].tolist()]",
+        "    starts = [x % 65536 for x in (cu if padded is None else padded)[:-1].tolist()]",
     ),
     halved("three_groups", SUM, "result", "request.num_kv_heads == 3"),
 ]

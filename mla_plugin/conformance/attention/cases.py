@@ -256,6 +256,9 @@ def _longer() -> Iterator[Case]:
         yield Case(
             f"window_{left}_{right}-whole_tiles-thd", window_size=(left, right), attn_mask_type=_padded(mask), **thd
         )
+    most: dict[str, Any] = {"seqlens_q": (66_000, 6, 2), "seqlens_kv": (3, 66_000, 7)}
+    most |= {"num_heads": 1, "num_kv_heads": 1, "head_dim_qk": 8, "head_dim_v": 8}
+    yield Case("tokens_66000-thd", "thd", attn_mask_type="padding", **most)
     nothing: dict[str, Any] = {"seqlens_q": (0, 0), "seqlens_kv": (0, 0), "rows_q": (5, 5), "rows_kv": (7, 7)}
     yield Case("nothing_but_padding", attn_mask_type="padding", return_lse=True, **nothing, **few)
 
