@@ -37,7 +37,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "cache": ("contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"),
     "rope_cache": (None, "contiguous", "sliced_dims", "sliced_batch", "transposed"),
     "table": ("contiguous", "sliced_dims", "expanded_batch"),
-    "columns": (1, 0, 400),
+    "columns": (1, 0, 100),
     "page_order": ("shuffled", "descending"),
     "shares_pages": (False, True),
 }
