@@ -61,9 +61,9 @@ def backward(  # type: ignore[empty-body]
 
     ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when lse is unused, which may happen
     with ``return_lse=True`` too. For a row that sees no key ``dlse`` may be infinite and must be ignored. The forward
-    may have run on another backend: only ``out`` and ``lse`` connect the two, and their strides are that one's; the last
-    dimension of ``out`` is contiguous. In a request with ``partial=True`` they
-    belong to a softmax over more keys than these; a backend that cannot use them as given must refuse such a request.
+    may have run on another backend: only ``out`` and ``lse`` connect the two. Their strides are that backend's; the
+    last dimension of ``out`` is contiguous. In a request with ``partial=True`` they belong to a softmax over more keys
+    than these; a backend that cannot use them as given must refuse such a request.
     Padded rows of the gradients are 0. Compute the gradients explicitly: autograd records nothing inside the hooks, not
     even under ``torch.enable_grad``.
     """
