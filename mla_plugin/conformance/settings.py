@@ -135,6 +135,17 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
+def changed_variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable has another value within the block."""
+    before = environment.variables().get(name)
+    environment.assign(name, value)
+    try:
+        yield
+    finally:
+        environment.assign(name, before)
+
+
+@contextmanager
 def unusual_settings() -> Iterator[None]:
     """Inside the block every setting has its second value, but for float32's products, which change results."""
     with settings_restored():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
-from mla_plugin.conformance.settings import settings_kept
+from mla_plugin.conformance.settings import changed_variable, settings_kept
 
 _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
@@ -229,7 +229,7 @@ def check_same_in_other_environments(ask: Callable[[], object], answer: object) 
         fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
     for name in dict.fromkeys(read):
         for value in ("0", "1", "other"):
-            with environment.changed_variable(name, value):
+            with changed_variable(name, value):
                 other = ask()
             if other != answer:
                 fail(
