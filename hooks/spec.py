@@ -45,7 +45,8 @@ def forward(  # type: ignore[empty-body]
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
     strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device. NaN in a query
-    propagates to its row of ``out``. Do not change process-wide settings and do not keep any tensor of a call.
+    propagates to its row of ``out``. Do not change process-wide settings or environment variables, print nothing, put
+    nothing else into ``tensors``, and do not keep any tensor of a call.
 
     A decode request comes with ``DecodeTensors`` and returns a ``DecodeOutput``, under the same rules; the call may be
     captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.
@@ -60,8 +61,9 @@ def backward(  # type: ignore[empty-body]
 
     ``dout`` has out's shape and any strides; ``dlse`` has lse's shape, or is None when lse is unused, which may happen
     with ``return_lse=True`` too. For a row that sees no key ``dlse`` may be infinite and must be ignored. The forward
-    may have run on another backend: only ``out`` and ``lse`` connect the two. In a request with ``partial=True`` they
-    belong to a softmax over more keys than these; a backend that cannot use them as given must refuse such a request.
+    may have run on another backend: only ``out`` and ``lse`` connect the two. Their strides are that backend's; the
+    last dimension of ``out`` is contiguous. In a request with ``partial=True`` they belong to a softmax over more keys
+    than these; a backend that cannot use them as given must refuse such a request.
     Padded rows of the gradients are 0. Compute the gradients explicitly: autograd records nothing inside the hooks, not
     even under ``torch.enable_grad``.
     """

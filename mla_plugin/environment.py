@@ -174,15 +174,13 @@ def recorded_reads() -> Iterator[list[str]]:
         kind.__getitem__ = original
 
 
-@contextmanager
-def changed_variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable to another value within the block; for the conformance suite."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+def variables() -> dict[str, str]:
+    """Every variable of the process and its value; for the conformance suite."""
+    return dict(os.environ)
+
+
+def assign(name: str, value: str | None) -> None:
+    """Set a variable, or remove it with None; for the conformance suite."""
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value

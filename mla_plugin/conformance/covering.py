@@ -30,14 +30,19 @@ class _Coverage:
         self.missing: dict[int, int] = {}
 
     def _bit(self, thing: Any) -> int:
-        return self._bits.setdefault(thing, len(self._bits))
+        bits = self._bits
+        number = bits.get(thing)
+        if number is None:
+            number = bits[thing] = len(bits)
+        return number
 
     def marks(self, row: Row) -> tuple[Marks, Marks]:
         """(numbers of the levels, their set of bits), and the same of pairs of aspects and of aspects."""
-        levels = tuple(self._bit(item) for item in row.items())
-        aspects = [(f"~{name}", value) for name, value in self._aspects(row).items()]
-        pairs = tuple(self._bit(pair) for pair in itertools.combinations(aspects, 2))
-        return (levels, _set_of(levels)), (pairs, _set_of(self._bit(aspect) for aspect in aspects))
+        bit = self._bit
+        levels = tuple(map(bit, row.items()))
+        aspects = [bit((self._aspects, name, value)) for name, value in self._aspects(row).items()]
+        pairs = tuple([bit(first << 32 | second) for first, second in itertools.combinations(aspects, 2)])
+        return (levels, _set_of(levels)), (pairs, _set_of(aspects))
 
     def add(self, row: Row) -> None:
         """What the row covers is possible, so it is to be covered."""
@@ -47,10 +52,11 @@ class _Coverage:
 
     def gain(self, row: Row) -> int:
         """How much of what is missing the row covers."""
-        missing = self.missing
-        return sum(
-            (missing.get(number, 0) & bits).bit_count() for numbers, bits in self.marks(row) for number in numbers
-        )
+        missing, found = self.missing, 0
+        for numbers, bits in self.marks(row):
+            for number in numbers:
+                found += (missing.get(number, 0) & bits).bit_count()
+        return found
 
     def remove(self, row: Row) -> None:
         """The row has been chosen."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
+from mla_plugin.conformance.settings import changed_variable, settings_kept
 
 _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
@@ -101,6 +102,8 @@ def _facts(x: torch.Tensor) -> dict[str, Any]:
         "address": x.data_ptr(),
         "requires_grad": x.requires_grad,
         "grad": None if not x.is_leaf or x.grad is None else "a tensor",
+        "hooks": len(x._backward_hooks or ()),
+        "attributes": tuple(vars(x)),
     }
 
 
@@ -155,6 +158,7 @@ def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], 
     """Around a hook: autograd and autocast off, as in the library, and everything watched."""
     with ExitStack() as stack:
         enter = stack.enter_context
+        enter(settings_kept())
         enter(torch.no_grad())
         enter(unmodified(inputs))
         enter(random_state_kept(device_type))
@@ -195,12 +199,17 @@ def check_no_graph(**tensors: torch.Tensor | None) -> None:
 
 
 def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
-    """Results lie in memory of their own."""
-    owners = _owners(inputs)
+    """Each element of the results lies in memory of its own."""
+    owners, starts = _owners(inputs), dict[int, str]()
     for name, x in results.items():
-        owner = owners.get(_address(x)) if isinstance(x, torch.Tensor) and x.numel() else None
+        if not isinstance(x, torch.Tensor) or not x.numel():
+            continue
+        owner = owners.get(_address(x)) or starts.get(x.data_ptr())
         if owner is not None:
             fail(f"{name} shares its memory with {owner}; return a fresh tensor")
+        starts[x.data_ptr()] = name
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            fail(f"{name} has strides {x.stride()}, so elements of it share their memory; return a fresh tensor")
 
 
 def _owners(inputs: Mapping[str, torch.Tensor | None]) -> dict[int, str]:
@@ -220,7 +229,7 @@ def check_same_in_other_environments(ask: Callable[[], object], answer: object) 
         fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
     for name in dict.fromkeys(read):
         for value in ("0", "1", "other"):
-            with environment.changed_variable(name, value):
+            with changed_variable(name, value):
                 other = ask()
             if other != answer:
                 fail(

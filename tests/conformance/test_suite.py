@@ -361,7 +361,7 @@ TEST_FILE = """
 def test_a_test_file_of_another_package(pytester, fault, failed):
     pytester.makepyfile(TEST_FILE.format(fault=fault))
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "test_forward or test_backward or something")
-    result.assert_outcomes(passed=7 - failed, failed=failed, deselected=10)
+    result.assert_outcomes(passed=7 - failed, failed=failed, deselected=11)
 
 
 class TestCommand:
@@ -426,7 +426,7 @@ def test_the_backward_of_another_backend_runs():
 def test_decode_cases_are_the_requests_that_the_library_makes():
     for case in decode_cases():
         made = DecodeRequest.of(case.tensors("cpu", torch.Generator().manual_seed(0), 32.0))
-        assert made.replace(max_seqlen_kv=0) == case.request("cpu").replace(max_seqlen_kv=0), case
+        assert made == case.request("cpu"), case
 
 
 def test_importing_it_loads_no_kernel_library():

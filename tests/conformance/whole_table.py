@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mla_plugin.conformance import BackendConformance, DecodeConformance, surroundings
-from tests.conformance import broken_attention, broken_decode, broken_hidden, broken_later, broken_rare
+from mla_plugin.conformance import BackendConformance, DecodeConformance, settings
+from tests.conformance import broken_attention, broken_decode, broken_hidden, broken_later, broken_rare, broken_state
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
 SUITES = {"attention": BackendConformance, "decode": DecodeConformance}
@@ -29,12 +29,14 @@ GENERAL = {
         "test_dropout",
         "test_unusual_values",
         "test_surroundings",
+        "test_unlike_calls",
     ),
-    "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings"),
+    "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
 }
+_TABLES = (broken_later, broken_rare, broken_hidden, broken_state)
 FAULTS = {
-    "attention": (*broken_attention.BROKEN, *broken_later.ATTENTION, *broken_rare.ATTENTION, *broken_hidden.ATTENTION),
-    "decode": (*broken_decode.BROKEN, *broken_later.DECODE, *broken_rare.DECODE, *broken_hidden.DECODE),
+    "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
+    "decode": (*broken_decode.BROKEN, *(fault for table in _TABLES for fault in table.DECODE)),
 }
 CAUGHT = HERE / "caught.json"
 
@@ -50,7 +52,7 @@ def suite_of(
 
 def runs_of(operation: str, suite: object, seed: str) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every test by name; the cases in an order of their own for each fault, so that many of them have to serve."""
-    restored = surroundings.settings_restored()  # some faults set the default dtype, for all tests that follow
+    restored = settings.settings_restored()  # some faults set the default dtype, for all tests that follow
     for name in GENERAL[operation]:
         yield name, restored(getattr(suite, name))
     given = list(suite.cases())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.draw import Draw
 from mla_plugin.conformance.attention.oracle import Oracle
-from mla_plugin.conformance.budget import Roundings, Yardstick
+from mla_plugin.conformance.budget import Roundings, Yardstick, fail
 from mla_plugin.conformance.watch import as_the_library
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
@@ -96,7 +99,10 @@ class Call:
         return self._expected
 
     def partial(self, generator: torch.Generator) -> AttentionOutput:
-        """out and lse over these keys and others that this call does not see, as context parallelism merges them."""
+        """out and lse over these keys and others that this call does not see, as context parallelism merges them.
+
+        Another backend may have made them, so their strides are not those that this one's forward gives.
+        """
         out, lse = self._expected
         share = torch.rand(lse.exact.shape, generator=generator, dtype=torch.float64).to(lse.exact.device) * 0.7 + 0.2
         others = torch.randn(out.exact.shape, generator=generator, dtype=torch.float64).to(out.exact.device)
@@ -104,7 +110,10 @@ class Call:
         rows = self.request.layout.from_bhsd(rows)
         merged = torch.where(out.sigma > 0, rows * out.exact + (1 - rows) * others, 0.0)
         whole = (lse.exact - share.log()).to(lse_dtype(self.case.dtype))
-        return AttentionOutput(merged.to(self.case.dtype), whole)
+        out_storage, lse_storage = self.case.merged_storages
+        draw = Draw(self.case.dtype, merged.device, generator)
+        out_in_memory = draw.placed(merged.to(self.case.dtype), out_storage, self.request.layout)
+        return AttentionOutput(out_in_memory, draw.placed(whole, lse_storage))
 
     def expected_gradients(self, partial: AttentionOutput | None = None) -> dict[str, Yardstick]:
         """The gradients for the call's own out and lse, or for those that ``partial`` gave."""
@@ -139,7 +148,7 @@ class Hooks:
         run = self.manager.caller("forward", plan.forward_backend)
         if self.kept is not None:
             vars(call.tensors)["kept"] = self.kept
-        with as_the_library(self.device_type, call.inputs, is_poisoned=is_poisoned):
+        with _same_objects(call.tensors), as_the_library(self.device_type, call.inputs, is_poisoned=is_poisoned):
             return run(plan=plan, tensors=call.tensors)
 
     def backward(self, plan: Plan, call: Call, output: AttentionOutput, *, is_poisoned: bool = True) -> Any:
@@ -147,5 +156,16 @@ class Hooks:
         run = self.manager.caller("backward", plan.backward_backend)
         residuals = Residuals(call.tensors, output.out, output.lse)
         inputs = {**call.inputs, "out": output.out, "lse": output.lse, "dout": call.dout, "dlse": call.dlse}
-        with as_the_library(self.device_type, inputs, is_poisoned=is_poisoned):
+        watched = as_the_library(self.device_type, inputs, is_poisoned=is_poisoned)
+        with _same_objects(call.tensors), _same_objects(residuals), watched:
             return run(plan=plan, residuals=residuals, dout=call.dout, dlse=call.dlse)
+
+
+@contextmanager
+def _same_objects(given: AttentionTensors | Residuals) -> Iterator[None]:
+    """Fail when an attribute is another object behind the block: a backward, or another layer, is given it too."""
+    before = {field.name: getattr(given, field.name) for field in fields(given)}
+    yield
+    for name, x in before.items():
+        if getattr(given, name) is not x:
+            fail(f"the hook has put another {name} into its {type(given).__name__}; leave the arguments as they are")

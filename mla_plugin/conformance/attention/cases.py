@@ -68,7 +68,7 @@ def _every_pair() -> tuple[Case, ...]:
 @functools.cache
 def _edges() -> tuple[Case, ...]:
     families = (_layouts, _sizes, _lengths, _packed, _padded_rows, _windows, _biases, _repeatable, _together, _further)
-    later = (_long, _many, _rare_strides)
+    later = (_long, _many, _rare_strides, _longer)
     plain = [case for family in (*families, *later) for case in family()]
     dtypes = (torch.float32, torch.bfloat16)
     named = [
@@ -233,6 +233,40 @@ def _long() -> Iterator[Case]:
         yield Case(f"long-thd-{mask}", "thd", attn_mask_type=mask, window_size=window, **packed)
 
 
+def _longer() -> Iterator[Case]:
+    """Thousands of keys or queries with what makes a kernel leave tiles out, and windows that end where tiles do."""
+    few: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16, "num_heads": 2, "num_kv_heads": 1}
+    keys: dict[str, Any] = {"seqlens_q": (37,), "seqlens_kv": (2300,), **few}
+    for qkv_format in ("bshd", "bhsd"):
+        longer = Case(f"longer-{qkv_format}-causal", qkv_format, attn_mask_type="causal_bottom_right", **keys)
+        yield replace(longer, return_lse=True, deterministic=qkv_format == "bshd")
+    yield Case("longer-window", "sbhd", window_size=(2100, 3), **keys)
+    yield Case("longer-bias", bias_type="post_scale_bias", bias_requires_grad=True, **keys)
+    yield Case("longer-mask", "bhsd", attn_mask_type="arbitrary", mask_shape="bhss", **keys)
+    yield Case("longer-queries", seqlens_q=(2300,), seqlens_kv=(37,), attn_mask_type="causal", return_lse=True, **few)
+    packed: dict[str, Any] = {"seqlens_q": (33, 2, 1100), "seqlens_kv": (1900, 40, 20), "return_lse": True, **few}
+    for mask in ("padding", "padding_causal_bottom_right"):
+        yield Case(f"longer-thd-{mask}", "thd", attn_mask_type=mask, **packed)
+        dense: dict[str, Any] = {"rows_q": (1110,) * 3, "rows_kv": (1910,) * 3}
+        yield Case(f"longer-{mask}", "bshd", attn_mask_type=mask, **(packed | dense))
+    tiles: dict[str, Any] = {"seqlens_q": (256,), "seqlens_kv": (384,), **few}
+    for left, right, mask in ((64, 64, "no_mask"), (128, 0, "causal_bottom_right"), (0, 128, "no_mask")):
+        yield Case(f"window_{left}_{right}-whole_tiles", window_size=(left, right), attn_mask_type=mask, **tiles)
+        thd: dict[str, Any] = tiles | {"seqlens_q": (256, 64), "seqlens_kv": (256, 128), "qkv_format": "thd"}
+        yield Case(
+            f"window_{left}_{right}-whole_tiles-thd", window_size=(left, right), attn_mask_type=_padded(mask), **thd
+        )
+    most: dict[str, Any] = {"seqlens_q": (66_000, 6, 2), "seqlens_kv": (3, 66_000, 7)}
+    most |= {"num_heads": 1, "num_kv_heads": 1, "head_dim_qk": 8, "head_dim_v": 8}
+    yield Case("tokens_66000-thd", "thd", attn_mask_type="padding", **most)
+    nothing: dict[str, Any] = {"seqlens_q": (0, 0), "seqlens_kv": (0, 0), "rows_q": (5, 5), "rows_kv": (7, 7)}
+    yield Case("nothing_but_padding", attn_mask_type="padding", return_lse=True, **nothing, **few)
+
+
+def _padded(mask: str) -> str:
+    return "padding" if mask == "no_mask" else f"padding_{mask}"
+
+
 def _many() -> Iterator[Case]:
     """Many sequences, heads, and heads that share one of the keys'."""
     widths: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
@@ -243,7 +277,8 @@ def _many() -> Iterator[Case]:
     short: dict[str, Any] = {"seqlens_q": (9, 9), "seqlens_kv": (33, 33)}
     for qkv_format in ("bhsd", "sbhd"):
         yield Case(f"heads_131-{qkv_format}", qkv_format, num_heads=131, num_kv_heads=131, **short, **widths)
-    yield Case("heads_128_1", num_heads=128, num_kv_heads=1, attn_mask_type="causal_bottom_right", **short, **widths)
+    shared: dict[str, Any] = {"num_heads": 128, "num_kv_heads": 1, "attn_mask_type": "causal_bottom_right"}
+    yield Case("heads_128_1", **shared, **short, **widths)
     packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", "max_seqlen": "beyond"}
     packed |= {"seqlens_q": (9, 5, 0), "seqlens_kv": (33, 2, 7), "return_lse": True}
     yield Case("heads_49_7-thd", num_heads=49, num_kv_heads=7, window_size=(5, 11), **packed, **widths)
@@ -273,6 +308,11 @@ def _rare_strides() -> Iterator[Case]:
             strides |= {"storage_q": "expanded_tokens", "num_heads": 4, "num_kv_heads": 2}
         yield Case(f"expanded_{axis}_of_dout", qkv_format, return_lse=index % 2 == 0, **strides)
     yield Case("expanded_tokens_of_v", storage_v="expanded_tokens", storage_k="expanded_tokens", seqlens_kv=(37, 37))
+    for axis, layout in (("batch", "bshd"), ("heads", "sbhd"), ("tokens", "bhsd")):
+        full: dict[str, Any] = {"bias_storage": f"expanded_{axis}", "seqlens_kv": (37, 37)}
+        yield Case(f"expanded_{axis}_of_mask", layout, attn_mask_type="arbitrary", mask_shape="bhss", **full)
+        full |= {"bias_type": "pre_scale_bias", "bias_shape": "bhss", "bias_requires_grad": axis != "heads"}
+        yield Case(f"expanded_{axis}_of_bias", layout, **full)
 
 
 def _in_float64() -> Iterator[Case]:
@@ -298,6 +338,13 @@ def _other_dtypes() -> Iterator[Case]:
         lengths: dict[str, Any] = {"seqlens_q": VARLEN_Q, "seqlens_kv": VARLEN_KV}
         yield Case(f"thd-padding_causal-{name}", "thd", dtype, attn_mask_type="padding_causal", **lengths)
         yield Case(f"gqa-128_128-{name}", dtype=dtype, head_dim_qk=128, num_heads=4, num_kv_heads=2)
+    widths: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16, "seqlens_q": (9, 9), "seqlens_kv": (33, 33)}
+    for dtype in (torch.bfloat16, torch.float16):  # the gradients of a group are a sum, not rounded after each head
+        for qkv_format in ("bshd", "bhsd"):
+            name = f"heads_128_1-{qkv_format}-{DTYPE_NAMES[dtype]}"
+            yield Case(name, qkv_format, dtype, num_heads=128, num_kv_heads=1, **widths)
+        odd: dict[str, Any] = {"head_dim_qk": 13, "head_dim_v": 7, "return_lse": True, "attn_mask_type": "causal"}
+        yield Case(f"head_dims_13_7-causal-{DTYPE_NAMES[dtype]}", dtype=dtype, **odd)
     wide: dict[str, Any] = {"seqlens_q": (40,), "seqlens_kv": (700,), "head_dim_qk": 24, "head_dim_v": 16}
     yield Case("keys_700-fp16", dtype=torch.float16, window_size=(300, 9), return_lse=True, **wide)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from mla_plugin.arguments.layout import Layout
+from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 Storage = Literal[
     "contiguous",
@@ -59,12 +59,12 @@ class Draw:
         Args:
             values: any tensor; where the storage is expanded, the first entry stands for all.
             storage: which memory.
-            layout: of the values, for the storages that name heads, tokens or batch.
+            layout: of the values, for the storages that name heads, tokens or batch; None for scores.
         """
         if storage == "expanded":
             return self._like(values, ()).copy_(values.flatten()[0]).expand(values.shape)
         if storage.startswith("expanded_"):
-            assert layout is not None
+            layout = LAYOUTS["bhsd"] if layout is None else layout  # scores are [B, H, S_q, S_kv]
             last, name = values.dim() - 1, storage.removeprefix("expanded_")
             axis = last if name == "dims" else getattr(layout, name)
             if axis is None:

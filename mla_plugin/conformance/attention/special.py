@@ -30,7 +30,7 @@ HOPELESS: tuple[dict[str, Any], ...] = (
     {"bias_type": "alibi"},
 )
 """What a request can say and no hook is given tensors for."""
-DROPOUT = 0.25
+DROPOUTS = (0.25, 0.1)
 
 
 def _calls(suite: BackendConformance, *, is_training: bool = True) -> list[tuple[Plan, Call]]:
@@ -86,11 +86,15 @@ def check_dropout(suite: BackendConformance) -> None:
     keys = min(plain.head_dim_v, 96)
     square: dict[str, Any] = {"seqlens_q": (keys,) * 2, "seqlens_kv": (keys,) * 2, "rows_q": None, "rows_kv": None}
     case = replace(plain, **square, num_heads=4, num_kv_heads=4, scores="normal", lead=0, tail=0, return_lse=False)
-    request = case.request(suite.device).replace(dropout_p=DROPOUT)
-    decision = suite._answer(request)
-    if not isinstance(decision, Accepted):
-        return
-    plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
+    for dropout_p in DROPOUTS:
+        request = case.request(suite.device).replace(dropout_p=dropout_p)
+        if isinstance(decision := suite._answer(request), Accepted):
+            plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
+            _check_dropout(suite, plan, case, keys)
+
+
+def _check_dropout(suite: BackendConformance, plan: Plan, case: Case, keys: int) -> None:
+    request = plan.request
     call = call_of(suite, case, request.replace(dropout_p=0.0))
     layout = request.layout
     v = layout.to_bhsd(torch.zeros_like(call.tensors.v))
@@ -100,7 +104,7 @@ def check_dropout(suite: BackendConformance) -> None:
     seeds = [torch.tensor([seed], dtype=torch.int64) for seed in (11, 11, 12)]
     calls = [replace(call, tensors=replace(call.tensors, v=v, dropout_seed=seed)) for seed in seeds]
     outputs = [suite.hooks().forward(plan, each) for each in calls]
-    _check_dropped(suite, calls[0], outputs, keys)
+    _check_dropped(calls[0], outputs, keys, request.dropout_p)
     _check_dropped_backward(suite, plan, calls[0], outputs[0], keys)
 
 
@@ -109,23 +113,23 @@ def _weights(call: Call, keys: int) -> torch.Tensor:
     return call.request.layout.to_bhsd(call.oracle.forward()[0].exact)[..., :keys]
 
 
-def _check_dropped(suite: BackendConformance, call: Call, outputs: list[AttentionOutput], keys: int) -> None:
+def _check_dropped(call: Call, outputs: list[AttentionOutput], keys: int, dropout_p: float) -> None:
     first, again, other = (call.request.layout.to_bhsd(x.out)[..., :keys].double() for x in outputs)
     if not torch.equal(first, again):
         checks.fail("dropout: two calls with one dropout_seed drop different weights")
     if torch.equal(first, other):
-        checks.fail(f"dropout_p={DROPOUT} is accepted, and another dropout_seed changes nothing; refuse dropout")
+        checks.fail(f"dropout_p={dropout_p} is accepted, and another dropout_seed changes nothing; refuse dropout")
     weights = _weights(call, keys)
     seen = weights > 1e-3
     kept = (first != 0) & seen
     share = float(kept.sum() / seen.sum())
-    spread = (DROPOUT * (1 - DROPOUT) / float(seen.sum())) ** 0.5
-    if not abs(share - (1 - DROPOUT)) <= 6 * spread + 1e-3:
-        checks.fail(f"dropout_p={DROPOUT}, but {1 - share:.4f} of the weights are dropped")
-    wanted = torch.where(kept, weights / (1 - DROPOUT), 0.0)
+    spread = (dropout_p * (1 - dropout_p) / float(seen.sum())) ** 0.5
+    if not abs(share - (1 - dropout_p)) <= 6 * spread + 1e-3:
+        checks.fail(f"dropout_p={dropout_p}, but {1 - share:.4f} of the weights are dropped")
+    wanted = torch.where(kept, weights / (1 - dropout_p), 0.0)
     bound = 8 * torch.finfo(call.case.dtype).eps + 1e-5
     if not bool(((first - wanted).abs() <= bound).masked_select(seen).all()):
-        checks.fail(f"dropout: what is kept must be divided by 1 - dropout_p = {1 - DROPOUT}")
+        checks.fail(f"dropout: what is kept must be divided by 1 - dropout_p = {1 - dropout_p}")
     if torch.equal(kept[:, 0], kept[:, 1]):
         checks.fail("dropout: two heads drop the same weights")
 
@@ -133,7 +137,7 @@ def _check_dropped(suite: BackendConformance, call: Call, outputs: list[Attentio
 def _check_dropped_backward(
     suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput, keys: int
 ) -> None:
-    layout = call.request.layout
+    layout, dropout_p = call.request.layout, plan.request.dropout_p
     given = suite.hooks().backward(plan, call, output)
     if not isinstance(given, Gradients):
         checks.fail(f"backward returns Gradients, not {type(given).__name__}")
@@ -144,7 +148,7 @@ def _check_dropped_backward(
     if layout.is_packed:
         weights = weights.squeeze(0).unflatten(1, (-1, keys)).transpose(0, 1)
     dropped = out[..., :keys]
-    dp = torch.where(dropped != 0, dout @ v.mT / (1 - DROPOUT), 0.0)
+    dp = torch.where(dropped != 0, dout @ v.mT / (1 - dropout_p), 0.0)
     ds = weights * (dp - (dout * out).sum(-1, keepdim=True))
     exact = {"dq": ds @ k * call.tensors.softmax_scale, "dk": ds.mT @ q * call.tensors.softmax_scale}
     exact["dv"] = dropped.mT @ dout

@@ -84,6 +84,9 @@ class BackendConformance(Suite):
         if again is not None:
             checks.check_output(again.case, again.inputs, hooks.forward(plan, again), calls[1].expected())
             kept.check()
+        if case.deterministic:
+            last = calls[0] if again is None else again
+            checks.check_equal_bits(hooks.forward(plan, last), hooks.forward(plan, last))
         self._check_decision_again(plan)
 
     def test_backward(self, case: Case) -> None:
@@ -153,6 +156,10 @@ class BackendConformance(Suite):
     def test_surroundings(self) -> None:
         """Other settings of PyTorch, another thread, inference mode; memory is given back."""
         values.check_surroundings(self)
+
+    def test_unlike_calls(self) -> None:
+        """Calls of other sizes, layouts and dtypes between a forward and its backward, and after them."""
+        values.check_unlike_calls(self)
 
     def test_compiled(self) -> None:
         """A call through ``torch.compile``; one of each layout where the command line names the backend."""

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.conformance import checks, surroundings
+from mla_plugin.conformance import checks, settings, surroundings
 from mla_plugin.conformance.attention import library
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of, check_step, step
 from mla_plugin.conformance.budget import Yardstick
-from mla_plugin.hooks.attention import Plan
+from mla_plugin.hooks.attention import AttentionOutput, Plan
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_UNLIKE = ((torch.bfloat16, 1), (torch.float16, 3), (torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 4))
+"""Dtypes and heads of calls that follow one another."""
 
 
 def check_values(suite: BackendConformance) -> None:
@@ -79,6 +81,8 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
     yield "large queries and tiny keys", _with(call, q=_times(large), k=_times(tiny))
     yield "a large v", _with(call, v=_times(large))
     yield "a tiny v", _with(call, v=_times(tiny))
+    for scale in (4.0, 2.0**-20):
+        yield f"a softmax_scale of {scale:.3g}", replace(call, tensors=replace(call.tensors, softmax_scale=scale))
     if call.case.head_dim_v <= call.case.head_dim_qk:
         slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
         yield "v that is a slice of k", replace(call, tensors=replace(call.tensors, v=slice_of_k))
@@ -175,11 +179,19 @@ def check_surroundings(suite: BackendConformance) -> None:
         if plan is None:
             continue
         call = call_of(suite, case, plan.request)
-        step(suite, plan, call)  # what a library does when it is loaded is its own
-        surroundings.check_settings_are_kept(functools.partial(step, suite, plan, call))
-        with surroundings.unusual_settings():
+        with settings.settings_kept():  # a variable that a library sets when it is loaded is its own
+            step(suite, plan, call)
+        run = functools.partial(step, suite, plan, call)
+        settings.check_settings_are_kept(run)
+        answer = suite._answer(plan.request)
+        with settings.unusual_settings():
             check_step(call, *step(suite, plan, call))
-        check_step(call, *surroundings.in_another_thread(functools.partial(step, suite, plan, call)))
+            other = suite._answer(plan.request)
+        if other != answer:
+            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
+        check_step(call, *surroundings.in_another_thread(run))
+        if not suite.is_slow and case is plain[0]:
+            surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
             others = [call_of(suite, case, plan.request) for _ in range(2)]
             surroundings.at_the_same_time([functools.partial(_checked_step, suite, plan, other) for other in others])
@@ -190,6 +202,46 @@ def check_surroundings(suite: BackendConformance) -> None:
 
 def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:
     check_step(call, *step(suite, plan, call))
+
+
+def _results_of_a_step(suite: BackendConformance, plan: Plan, call: Call) -> dict[str, torch.Tensor | None]:
+    output, gradients = step(suite, plan, call)
+    check_step(call, output, gradients)
+    return {**vars(output), **vars(gradients)}
+
+
+def check_unlike_calls(suite: BackendConformance) -> None:
+    """Calls of other sizes, layouts and dtypes one after the other, the larger ones later; then their backwards.
+
+    What a backend keeps from call to call (a workspace, a size) must not be that of the first, nor of the last.
+    """
+    calls = []
+    for lengths in ((3, 9), (9, 9), (70, 41)):  # the first two are one request where sequences are packed
+        for case, (dtype, heads) in zip(_plain(suite), itertools.cycle(_UNLIKE), strict=False):
+            both: dict[str, Any] = {"seqlens_q": lengths, "seqlens_kv": lengths}
+            if not case.is_packed:
+                both = {name: (lengths[0],) * len(lengths) for name in both}
+            for wanted in (dtype, case.dtype):
+                unlike = replace(case, dtype=wanted, num_heads=heads, num_kv_heads=heads, **both)
+                plan = suite.plan_of(unlike)
+                if plan is not None:
+                    calls.append((plan, call_of(suite, unlike, plan.request)))
+                    break
+    outputs = [suite.hooks().forward(plan, call) for plan, call in calls]
+    for (plan, call), output in reversed(list(zip(calls, outputs, strict=True))):
+        _check_pair(suite, plan, call, output)
+    for plan, call in reversed(calls):
+        _check_pair(suite, plan, call, suite.hooks().forward(plan, call))
+
+
+def _check_pair(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:
+    try:
+        checks.check_output(call.case, call.inputs, output, call.expected())
+        gradients = suite.hooks().backward(plan, call, output)
+        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
+    except checks.ConformanceError as error:
+        lengths = f"lengths {call.case.seqlens_q} in {call.case.qkv_format} and {call.case.dtype}"
+        checks.fail(f"a call with {lengths} after calls of other sizes, layouts and dtypes: {error}")
 
 
 def _check_like_calls(suite: BackendConformance, case: Case, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.decode import DecodeRequest
 
+CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -42,10 +43,15 @@ class DecodeCase:
         scores: ``large`` are 100 and more.
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
         rope_storage: of q_rope, where it is another one: the product with W_UK may leave q_nope_abs alone head-major.
-        cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence.
-        table_storage: of the page table.
+        cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence,
+            ``transposed`` the first tokens of all pages or sequences before the second ones; ``expanded_batch`` is one
+            sequence's for all, of a contiguous cache.
+        rope_storage_in_cache: of k_rope, where it is another one; for a pair of caches.
+        table_storage: of the page table; ``expanded_batch`` is one row for all, so the sequences have the same keys.
+        spare_columns: columns of the page table behind those that the cache's capacity needs.
         shares_pages: the sequences' first two pages are the same ones, as a cache of common prefixes has it.
-        has_pages_in_order: each sequence's pages follow one another in the cache, as in one that is still empty.
+        page_order: ``ascending`` pages of a sequence follow one another, as in a cache that is still empty;
+            ``descending`` ones come from the end of a list of free pages.
         spare_pages: pages of the cache that no sequence uses, half of them before those that one does.
     """
 
@@ -69,11 +75,13 @@ class DecodeCase:
     scores: Literal["normal", "large"] = "normal"
     query_storage: Storage = "contiguous"
     rope_storage: Storage | None = None
-    cache_storage: Literal["contiguous", "sliced_dims", "sliced_batch"] = "contiguous"
-    table_storage: Literal["contiguous", "sliced_dims", "offset"] = "contiguous"
+    cache_storage: CacheStorage = "contiguous"
+    rope_storage_in_cache: CacheStorage | None = None
+    table_storage: Literal["contiguous", "sliced_dims", "offset", "expanded_batch"] = "contiguous"
+    spare_columns: int = 1
     lengths_storage: Literal["contiguous", "offset"] = "contiguous"
     shares_pages: bool = False
-    has_pages_in_order: bool = False
+    page_order: Literal["shuffled", "ascending", "descending"] = "shuffled"
     spare_pages: int = 3
 
     def __str__(self) -> str:
@@ -101,7 +109,7 @@ class DecodeCase:
             "host_lengths": self.has_host_lengths,
             "full_cache": not self.has_seqlens_kv,
             "strided_queries": self.query_storage != "contiguous",
-            "strided_cache": self.cache_storage != "contiguous",
+            "strided_cache": self._cache_storages != ("contiguous", "contiguous"),
             "unaligned_rows": not self.has_aligned_rows,
             "sliced_page_table": self.page_size is not None and self.table_storage != "contiguous",
             "shared_pages": self.shares_pages,
@@ -121,21 +129,39 @@ class DecodeCase:
         return rows if self.page_size is None else -(-rows // self.page_size) * self.page_size
 
     @property
+    def _cache_storages(self) -> tuple[CacheStorage, CacheStorage]:
+        """Memory of c_kv and of k_rope."""
+        return self.cache_storage, self.rope_storage_in_cache or self.cache_storage
+
+    @property
+    def _has_one_cache(self) -> bool:
+        """All sequences have the same keys, the shorter ones fewer of them."""
+        return "expanded_batch" in (self.cache_storage, self.table_storage)
+
+    @property
+    def _columns(self) -> int:
+        """Pages that the page table has room for, for each sequence."""
+        return self.capacity // (self.page_size or 1) + self.spare_columns
+
+    @property
     def _shared_pages(self) -> int:
         """Pages at the beginning that all sequences have in common."""
+        if self.table_storage == "expanded_batch":
+            return self.capacity // (self.page_size or 1)
         return min(2, self.capacity // self.page_size) if self.shares_pages and self.page_size else 0
 
     @property
     def has_aligned_rows(self) -> bool:
         """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
-        extra = 8 if self.cache_storage == "sliced_dims" else 0
+        extra, of_rope = (8 if storage == "sliced_dims" else 0 for storage in self._cache_storages)
         whole = self.rank + self.rope
-        steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + extra or 1)
+        steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + of_rope or 1)
         return all(step * self.dtype.itemsize % 16 == 0 for step in steps)
 
     def request(self, device: torch.device | str) -> DecodeRequest:
         """The request of the case."""
         device = torch.device(device)
+        room = self.capacity if self.page_size is None else self._columns * self.page_size
         return DecodeRequest(
             dtype=self.dtype,
             device_type=device.type,
@@ -145,7 +171,7 @@ class DecodeCase:
             num_heads=self.num_heads,
             kv_lora_rank=self.rank,
             qk_rope_head_dim=self.rope,
-            max_seqlen_kv=self.capacity,
+            max_seqlen_kv=1 << (room - 1).bit_length() if room else 0,
             page_size=self.page_size,
             causal=self.causal and self.seqlen_q > 1,
             has_seqlens_kv=self.has_seqlens_kv,
@@ -176,13 +202,14 @@ class DecodeCase:
         if self.scores == "large":
             queries = queries * 20.0
         tokens = draw.normal((batch, self.capacity, width))
-        shared = self._shared_pages * (self.page_size or 0)
-        tokens[:, :shared] = tokens[:1, :shared].clone()
+        shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison
+        common = self.capacity if self._has_one_cache else shared
+        tokens[:, :common] = tokens[:1, :common].clone()
         cache, page_table = (tokens, None) if self.page_size is None else self._in_pages(draw, tokens, poison)
         whole_or_parts = [(cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])]
-        stored = [self._cache(draw, x) for x in whole_or_parts[0]]
+        stored = [self._cache(draw, *each) for each in zip(whole_or_parts[0], self._cache_storages, strict=False)]
         c_kv, k_rope = (stored[0][..., : self.rank], stored[0][..., self.rank :]) if self.is_packed else stored
         parts = [queries] if self.is_packed else [queries[..., : self.rank], queries[..., self.rank :]]
         storages = (self.query_storage, self.rope_storage or self.query_storage)
@@ -201,35 +228,38 @@ class DecodeCase:
             softmax_scale=self.softmax_scale,
             causal=self.causal and self.seqlen_q > 1,
             return_lse=self.return_lse,
-            page_table=None if page_table is None else draw.placed(page_table, self.table_storage),
+            page_table=None if page_table is None else draw.placed(page_table, self.table_storage, LAYOUTS["bshd"]),
             seqlens_kv=seqlens_kv,
             leftpad_kv=leftpad_kv,
             lengths=lengths,
         )
 
-    def _cache(self, draw: Draw, values: torch.Tensor) -> torch.Tensor:
-        """The cache as ``cache_storage`` says; what lies between is NaN."""
-        if self.cache_storage == "sliced_batch":
+    def _cache(self, draw: Draw, values: torch.Tensor, storage: CacheStorage) -> torch.Tensor:
+        """The cache, or one of the pair; what lies between is NaN."""
+        if storage == "sliced_batch":
             whole = draw.placed(values.new_full((2 * len(values), *values.shape[1:]), torch.nan), "contiguous")
             return whole[::2].copy_(values)
-        return draw.placed(values, self.cache_storage)
+        if storage == "transposed":
+            return draw.placed(values.transpose(0, 1).contiguous(), "contiguous").transpose(0, 1)
+        return draw.placed(values, storage, LAYOUTS["bshd"] if storage == "expanded_batch" else None)
 
     def _in_pages(self, draw: Draw, tokens: torch.Tensor, poison: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same rows in shuffled pages, and the page table; entries behind the used ones name no page."""
+        """The same rows in pages, and the page table; entries behind the used ones name no page."""
         assert self.page_size is not None
         batch, capacity, width = tokens.shape
         each = capacity // self.page_size
         count = batch * each + self.spare_pages
         order = torch.randperm(count, generator=draw.generator)
-        if self.has_pages_in_order:
+        if self.page_order != "shuffled":
             order = torch.arange(count).roll(-(self.spare_pages // 2 + 1))
+            order = order if self.page_order == "ascending" else count - 1 - order
         cache = draw.normal((len(order), self.page_size, width)) * poison
-        page_table = torch.tensor(UNUSED, dtype=torch.int32).repeat(batch * (each + 1))[: batch * (each + 1)]
-        page_table = page_table.view(batch, each + 1)
+        page_table = torch.tensor(UNUSED, dtype=torch.int32).repeat(batch * self._columns)[: batch * self._columns]
+        page_table = page_table.view(batch, self._columns)
         pages = order[: batch * each].view(batch, each)
         pages[:, : self._shared_pages] = pages[:1, : self._shared_pages].clone()
         for b, length in enumerate(self.lengths):
-            used = -(-length // self.page_size)
+            used = -(-(max(self.lengths) if self.table_storage == "expanded_batch" else length) // self.page_size)
             page_table[b, :used] = pages[b, :used]
         cache[pages.flatten().to(tokens.device)] = tokens.view(-1, self.page_size, width)
         return cache, page_table.to(tokens.device)

@@ -117,12 +117,20 @@ def _long() -> Iterator[DecodeCase]:
 def _rare_memory() -> Iterator[DecodeCase]:
     """Pages one behind the other, pages beyond 16 bits, lengths off 16 bytes, q_nope_abs and q_rope apart."""
     small: dict[str, Any] = {"rank": 72, "rope": 8}
-    order: dict[str, Any] = {"has_pages_in_order": True, "lengths": (67, 40, 0, 130)}
+    order: dict[str, Any] = {"page_order": "ascending", "lengths": (67, 40, 0, 130)}
     yield DecodeCase("pages_in_order", page_size=16, **order, **small)
     sliced: dict[str, Any] = {"cache_storage": "sliced_batch", "seqlen_q": 3}
     yield DecodeCase("pages_in_order-queries_3", page_size=8, **sliced, **order, **small)
     yield DecodeCase("pages_in_order-leftpad", page_size=16, leftpads=(5, 33, 0, 70), **order, **small)
     yield DecodeCase("pages_in_order-shared", page_size=16, shares_pages=True, has_host_lengths=True, **order, **small)
+    descending: dict[str, Any] = order | small | {"page_order": "descending"}
+    yield DecodeCase("pages_in_descending_order", page_size=16, **descending)
+    yield DecodeCase(
+        "pages_in_descending_order-queries_2", page_size=64, seqlen_q=2, leftpads=(9, 0, 0, 70), **descending
+    )
+    one_row: dict[str, Any] = {"table_storage": "expanded_batch", "page_size": 16, "spare_columns": 0}
+    yield DecodeCase("one_row_of_pages", seqlen_q=2, **one_row, **small)
+    yield DecodeCase("wide_page_table", page_size=2, spare_columns=700, has_host_lengths=True, **small)
     yield DecodeCase("page_numbers_beyond_16_bits", page_size=1, lengths=(7, 0, 3), spare_pages=2 * 70_000, **small)
     unaligned: dict[str, Any] = {"lengths_storage": "offset", "table_storage": "offset", "page_size": 16}
     yield DecodeCase("unaligned_lengths", leftpads=(5, 1, 0, 130), **unaligned, **small)

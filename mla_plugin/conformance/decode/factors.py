@@ -33,9 +33,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scores": ("normal", "large"),
     "lse": (True, False),
     "is_packed": (True, False),
-    "queries": ("contiguous", "transposed", "sliced_heads"),
-    "cache": ("contiguous", "sliced_dims", "sliced_batch"),
-    "table": ("contiguous", "sliced_dims"),
+    "queries": ("contiguous", "transposed", "sliced_heads", "odd_rows", "offset", "expanded_batch"),
+    "cache": ("contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"),
+    "rope_cache": (None, "contiguous", "sliced_dims", "sliced_batch", "transposed"),
+    "table": ("contiguous", "sliced_dims", "expanded_batch"),
+    "columns": (1, 0, 100),
+    "page_order": ("shuffled", "descending"),
     "shares_pages": (False, True),
 }
 """Each factor's levels. The first ones together are the plainest call."""
@@ -49,7 +52,11 @@ def settle(row: Row) -> Row:
     if row["page_size"] is not None and row["given"] == "none":
         row["given"] = "device"
     if row["page_size"] is None:
-        row |= {"table": "contiguous", "shares_pages": False}
+        row |= {"table": "contiguous", "shares_pages": False, "columns": 1, "page_order": "shuffled"}
+    elif row["cache"] == "expanded_batch":
+        row["cache"] = "contiguous"
+    if row["is_packed"]:
+        row["rope_cache"] = None
     if row["given"] == "none":
         row["lengths"] = "equal"
     if row["seqlen_q"] == 1:
@@ -82,7 +89,10 @@ def case_of(name: str, row: Row) -> DecodeCase:
         scores=row["scores"],
         query_storage=row["queries"],
         cache_storage=row["cache"],
+        rope_storage_in_cache=row["rope_cache"],
         table_storage=row["table"],
+        spare_columns=row["columns"],
+        page_order=row["page_order"],
         shares_pages=row["shares_pages"],
     )
 
@@ -111,6 +121,8 @@ def _needing(name: str) -> Row:
         return {"seqlen_q": 3}
     if name == "given":
         return {"page_size": None}
+    if name == "rope_cache":
+        return {"is_packed": False}
     return {}
 
 

@@ -72,7 +72,7 @@ class DecodeConformance(Suite):
         """Refuse with reasons, or compute out and lse: for two calls at once, again, and in the same memory.
 
         Each call's results are kept while the next ones run. The second has other data and other lengths, the last one
-        has them in the memory of the first, as the next step of a generation has.
+        has them in the memory of the first, as the next step of a generation has, and then fills the cache.
         """
         plan = self._plan(decode_case)
         if plan is None:
@@ -93,8 +93,10 @@ class DecodeConformance(Suite):
         if self._goes_through_the_library() and self._repeats(decode_case.name):
             for case, tensors in ((decode_case, first), (other, second)):
                 self._check_library(case, tensors)
-        _copy(first, other.tensors(self.device, generator, self.padding_poison))
-        _check_output(other, first, self.forward(plan, first))
+        longer = _with_lengths(decode_case, (decode_case.capacity,) * len(decode_case.lengths))
+        for case in (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,):
+            _copy(first, case.tensors(self.device, generator, self.padding_poison))
+            _check_output(case, first, self.forward(plan, first))
         kept.check()
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
@@ -108,6 +110,10 @@ class DecodeConformance(Suite):
     def test_surroundings(self) -> None:
         """Other settings of PyTorch, another thread, inference mode; memory is given back."""
         values.check_surroundings(self)
+
+    def test_unlike_calls(self) -> None:
+        """Calls of other sizes and dtypes one after the other."""
+        values.check_unlike_calls(self)
 
     def test_more_than_two_billion_elements(self) -> None:
         """On a CUDA device with 8 GiB of free memory: rows of the cache beyond what 32 bits count."""
@@ -221,7 +227,11 @@ def _copy(target: DecodeTensors, source: DecodeTensors) -> None:
     """New contents for the same memory; lengths that the host holds are updated last, as a plan takes all the rest."""
     for name, x in source._asdict().items():
         if isinstance(x, torch.Tensor) and (name != "seqlens_kv" or target.lengths is None):
-            getattr(target, name).data.copy_(x)  # no version counter says it
+            there = getattr(target, name).data  # no version counter says it
+            for axis in range(there.dim()):
+                if there.stride(axis) == 0:
+                    there, x = there.narrow(axis, 0, 1), x.narrow(axis, 0, 1)
+            there.copy_(x)
     if isinstance(target.lengths, DecodeLengths) and source.lengths is not None:
         target.lengths.update(source.lengths.host)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.conformance import checks, surroundings
+from mla_plugin.conformance import checks, settings, surroundings
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
@@ -18,6 +19,9 @@ from mla_plugin.hooks.types import Accepted
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.decode.suite import DecodeConformance
+
+
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]:
@@ -83,6 +87,8 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
         c_kv, k_rope = (x * 2.0**power for x in tensors[2:4])
         yield words, case, tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope)
+    for scale in (4.0, 2.0**-20):
+        yield f"a softmax_scale of {scale:.3g}", case, drawn(replace(case, softmax_scale=scale))
     if case.has_seqlens_kv:
         empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
         yield "no keys at all", empty, drawn(empty)
@@ -103,14 +109,22 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
 
 
 def check_surroundings(suite: DecodeConformance) -> None:
-    """Other settings, other threads, inference mode; and no tensor of a call is kept."""
-    for case, plan in plain_calls(suite):
+    """Other settings, other threads, many calls, inference mode; and no tensor of a call is kept."""
+    for index, (case, plan) in enumerate(plain_calls(suite)):
         run = functools.partial(_one_call, suite, case, plan)
-        run()  # what a library does when it is loaded is its own
-        surroundings.check_settings_are_kept(functools.partial(_one_call, suite, case, plan, is_checked=False))
-        with surroundings.unusual_settings():
+        with settings.settings_kept():  # a variable that a library sets when it is loaded is its own
             run()
+        tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+        settings.check_settings_are_kept(functools.partial(_run, suite, plan, tensors))
+        answer = suite._answer(plan.request)
+        with settings.unusual_settings():
+            run()
+            other = suite._answer(plan.request)
+        if other != answer:
+            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
         surroundings.in_another_thread(run)
+        if not suite.is_slow and not index:
+            surroundings.check_many_calls(functools.partial(_results_of, suite, case, plan, tensors))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
             surroundings.at_the_same_time([run, run])
         with torch.inference_mode():
@@ -118,13 +132,41 @@ def check_surroundings(suite: DecodeConformance) -> None:
         surroundings.check_nothing_is_kept(run)
 
 
-def _one_call(
-    suite: DecodeConformance, case: DecodeCase, plan: DecodePlan, *, is_checked: bool = True
-) -> dict[str, torch.Tensor | None]:
-    """Its queries, its cache and its results; right, unless another setting may change them."""
-    tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+def check_unlike_calls(suite: DecodeConformance) -> None:
+    """Calls of other batches, lengths, queries and dtypes one after the other, the larger ones later.
+
+    What a backend keeps from call to call (a workspace, a size) must not be that of the first.
+    """
+    calls = []
+    for lengths, seqlen_q in (((3, 1), 1), ((40, 9), 1), ((5, 0, 130, 33, 8), 2)):
+        for plain, dtype in itertools.product((case for case, _ in plain_calls(suite)), _DTYPES):
+            unlike = replace(plain, lengths=lengths, seqlen_q=seqlen_q, dtype=dtype, leftpads=None, rows=None)
+            request = unlike.request(suite.device)
+            if plain.has_seqlens_kv and isinstance(suite._answer(request), Accepted):
+                tensors = unlike.tensors(suite.device, suite._generator(), suite.padding_poison)
+                calls.append((unlike, DecodePlan(request, suite.platform(), suite.backend), tensors))
+    for case, plan, tensors in (*calls, *reversed(calls)):
+        try:
+            suite.check_output(case, tensors, suite.forward(plan, tensors))
+        except checks.ConformanceError as error:
+            checks.fail(f"a call with lengths {case.lengths} in {case.dtype} after calls of other sizes: {error}")
+
+
+def _run(suite: DecodeConformance, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        output: DecodeOutput = suite.run(plan, tensors)
-    if is_checked:
-        suite.check_output(case, tensors, output)
-    return {"q_nope_abs": tensors.q_nope_abs, "c_kv": tensors.c_kv, **output._asdict()}
+        return suite.run(plan, tensors)
+
+
+def _results_of(
+    suite: DecodeConformance, case: DecodeCase, plan: DecodePlan, tensors: DecodeTensors
+) -> dict[str, torch.Tensor | None]:
+    output = _run(suite, plan, tensors)
+    suite.check_output(case, tensors, output)
+    return output._asdict()
+
+
+def _one_call(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> dict[str, torch.Tensor | None]:
+    """Its queries, its cache and its results, which are right."""
+    tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+    results = _results_of(suite, case, plan, tensors)
+    return {"q_nope_abs": tensors.q_nope_abs, "c_kv": tensors.c_kv, **results}

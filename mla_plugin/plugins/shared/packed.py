@@ -117,7 +117,7 @@ class Rows:
         """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
         if self.q is None or self.request.layout.is_packed:
             return lse.contiguous()
-        return lse.transpose(0, 1).flatten(1, 2)
+        return lse.transpose(0, 1).flatten(1, 2).contiguous()  # flatten may give a view with strides
 
     def lse(self, lse: torch.Tensor) -> torch.Tensor:
         """The inverse of ``of_lse``, and -inf for every row that sees no key, where kernels give +inf or nothing.

@@ -1,0 +1,205 @@
+"""Settings of the process, which a backend leaves alone: PyTorch's, NumPy's and Python's, and environment variables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mla_plugin import environment
+from mla_plugin.conformance.budget import fail
+
+_CUDA, _CUDNN = torch.backends.cuda, torch.backends.cudnn
+Setting = tuple[Callable[[], Any], Callable[[Any], Any], tuple[Any, Any]]
+
+
+def _attribute(holder: Any, name: str, *values: Any) -> Setting:
+    return functools.partial(getattr, holder, name), functools.partial(setattr, holder, name), (values[0], values[-1])
+
+
+def _autocast_dtype(device_type: str) -> Setting:
+    read = functools.partial(torch.get_autocast_dtype, device_type)
+    return read, functools.partial(torch.set_autocast_dtype, device_type), (torch.bfloat16, torch.float16)
+
+
+def _autocast(device_type: str) -> Setting:
+    read = functools.partial(torch.is_autocast_enabled, device_type)
+    return read, functools.partial(torch.set_autocast_enabled, device_type), (False, False)
+
+
+def _keeps_denormals() -> bool:
+    return bool(torch.full((), 1e-310, dtype=torch.float64) * 1.0 != 0)
+
+
+def _print_options() -> dict[str, Any]:
+    return vars(torch._tensor_str.PRINT_OPTS).copy()
+
+
+_SETTINGS: dict[str, Setting] = {
+    "torch.get_default_dtype()": (
+        torch.get_default_dtype,
+        torch.set_default_dtype,
+        (torch.float32, torch.bfloat16),
+    ),
+    "torch.get_float32_matmul_precision()": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        ("highest", "medium"),
+    ),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads, (2, 3)),
+    "torch.are_deterministic_algorithms_enabled()": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ((False, False), (True, True)),
+    ),
+    "torch.backends.cuda.flash_sdp_enabled()": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp, (True, False)),
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": (
+        _CUDA.mem_efficient_sdp_enabled,
+        _CUDA.enable_mem_efficient_sdp,
+        (True, True),
+    ),
+    "torch.backends.cuda.math_sdp_enabled()": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp, (True, True)),
+    "torch.backends.cuda.cudnn_sdp_enabled()": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp, (True, True)),
+    "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, (False, True)),
+    "torch.set_flush_denormal()": (_keeps_denormals, lambda keeps: torch.set_flush_denormal(not keeps), (True, True)),
+    "torch.set_printoptions()": (
+        _print_options,
+        lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),
+        (_print_options(), _print_options()),
+    ),
+    "gc.isenabled()": (gc.isenabled, lambda value: gc.enable() if value else gc.disable(), (True, False)),
+    "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit, (3000, 4000)),
+    "logging.getLogger().level": (lambda: logging.root.level, logging.root.setLevel, (logging.ERROR, logging.ERROR)),
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _attribute(
+        _CUDA.matmul, "allow_fp16_reduced_precision_reduction", True, False
+    ),
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": _attribute(
+        _CUDA.matmul, "allow_bf16_reduced_precision_reduction", True, False
+    ),
+    "torch.backends.mkldnn.enabled": _attribute(torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled),
+    "torch.backends.opt_einsum.enabled": _attribute(
+        torch.backends.opt_einsum, "enabled", torch.backends.opt_einsum.enabled
+    ),
+    "torch.utils.deterministic.fill_uninitialized_memory": _attribute(
+        torch.utils.deterministic, "fill_uninitialized_memory", True, False
+    ),
+    "torch.nn.functional.scaled_dot_product_attention": _attribute(
+        torch.nn.functional, "scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention
+    ),
+    **{f"torch.is_autocast_enabled({kind!r})": _autocast(kind) for kind in ("cpu", "cuda")},
+    **{f"torch.get_autocast_dtype({kind!r})": _autocast_dtype(kind) for kind in ("cpu", "cuda")},
+    "torch.backends.cudnn.enabled": _attribute(_CUDNN, "enabled", True),
+    "torch.backends.cudnn.benchmark": _attribute(_CUDNN, "benchmark", False, True),
+    "torch.backends.cudnn.deterministic": _attribute(_CUDNN, "deterministic", False, True),
+    "torch.backends.cudnn.allow_tf32": _attribute(_CUDNN, "allow_tf32", True, False),
+}
+"""Name to how it is read and set, and two values that it has before a call; equal where another changes results."""
+_PRECISION = "torch.get_float32_matmul_precision()"
+_variables: dict[str, str | None] = {}
+"""Environment variables that calls have changed, and what they were before."""
+
+
+def _loaded() -> dict[str, Setting]:
+    """Those of packages that only some processes have loaded."""
+    found: dict[str, Setting] = {}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        values = numpy.geterr() | {"under": "warn"}, numpy.geterr() | {"under": "ignore"}
+        found["numpy.geterr()"] = numpy.geterr, lambda value: numpy.seterr(**value), values
+    if (config := sys.modules.get("torch._dynamo.config")) is not None:
+        found["torch._dynamo.config.suppress_errors"] = _attribute(config, "suppress_errors", False)
+        found["torch._dynamo.config.recompile_limit"] = _attribute(config, "recompile_limit", 9, 10)
+    return found
+
+
+@contextmanager
+def settings_restored() -> Iterator[None]:
+    """Whatever the block sets, every setting and variable is at the end what it was at the start."""
+    settings = _SETTINGS | _loaded()
+    before, variables = {name: read() for name, (read, _, _) in settings.items()}, environment.variables()
+    try:
+        yield
+    finally:
+        for name, (_, write, _) in settings.items():
+            write(before[name])
+        for name in {**variables, **environment.variables()}:
+            environment.assign(name, variables.get(name))
+
+
+@contextmanager
+def changed_variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable has another value within the block."""
+    before = environment.variables().get(name)
+    environment.assign(name, value)
+    try:
+        yield
+    finally:
+        environment.assign(name, before)
+
+
+@contextmanager
+def unusual_settings() -> Iterator[None]:
+    """Inside the block every setting has its second value, but for float32's products, which change results."""
+    with settings_restored():
+        for name, (_, write, values) in (_SETTINGS | _loaded()).items():
+            if name != _PRECISION:
+                write(values[1])
+        yield
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Fail when the block changes a setting. A variable that it changes is noted, for ``check_settings_are_kept``."""
+    before = {name: read() for name, (read, _, _) in _SETTINGS.items()}
+    variables = environment.variables()
+    yield
+    for name, (read, _, _) in _SETTINGS.items():
+        if (now := read()) != before[name]:
+            _fail_of(name, before[name], now)
+    if (now := environment.variables()) != variables:
+        changed = {name for name in {*variables, *now} if variables.get(name) != now.get(name)}
+        _variables.update((name, variables.get(name)) for name in changed if name not in _variables)
+
+
+def _fail_of(name: str, before: object, now: object) -> None:
+    fail(f"{name} was {before} before the call and is {now} after it; a backend leaves it alone")
+
+
+def check_settings_are_kept(run: Callable[[], object]) -> None:
+    """Fail unless each has after ``run`` the value that it had before; it prints nothing either.
+
+    The filters of warnings are one more. A variable that an earlier call changed may be the doing of a library that was
+    loaded by it, and is loaded once: the variable is what it was before that call, and the next one leaves it alone.
+    """
+    for index in range(2):
+        with warnings.catch_warnings(), settings_restored():
+            settings = _SETTINGS | _loaded()
+            for _, write, values in settings.values():
+                write(values[index])
+            for name, value in _variables.items():
+                environment.assign(name, value)
+            variables = environment.variables()
+            warnings.resetwarnings()
+            warnings.filterwarnings("ignore", message=".*")
+            filters = list(warnings.filters)
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                run()
+            if printed.getvalue():
+                fail(f"the call prints {printed.getvalue()[:80]!r}; a backend writes nothing to the standard output")
+            for name, (read, _, values) in settings.items():
+                if (now := read()) != values[index]:
+                    _fail_of(name, values[index], now)
+            if warnings.filters != filters:
+                fail("the call changed the filters of warnings; a backend leaves them alone")
+            after = environment.variables()
+            for name in sorted({*variables, *after}):
+                if variables.get(name) != after.get(name):
+                    _fail_of(f"the environment variable {name}", variables.get(name), after.get(name))
