@@ -86,8 +86,10 @@ def _te(
     return Variable(name, parse, accepted, default, meaning, read_at, "TransformerEngine")
 
 
-def _ours(name: str, parse: Callable[[str], Value], accepted: str, default: Value, meaning: str) -> Variable:
-    return Variable(name, parse, accepted, default, meaning, "selection", "mla-plugin")
+def _ours(
+    name: str, parse: Callable[[str], Value], accepted: str, default: Value, meaning: str, read_at: ReadAt = "selection"
+) -> Variable:
+    return Variable(name, parse, accepted, default, meaning, read_at, "mla-plugin")
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -174,15 +176,13 @@ VARIABLES: tuple[Variable, ...] = (
         "import",
         "Triton",
     ),
-    Variable(
+    _ours(
         "NVTE_MLA_TRITON",
         _verbatim,
         'exactly "1" is on and "0" is off everywhere; anything else is as unset',
         None,
         '"1" puts our Triton kernels first, inside TransformerEngine where they are known to be right; '
         '"0" keeps them off everywhere.',
-        "selection",
-        "mla-plugin",
     ),
     _ours(
         "MLA_PLUGIN_BACKEND",
@@ -192,7 +192,7 @@ VARIABLES: tuple[Variable, ...] = (
         "Use this backend and no other; a request that it refuses raises with its reasons.",
     ),
     _ours("MLA_PLUGIN_BLOCK", _names, "backend names, separated by commas", (), "Backends that are never used."),
-    Variable(
+    _ours(
         "MLA_PLUGIN_CHECK",
         _is_one,
         _ONE,
@@ -201,7 +201,6 @@ VARIABLES: tuple[Variable, ...] = (
         "context-parallel call whether the ranks make the same one and whether it failed on another rank; every such "
         "call then waits for the device. Set it on all ranks.",
         "call",
-        "mla-plugin",
     ),
     _ours(
         "MLA_PLUGIN_BATCH_INVARIANT",
@@ -224,15 +223,15 @@ VARIABLES: tuple[Variable, ...] = (
         False,
         "Inside TransformerEngine, run the calls for which it has no backend or only its quadratic one.",
     ),
-    Variable(
+    _ours(
         "MLA_PLUGIN_NVTE_PLUGIN",
         _text,
         "the name of a module with load_plugins()",
         None,
         "Another plugin for TransformerEngine's one slot, loaded when NVTE_PLUGIN names this library.",
         "import",
-        "mla-plugin",
     ),
+    _ours("MLA_PLUGIN_VLLM_OVERRIDE", _is_one, _ONE, False, "Decode in place of vLLM's `TRITON_MLA`.", "import"),
 )
 
 _BY_NAME: dict[str, Variable] = {variable.name: variable for variable in VARIABLES}
