@@ -247,4 +247,13 @@ VARIABLES: tuple[Variable, ...] = (
         "import",
         "mla-plugin",
     ),
+    Variable(
+        "MLA_PLUGIN_VLLM_OVERRIDE",
+        _is_one,
+        _ONE,
+        False,
+        "Decode in place of vLLM's `TRITON_MLA`.",
+        "import",
+        "mla-plugin",
+    ),
 )

@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         *("hooks.manager", "registration", "import_hook", "environment"),
         *VALUES,
     },
+    "mla_plugin.compat.vllm": {API, "environment"},
     "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {
         *(API, "operations", "context_parallel"),

@@ -1,0 +1,254 @@
+"""Decode of vLLM's MLA layers: ``forward_mqa`` by ``mla_plugin.decode``, over vLLM's own paged cache.
+
+The layer multiplies by W_UK before and by W_UV after, vLLM writes the new tokens' rows, and lengths and block tables
+stay on the device, so that full CUDA graphs hold every step whose requests have equally many query tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+import mla_plugin
+from mla_plugin.compat.vllm import releases
+
+HAS = releases.installed()
+DTYPES = (torch.bfloat16, torch.float16)
+CACHE_DTYPES = ("auto", "bfloat16", "float16")
+PAGE_SIZE = 64
+MINIMUM_CAPABILITY = (8, 0)
+
+_logger = init_logger("vllm.mla_plugin.decode")
+
+
+class MLAPluginMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
+    """vLLM's metadata as they are; steps of equally many query tokens are decode and go into full CUDA graphs."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    supports_non_causal_multi_token_decode: ClassVar[bool] = HAS.causal
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # each rank's own lengths do not follow the draft's steps
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+
+    def update_draft_decode_metadata(self, metadata: MLACommonMetadata) -> None:
+        """Nothing is derived from the lengths, so a draft's graph has nothing to refresh."""
+
+
+class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
+    """What vLLM asks about the decode backend before it takes it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in logs, wherever the class is registered."""
+        return "MLA_PLUGIN"
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAPluginImpl]:
+        """Class of each layer's part."""
+        return MLAPluginImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLAPluginMetadataBuilder]:
+        """Class that builds a step's metadata."""
+        return MLAPluginMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Tokens per page."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Pages of 64 unless the user said otherwise: those of 16, vLLM's default, take up to a quarter more time."""
+        return default_block_size if default_block_size % PAGE_SIZE == 0 else PAGE_SIZE
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Before vLLM 0.29: pages first, also where all layers share one tensor; any strides of pages are read."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Ampere and newer; None where there is no such thing, on a CPU."""
+        return capability is None or tuple(capability)[:2] >= MINIMUM_CAPABILITY
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """``VLLM_BATCH_INVARIANT=1`` is passed on."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Drafts whose tokens see each other."""
+        return bool(HAS.causal)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """What was given and what is expected, beside the short reasons that vLLM itself makes of the methods above."""
+        reasons = _refusals(cls, head_size, dtype, kv_cache_dtype, has_sink, use_sparse, device_capability)
+        return "; ".join(reasons) or None
+
+
+def _refusals(
+    backend: type[MLAPluginBackend],
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    has_sink: bool,
+    use_sparse: bool,
+    capability: Any,
+) -> Iterator[str]:
+    """Of a block size vLLM's own reason is all: its selector looks for those words alone."""
+    if torch.version.hip is not None:
+        yield "mla-plugin: an AMD device, expected NVIDIA's: the kernels were not compiled for AMD"
+    if not backend.supports_compute_capability(capability):
+        yield f"mla-plugin: compute capability {capability.major}.{capability.minor}, expected 8.0 or newer"
+    if not backend.supports_head_size(head_size):
+        sizes = ", ".join(map(str, backend.get_supported_head_sizes()))
+        yield f"mla-plugin: head_size={head_size}, expected one of {sizes}, which vLLM's MLA metadata take"
+    if dtype not in DTYPES:
+        yield f"mla-plugin: dtype={dtype}, expected bfloat16 or float16"
+    if kv_cache_dtype not in (None, *CACHE_DTYPES):
+        yield (
+            f"mla-plugin: kv_cache_dtype={kv_cache_dtype!r}, expected one of {', '.join(CACHE_DTYPES)}: quantised "
+            "caches are not read yet; without MLA_PLUGIN_VLLM_OVERRIDE and --attention-backend vLLM takes its own "
+            "backend"
+        )
+    elif kv_cache_dtype in CACHE_DTYPES[1:] and kv_cache_dtype != str(dtype).removeprefix("torch."):
+        yield f"mla-plugin: kv_cache_dtype={kv_cache_dtype!r} of a model in {dtype}, expected the same: pass auto"
+    if has_sink:
+        yield "mla-plugin: attention sinks, expected a plain softmax"
+    if use_sparse:
+        yield "mla-plugin: sparse attention (DSA), expected dense: there is no sparse kernel"
+
+
+class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
+    """Decode of one layer."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_arguments: Any,
+    ) -> None:
+        refused = [
+            f"{name}={value!r}, expected {expected}"
+            for name, value, expected, is_taken in (
+                ("alibi_slopes", alibi_slopes, "None", alibi_slopes is None),
+                ("sliding_window", sliding_window, "None", sliding_window is None),
+                ("logits_soft_cap", logits_soft_cap, "None or 0", not logits_soft_cap),
+                ("attn_type", attn_type, repr(AttentionType.DECODER.value), attn_type == AttentionType.DECODER),
+                ("kv_cache_dtype", kv_cache_dtype, " or ".join(CACHE_DTYPES), kv_cache_dtype in CACHE_DTYPES),
+            )
+            if not is_taken
+        ]
+        if refused:
+            raise NotImplementedError(f"mla-plugin cannot compute this layer: {'; '.join(refused)}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_arguments,
+        )
+        self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        _logger.info_once("mla-plugin %s computes MLA decode.", mla_plugin.__version__)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed attention over the paged cache; the host reads nothing of the device.
+
+        Args:
+            q: (q_nope_abs [T, H, R], q_rope [T, H, Dr]) or both as one tensor [T, H, R + Dr]; the T tokens are those
+                of B requests, equally many of each. H counts the heads of all ranks that share the cache.
+            kv_c_and_k_pe_cache: [pages, page_size, R + Dr], the new tokens' rows included.
+            attn_metadata: of the step; its ``decode`` has block_table [B, n] and seq_lens [B], int32. A length of 0 is
+                a request that pads the batch.
+            layer: not used; scales of quantised caches.
+
+        Returns:
+            out [T, H, R] and, where ranks share the cache, lse [T, H], natural log, float32; otherwise None. A query
+            that sees no key gives out 0 and lse -inf.
+
+        Raises:
+            ValueError: T is no multiple of B.
+            NotImplementedError: several query tokens of a request over a cache that ranks share.
+        """
+        q_nope_abs, q_rope = q if isinstance(q, tuple) else q.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        lengths, page_table = attn_metadata.decode.seq_lens, attn_metadata.decode.block_table
+        batch, tokens = lengths.shape[0], q_nope_abs.shape[0]
+        if tokens % batch:
+            raise ValueError(f"{tokens} query tokens of {batch} requests; equally many of each are needed")
+        seqlen_q = tokens // batch
+        if seqlen_q > 1 and self.dcp_world_size > 1:
+            raise NotImplementedError(
+                f"{seqlen_q} query tokens of a request with decode context parallelism over {self.dcp_world_size} "
+                "ranks; one is expected: a rank does not know which of its keys are before which query"
+            )
+        result = mla_plugin.decode(
+            q_nope_abs.unflatten(0, (batch, seqlen_q)),
+            q_rope.unflatten(0, (batch, seqlen_q)),
+            kv_c_and_k_pe_cache,
+            softmax_scale=self.scale,
+            page_table=page_table,
+            seqlens_kv=lengths,
+            causal=bool(attn_metadata.causal) if HAS.causal else True,
+            return_lse=self.need_to_return_lse_for_decode,
+            batch_invariant=self._batch_invariant,
+        )
+        if isinstance(result, tuple):
+            out, lse = result
+            return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1).contiguous()
+        return result.flatten(0, 1), None

@@ -1,0 +1,177 @@
+"""Decode and prefill of one layer, as vLLM calls them, against float64; in a process where vLLM is one release."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_plugin.compat.vllm import decode
+from tests.compat.vllm.parts import NOPE, RANK, ROPE, Layer, V, attend, compiled_operators
+
+ERROR = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Of the largest value: two roundings of an output."""
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    assert found.shape == wanted.shape
+    error = (found.double() - wanted).abs().max()
+    assert error <= ERROR[dtype] * wanted.abs().max(), error
+
+
+def expected_mqa(layer: Layer, q: torch.Tensor, rows: list[torch.Tensor], seqlen_q: int, causal: bool = True):
+    """out [T, H, R] and lse [T, H] of absorbed queries over each request's rows."""
+    parts = []
+    for x, row in zip(q.split(seqlen_q), rows, strict=True):
+        kv = row[:, None].expand(-1, layer.heads, -1)
+        parts.append(attend(x, kv, kv[..., :RANK], layer.scale, causal))
+    return (torch.cat(x) for x in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+@pytest.mark.parametrize(
+    ("seqlen_q", "dtype"), [(1, torch.bfloat16), (2, torch.float16), (5, torch.bfloat16), (8, torch.float16)]
+)
+def test_decode(seqlen_q, dtype, is_pair):
+    """A uniform batch as a full CUDA graph has it: its last requests are padding, of length 0."""
+    layer = Layer(3, dtype, 24, speculative=seqlen_q - 1)
+    lengths = [seqlen_q, 47, 130, 0, 0]
+    table, rows = layer.fill(lengths)
+    metadata = layer.metadata(table, lengths, [seqlen_q] * 5)
+    assert (metadata.num_decodes, metadata.num_prefills) == (5, 0)
+    wide = torch.randn(seqlen_q * 5, layer.heads, RANK + ROPE + 3).to(dtype)
+    q = wide[..., : RANK + ROPE]
+    layer.impl.need_to_return_lse_for_decode = True
+    given = (q[..., :RANK].transpose(0, 1).contiguous().transpose(0, 1), q[..., RANK:]) if is_pair else q
+    out, lse = layer.impl.forward_mqa(given, layer.cache, metadata, None)
+    wanted, wanted_lse = expected_mqa(layer, q, rows, seqlen_q)
+    close(out, wanted, dtype)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-4)
+    assert not out[3 * seqlen_q :].any()
+    assert lse[3 * seqlen_q :].isneginf().all()
+    layer.impl.need_to_return_lse_for_decode = False
+    again, nothing = layer.impl.forward_mqa(given, layer.cache, metadata, None)
+    assert nothing is None
+    assert torch.equal(again, out)
+
+
+@pytest.mark.skipif(not decode.HAS.causal, reason="before vLLM 0.27 every step is causal")
+def test_a_draft_whose_tokens_see_each_other():
+    layer = Layer(2, torch.bfloat16, 12, speculative=3)
+    layer.builder.non_causal_multi_token_decode = True
+    lengths = [40, 19]
+    table, rows = layer.fill(lengths)
+    metadata = layer.metadata(table, lengths, [4, 4], causal=False)
+    q = torch.randn(8, 2, RANK + ROPE).to(torch.bfloat16)
+    out, _ = layer.impl.forward_mqa(q, layer.cache, metadata, None)
+    wanted, _ = expected_mqa(layer, q, rows, 4, causal=False)
+    close(out, wanted, torch.bfloat16)
+
+
+def test_decode_over_two_ranks_is_merged_by_lse():
+    """Each rank holds every second token; vLLM sums exp(lse - lse of all) out. One rank has none of the third's."""
+    dtype, lengths = torch.bfloat16, [33, 7, 1]
+    whole = Layer(4, dtype, 8)
+    _, rows = whole.fill(lengths)
+    q = torch.randn(3, 4, RANK + ROPE).to(dtype)
+    parts = []
+    for rank in range(2):
+        layer = Layer(4, dtype, 8)
+        own = [kv[rank::2] for kv in rows]
+        table, _ = layer.fill([len(kv) for kv in own])
+        for b, kv in enumerate(own):
+            for t in range(len(kv)):
+                layer.cache[table[b, t // 16], t % 16] = kv[t]
+        layer.impl.dcp_world_size, layer.impl.need_to_return_lse_for_decode = 2, True
+        step = SimpleNamespace(
+            decode=SimpleNamespace(
+                block_table=table, seq_lens=torch.tensor([len(kv) for kv in own], dtype=torch.int32)
+            ),
+            causal=True,
+        )
+        parts.append(layer.impl.forward_mqa(q, layer.cache, step, None))
+    lse = torch.stack([part[1] for part in parts]).double()
+    weights = (lse - lse.logsumexp(0)).exp()
+    merged = sum(weight[..., None] * part[0].double() for weight, part in zip(weights, parts, strict=True))
+    wanted, wanted_lse = expected_mqa(whole, q, rows, 1)
+    close(merged.to(dtype), wanted, dtype)
+    torch.testing.assert_close(lse.logsumexp(0), wanted_lse, atol=1e-4, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="2 query tokens of a request with decode context parallelism over 2"):
+        layer.impl.forward_mqa(torch.cat([q, q]), layer.cache, step, None)
+
+
+def test_query_tokens_that_are_not_those_of_all_requests():
+    layer = Layer(2, torch.bfloat16, 4)
+    table, _ = layer.fill([5, 6])
+    metadata = layer.metadata(table, [5, 6], [1, 1])
+    with pytest.raises(ValueError, match="3 query tokens of 2 requests; equally many"):
+        layer.impl.forward_mqa(torch.randn(3, 2, RANK + ROPE).to(torch.bfloat16), layer.cache, metadata, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_of_decode_and_prefill(dtype):
+    """vLLM's own forward_mha, with context of none, one and several chunks, beside requests that decode."""
+    layer = Layer(3, dtype, 40)
+    lengths, queries = [20, 64, 150, 29, 11, 16], [1, 1, 13, 9, 10, 16]  # vLLM's order: those without context last
+    table, rows = layer.fill(lengths)
+    metadata = layer.metadata(table, lengths, queries)
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 4)
+    q = torch.randn(sum(queries), 3, NOPE + ROPE).to(dtype)
+    new = torch.cat([kv[-count:] for kv, count in zip(rows[2:], queries[2:], strict=True)])
+    output = torch.full((sum(queries) - 2, 3 * V), torch.nan, dtype=dtype)
+    with compiled_operators():
+        layer.impl.forward_mha(
+            q[2:], new[:, :RANK].contiguous(), new[:, None, RANK:], layer.cache, metadata, torch.ones(()), output
+        )
+    decoded, _ = layer.impl.forward_mqa((layer.absorbed(q[:2, :, :NOPE]), q[:2, :, NOPE:]), layer.cache, metadata, None)
+    w_uv = layer.projection.weight.view(3, NOPE + V, RANK)[:, NOPE:]
+    decoded = torch.einsum("thr,hvr->thv", decoded, w_uv)
+    found = torch.cat([decoded, output.view(-1, 3, V)])
+    wanted = torch.cat(
+        [attend(x, *layer.expanded(kv), layer.scale)[0] for x, kv in zip(q.split(queries), rows, strict=True)]
+    )
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error <= 4 * ERROR[dtype], error  # of expanded keys and values in the dtype, too
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alibi_slopes", [0.5]),
+        ("sliding_window", 64),
+        ("logits_soft_cap", 30.0),
+        ("attn_type", "encoder"),
+        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", "fp8_ds_mla"),
+    ],
+)
+def test_a_layer_that_cannot_be_computed(name, value):
+    given = {"num_heads": 2, "head_size": 576, "scale": 0.1, "num_kv_heads": 1, "alibi_slopes": None}
+    given |= {"sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder"}
+    with pytest.raises(NotImplementedError, match=f"{name}=.*, expected"):
+        decode.MLAPluginImpl(**{**given, "kv_sharing_target_layer_name": None, name: value})
+
+
+def test_batch_invariance_is_passed_on(monkeypatch):
+    """On a CPU no backend promises it, and the call says so."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer = Layer(2, torch.bfloat16, 4)
+    table, _ = layer.fill([5])
+    metadata = layer.metadata(table, [5], [1])
+    with pytest.raises(RuntimeError, match="batch_invariant"):
+        layer.impl.forward_mqa(torch.randn(1, 2, RANK + ROPE).to(torch.bfloat16), layer.cache, metadata, None)
+    metadata = layer.metadata(table, [5], [5])
+    q = torch.randn(5, 2, NOPE + ROPE).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="batch_invariant"):
+        metadata.prefill.prefill_backend.run_prefill_new_tokens(q, q, q[..., :V], False)
+
+
+def test_speculation_is_decode_and_goes_into_full_graphs():
+    builder = Layer(2, torch.bfloat16, 4, speculative=7).builder
+    assert builder.reorder_batch_threshold == 8
+    assert type(builder)._cudagraph_support.name == "UNIFORM_BATCH"
+    assert builder.supports_draft_decode_metadata_update
+    builder.update_draft_decode_metadata(None)

@@ -1,0 +1,49 @@
+"""The adapter on the real Python of several releases of vLLM, one process each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mla_plugin.compat.vllm import releases
+from tests.compat.vllm import host
+
+HERE = Path(__file__).parent
+KEPT = [
+    pytest.param(
+        version,
+        marks=pytest.mark.skipif(
+            not (host.cache() / version).is_dir(),
+            reason=f"40 MB that are not in the cache: python -m tests.compat.vllm.host {version}",
+        ),
+    )
+    for version in host.KEPT
+]
+
+
+@pytest.mark.parametrize("version", [*host.FETCHED, *KEPT])
+def test_a_release(version):
+    run = host.run(version, *(str(HERE / f"inside_{name}.py") for name in ("choice", "layer")))
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    skipped = "1 skipped" in run.stdout.splitlines()[-1]
+    assert skipped != releases.of(version).causal
+
+
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [
+        ("0.25.1", (False, False, False)),
+        ("0.27.0", (True, False, False)),
+        ("0.28.0rc1", (True, True, False)),
+        ("0.32.1.dev7+g1234567.cpu", (True, True, True)),
+        ("1.0", (True, True, True)),
+    ],
+)
+def test_what_a_release_has(version, has):
+    assert releases.of(version) == has
+
+
+def test_without_vllm_it_says_what_to_install():
+    with pytest.raises(ImportError, match=r"needs vllm >= 0\.25\.1: pip install vllm"):
+        releases.installed()
