@@ -23,7 +23,7 @@ def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return _HERE
 
 
-class _Address:
+class Address:
     """Replaces a tensor in a cached descriptor, which must not keep its memory alive."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -39,7 +39,7 @@ def descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
     """A tensor descriptor of some memory; ``strides`` without the last, which is 1. Making one takes 10 us."""
-    return TensorDescriptor(_Address(address, dtype), list(shape), [*strides, 1], list(block))
+    return TensorDescriptor(Address(address, dtype), list(shape), [*strides, 1], list(block))
 
 
 def named_strides(tensor: str, axes: str, strides: Sequence[int]) -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
 from mla_plugin.kernels import tiles
+from mla_plugin.kernels.hopper.rule import plain_kernel_because
 from mla_plugin.kernels.launch import Launch, named_strides, on_device_of
 from mla_plugin.kernels.prefill.forward import attention_forward_kernel
 from mla_plugin.kernels.prefill.packing import (
@@ -41,6 +43,12 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
     }
     grid = (triton.cdiv(kind.seqlen_q, tile.block_m) * batch_heads, 1, 1)
     return Launch(attention_forward_kernel, grid, ("Q", "K", "V", "Out", "Lse", *OFFSETS), fixed, launch_options(tile))
+
+
+def _hopper_forward(kind: Kind) -> Callable[..., None]:
+    from mla_plugin.kernels.hopper.launch import forward_of  # Gluon is imported only where it is used
+
+    return forward_of(kind)
 
 
 _KEPT = "triton"
@@ -92,12 +100,14 @@ def forward(
     given = (q, k, v)
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
-    if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
-        kept[_KEPT] = _forward_launch(kind, None), out.shape, lse.shape
     arguments = (q, k, v, out, lse, *packing.offsets())
+    is_plain = plain_kernel_because(kind) is not None
     with on_device_of(q):
-        tile = None
-        if tuned:
+        launch = _forward_launch(kind, None) if is_plain else _hopper_forward(kind)
+        if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
+            kept[_KEPT] = launch, out.shape, lse.shape
+        if tuned and is_plain:
             tile = measured_tile("forward", q, v, packing, lambda tile: _forward_launch(kind, tile)(*arguments))
-        _forward_launch(kind, tile)(*arguments)
+            launch = _forward_launch(kind, tile)
+        launch(*arguments)
     return out, lse
