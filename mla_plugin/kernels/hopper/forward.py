@@ -164,12 +164,12 @@ def _load(
     num_tiles,
     num_tickets,
     num_heads,
+    group,
     together,
     max_seqlen_q,
     max_seqlen_kv,
     window_left,
     window_right,
-    GROUP: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     QK_PANELS: gl.constexpr,
@@ -220,14 +220,14 @@ def _load(
             mbarrier.wait(k_empty.index(stage), is_free)
             mbarrier.expect(k_full.index(stage), BLOCK_N * QK_PANELS * PANEL * 2)
             for panel in gl.static_range(QK_PANELS):
-                at = [row, head // GROUP, start_n, panel * PANEL]
+                at = [row, head // group, start_n, panel * PANEL]
                 tma.async_copy_global_to_shared(
                     k_source, at, k_full.index(stage), k_tiles.index(stage * QK_PANELS + panel)
                 )
             mbarrier.wait(v_empty.index(stage), is_free)
             mbarrier.expect(v_full.index(stage), BLOCK_N * V_COLUMNS * 2)
             tma.async_copy_global_to_shared(
-                v_source, [row, head // GROUP, start_n, 0], v_full.index(stage), v_tiles.index(stage)
+                v_source, [row, head // group, start_n, 0], v_full.index(stage), v_tiles.index(stage)
             )
             step += 1
         if DYNAMIC:
@@ -511,6 +511,7 @@ def attention_forward_kernel(
     num_tiles,
     num_tickets,
     num_heads,
+    group,
     together,
     max_seqlen_q,
     max_seqlen_kv,
@@ -518,7 +519,6 @@ def attention_forward_kernel(
     window_right,
     softmax_scale,
     D_V: gl.constexpr,
-    GROUP: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     QK_PANELS: gl.constexpr,
@@ -580,8 +580,8 @@ def attention_forward_kernel(
             )),
             (_load, (
                 Q, K, V, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-                num_tiles, num_tickets, num_heads, together, max_seqlen_q, max_seqlen_kv, window_left, window_right,
-                GROUP, BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, DYNAMIC,
+                num_tiles, num_tickets, num_heads, group, together, max_seqlen_q, max_seqlen_kv, window_left, window_right,
+                BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, DYNAMIC,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
         ],

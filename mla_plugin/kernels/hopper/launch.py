@@ -80,6 +80,7 @@ class Forward:
             "num_tiles": num_tiles,
             "num_tickets": num_tiles * heads,
             "num_heads": kind.num_heads,
+            "group": kind.num_heads // kind.num_kv_heads,
             "together": heads_together(
                 heads, kind.num_heads // kind.num_kv_heads, kv_bytes, l2_cache_bytes(kind.device)
             ),
@@ -89,7 +90,6 @@ class Forward:
             "window_right": kind.band.right,
             "softmax_scale": kind.softmax_scale,
             "D_V": columns,
-            "GROUP": kind.num_heads // kind.num_kv_heads,
             "BLOCK_N": tile.keys,
             "STAGES": tile.stages,
             "QK_PANELS": triton.cdiv(kind.q_shape[-1], PANEL.value),
