@@ -286,7 +286,7 @@ def _attend(
     acc,
     row_max,
     row_sum,
-    p,
+    w,
     step,
     high,
     low,
@@ -323,6 +323,7 @@ def _attend(
         mbarrier.wait(k_full.index(stage), step // STAGES & 1)
         s = _scores(q_tiles, which, k_tiles, stage, BLOCK_N, QK_PANELS)
         mbarrier.wait(v_full.index(before), phase)
+        p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
         acc = warpgroup_mma(p, _values(v_tiles, before, BLOCK_N, V_COLUMNS), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(stage))
@@ -331,10 +332,9 @@ def _attend(
         )
         row_sum = row_sum * rescale + gl.sum(w, 1)
         acc, row_sum = warpgroup_mma_wait(0, [acc, row_sum])
-        p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
         mbarrier.arrive(v_empty.index(before))
         acc = acc * gl.convert_layout(rescale, rows_layout)[:, None]
-    return acc, row_max, row_sum, p, step
+    return acc, row_max, row_sum, w, step
 
 
 @gluon.jit
@@ -432,22 +432,21 @@ def _compute(
                 s, row_max, scale_log2, (last - 1) * BLOCK_N, limit, start, True, HAS_LEFT, HAS_RIGHT
             )
             row_sum = gl.sum(w, 1)
-            p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
             # fmt: off
             if HAS_RIGHT or HAS_LENGTHS:
-                acc, row_max, row_sum, p, step = _attend(
-                    acc, row_max, row_sum, p, step, last - 1, whole_last, limit, start, scale_log2,
+                acc, row_max, row_sum, w, step = _attend(
+                    acc, row_max, row_sum, w, step, last - 1, whole_last, limit, start, scale_log2,
                     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
                     BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
                 )
-            acc, row_max, row_sum, p, step = _attend(
-                acc, row_max, row_sum, p, step, whole_last, whole_first, limit, start, scale_log2,
+            acc, row_max, row_sum, w, step = _attend(
+                acc, row_max, row_sum, w, step, whole_last, whole_first, limit, start, scale_log2,
                 q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
                 BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, False, HAS_LEFT, HAS_RIGHT,
             )
             if HAS_LEFT:
-                acc, row_max, row_sum, p, step = _attend(
-                    acc, row_max, row_sum, p, step, whole_first, first, limit, start, scale_log2,
+                acc, row_max, row_sum, w, step = _attend(
+                    acc, row_max, row_sum, w, step, whole_first, first, limit, start, scale_log2,
                     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
                     BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
                 )
@@ -455,6 +454,7 @@ def _compute(
             mbarrier.arrive(q_empty.index(which))
             stage = step % STAGES
             mbarrier.wait(v_full.index(stage), step // STAGES & 1)
+            p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
             acc = warpgroup_mma(p, _values(v_tiles, stage, BLOCK_N, V_COLUMNS), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_empty.index(stage))
