@@ -231,7 +231,10 @@ def _load(
             )
             step += 1
         if DYNAMIC:
-            ticket = gl.num_programs(0) + gl.atomic_add(Work, 1)
+            taken = gl.atomic_add(Work, 1)
+            if taken == num_tickets - 1:  # all programs have learnt that there is no more: 0 for the next launch
+                gl.store(Work, 0)
+            ticket = gl.num_programs(0) + taken
         else:
             ticket += gl.num_programs(0)
     _publish(records, record, r_full, r_empty, -1, 0, 0, 0, 0, 0)

@@ -36,6 +36,25 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
     return 1
 
 
+_counters: dict[tuple[int | None, int], torch.Tensor] = {}
+_SPECIAL_STREAMS = (1, 2)
+"""CUDA's handles that stand for another stream in every thread, or for the default stream a second time."""
+
+
+def _tickets(device: torch.device) -> torch.Tensor:
+    """A counter at 0, which the kernel sets to 0 again: one for each stream, whose kernels run one after another.
+
+    A CUDA graph, which may run beside anything, gets one of its own, and so do calls on a stream that is not one.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream in _SPECIAL_STREAMS or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    found = _counters.get((device.index, stream))
+    if found is None:
+        found = _counters.setdefault((device.index, stream), torch.zeros(1, dtype=torch.int32, device=device))
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def _descriptor(
     address: int,
@@ -132,7 +151,7 @@ class Forward:
             work = q.new_empty(self._work_size, dtype=torch.int32)
             self._plan(work, offsets[0], offsets[1])
         elif self._is_dynamic:
-            work = q.new_zeros(1, dtype=torch.int32)
+            work = _tickets(q.device)
         sources = [_descriptor(x.data_ptr(), *rest) for x, rest in zip((q, k, v), self._sources, strict=True)]
         self._launch(*sources, out, lse, work, *offsets)
 
