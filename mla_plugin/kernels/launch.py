@@ -31,6 +31,7 @@ class Address:
         self._address = address
 
     def data_ptr(self) -> int:
+        """As ``Tensor.data_ptr``."""
         return self._address
 
 

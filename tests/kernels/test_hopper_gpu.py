@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import TILES, plain_kernel_because
+from mla_plugin.kernels.hopper.rule import plain_kernel_for
 from mla_plugin.kernels.prefill.launch_forward import forward
-from mla_plugin.kernels.prefill.packing import Kind, Packing
+from mla_plugin.kernels.prefill.packing import Kind
 from tests.kernels.hopper_draws import Draw, draw
 from tests.kernels.prefill_oracle import attend
 
@@ -40,7 +39,7 @@ def _nan_in_new_memory() -> Iterator[None]:
 
 def check(given: Draw) -> None:
     q, k, v, scale, packing = given.on("cuda")
-    assert plain_kernel_because(Kind.of(q, k, v, scale, packing)) is None
+    assert plain_kernel_for(Kind.of(q, k, v, scale, packing)) is None
     out, lse = (x.cpu().double() for x in forward(q, k, v, scale, packing))
     clean = [x.nan_to_num(0.0) for x in (given.q, given.k, given.v)]
     wanted, wanted_lse, *_ = attend(given.call, *clean, torch.zeros(out.shape), None)

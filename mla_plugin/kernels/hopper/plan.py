@@ -1,4 +1,7 @@
-"""Lists the query tiles of packed sequences on the device, the longest first."""
+"""Before the forward of packed sequences: lists their query tiles on the device, the longest first.
+
+It also fills the rows of out and lse that belong to no sequence.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import triton.language as tl
 
 TILES_AT_ONCE = 32
 SEQUENCES_AT_ONCE = 64
+COLUMNS_AT_ONCE = 1024
+PROGRAMS = 512
+"""In all; each sequence, and the gap in front of it, has its share of them."""
 HEADER = 2
 """Numbers in front of the list: the next ticket, and how many tiles there are."""
 
@@ -32,23 +38,49 @@ def _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES: tl.cons
 
 
 @triton.jit
+def _fill_gap(Out, Lse, first, last, row_size, num_heads, num_rows, COLUMNS: tl.constexpr):
+    """Rows first to last - 1: 0 in Out [num_rows, row_size], -inf in Lse [num_heads, num_rows]."""
+    for row in range(first + tl.program_id(1), last, tl.num_programs(1)):
+        base = Out + tl.cast(row, tl.int64) * row_size
+        for start in range(0, row_size, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            tl.store(base + column, tl.zeros([COLUMNS], Out.dtype.element_ty), mask=column < row_size)
+        for start in range(0, num_heads, 128):
+            head = start + tl.arange(0, 128)
+            empty = tl.full([128], float("-inf"), tl.float32)
+            tl.store(Lse + head.to(tl.int64) * num_rows + row, empty, mask=head < num_heads)
+
+
+@triton.jit
 def plan_kernel(
     Work,
+    Out,
+    Lse,
     cu_seqlens_q,
     cu_seqlens_kv,
+    starts_q,
     num_sequences,
+    num_rows,
+    num_heads,
+    row_size,
     QUERIES: tl.constexpr,
     RANK: tl.constexpr,
     TILES: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Work: int32 [HEADER + 2 * capacity]: 0, the number of tiles n, then (tile, sequence) of n tiles.
 
     The order is by rank, then by sequence, then by tile. RANK: under a causal mask, ``top_left`` or ``bottom_right``,
     a tile's rank is 1 above that of the tile before; ``length``: all tiles of a sequence have that of its keys. Every
-    tile finds its own place by counting those before it. Grid: (sequences, shares of a sequence's tiles).
+    tile finds its own place by counting those before it. Grid: (sequences + 1, shares), the last for the last gap.
     """
     own = tl.program_id(0)
+    gap_start = tl.load(starts_q + own - 1, mask=own > 0, other=0)
+    gap_start += tl.load(cu_seqlens_q + own, mask=own > 0, other=0)
+    gap_start -= tl.load(cu_seqlens_q + own - 1, mask=own > 0, other=0)
+    gap_end = tl.load(starts_q + own, mask=own < num_sequences, other=num_rows)
+    _fill_gap(Out, Lse, gap_start, gap_end, row_size, num_heads, num_rows, COLUMNS)
     own_tiles, own_rank = _of_sequence(own, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
     if (own == 0) & (tl.program_id(1) == 0):
         total = 0
@@ -65,13 +97,13 @@ def plan_kernel(
             b = first + tl.arange(0, SEQUENCES)
             tiles, rank = _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
             if RANK == "length":
-                before = tl.where((rank > own_rank) | ((rank == own_rank) & (b < own)), tiles, 0)
-                place += tl.sum(before)
+                earlier = tl.where((rank > own_rank) | ((rank == own_rank) & (b < own)), tiles, 0)
+                place += tl.sum(earlier)
             else:
                 same = own_rank + tile[:, None] - rank[None, :]  # the tile of b that has this tile's rank
-                before = tl.maximum(tiles[None, :] - tl.maximum(same + 1, 0), 0)
-                is_before = (same >= 0) & (same < tiles[None, :]) & (b[None, :] < own)
-                place += tl.sum(before + is_before.to(tl.int32), 1)
+                earlier = tl.maximum(tiles[None, :] - tl.maximum(same + 1, 0), 0)
+                is_earlier = (same >= 0) & (same < tiles[None, :]) & (b[None, :] < own)
+                place += tl.sum(earlier + is_earlier.to(tl.int32), 1)
         if RANK == "length":
             place += tile
         entry = Work + 2 + 2 * place
