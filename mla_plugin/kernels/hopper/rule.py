@@ -80,7 +80,7 @@ def plain_kernel_for(kind: Kind) -> str | None:
     tensors = ((kind.q_shape, kind.q_strides), (kind.k_shape, kind.k_strides), (kind.v_shape, kind.v_strides))
     for name, (shape, strides) in zip("qkv", tensors, strict=True):
         if 0 in shape:
-            return f"{name} is empty: {shape}"
+            return f"{name} is empty: {tuple(shape)}"
         if any(size > 1 and (stride <= 0 or stride % 8) for size, stride in zip(shape[:-1], strides, strict=False)):
             return f"{name} has strides {strides}, the copy engine needs positive multiples of 8"
     return None
