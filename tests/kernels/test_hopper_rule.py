@@ -8,10 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mla_plugin import Platform
 from mla_plugin.arguments.mask import Band
+from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.hopper import rule
 from mla_plugin.kernels.prefill import launch_forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
+from mla_plugin.plugins import triton
+from tests.requests import A100, H100, mla_request
 
 GOOD = {
     "capability": (9, 0),
@@ -128,3 +132,21 @@ def test_the_forward_launches_the_kernel_that_the_rule_says(
         assert (out == 3).all()
         assert (lse == 4).all()
         assert calls == [((*q.shape[:-1], 128), packing.layout.lse_shape(q.shape), 4)] * n
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "note"),
+    [
+        (H100, torch.bfloat16, ("forward by the Hopper kernel",)),
+        (
+            H100,
+            torch.float32,
+            ("forward by the plain kernel: torch.float32, the Hopper kernel needs bfloat16 or float16",),
+        ),
+        (A100, torch.bfloat16, ()),
+    ],
+)
+def test_the_backend_says_which_kernel_runs(platform: Platform, dtype: torch.dtype, note: tuple[str, ...]) -> None:
+    accepted = triton.select_backend(mla_request(dtype=dtype), platform)
+    assert isinstance(accepted, Accepted)
+    assert accepted.notes == note
