@@ -43,6 +43,7 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
 
 
 _counters: dict[tuple[int | None, int], torch.Tensor] = {}
+_MAX_PLACES = 1024
 _PER_THREAD_STREAM = 2
 """CUDA's handle that stands for another stream in every thread."""
 
@@ -71,7 +72,6 @@ class _Source(NamedTuple):
     columns: int
 
 
-@functools.lru_cache(maxsize=4096)
 def _descriptor(address: int, source: _Source) -> TensorDescriptor:
     dtype, shape, strides, rows, columns = source
     element = triton.language.bfloat16 if dtype == torch.bfloat16 else triton.language.float16
@@ -111,6 +111,7 @@ class Forward:
         self._plan = _plan_launch(kind, tiles, is_causal) if packed else None
         self._work_size = plan.HEADER + 2 * tiles
         self._launch = _forward_launch(kind, tiles, heads, self._is_dynamic)
+        self._known: dict[tuple[int, ...], tuple[TensorDescriptor, ...]] = {}
 
     def __call__(
         self,
@@ -131,13 +132,17 @@ class Forward:
             self._plan(work, out, lse, *offsets[:3])
         elif self._is_dynamic:
             work = _counter(q.device)
-        q_source, k_source, v_source = self._sources
-        self._launch(
-            _descriptor(q.data_ptr(), q_source),
-            _descriptor(k.data_ptr(), k_source),
-            _descriptor(v.data_ptr(), v_source),
-            *(out, lse, work, *offsets),
-        )
+        self._launch(*self._described(q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse, work, *offsets)
+
+    def _described(self, *addresses: int) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of q, k and v, made once for each place in memory."""
+        found = self._known.get(addresses)
+        if found is None:
+            if len(self._known) >= _MAX_PLACES:
+                self._known.clear()
+            made = (_descriptor(address, source) for address, source in zip(addresses, self._sources, strict=True))
+            found = self._known[addresses] = tuple(made)
+        return found
 
 
 def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
