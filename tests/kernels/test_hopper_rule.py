@@ -120,6 +120,7 @@ def test_the_forward_launches_the_kernel_that_the_rule_says(
         lse.fill_(4.0)
 
     monkeypatch.setattr(launch_forward, "_hopper", lambda: lambda kind: launch)
+    monkeypatch.setattr(launch_forward, "output_like", None)
     if is_packed:
         q, k, v = (torch.zeros(10, 4, width, dtype=torch.bfloat16) for width in (192, 192, 128))
         cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
