@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,8 +34,8 @@ class Job:
 
 
 JOBS = (
-    *(Job(call="full"), Job(call="causal"), Job(call="window"), Job(dtype="fp16", call="packed")),
-    *(Job(128, 128), Job(64, 64, call="packed")),
+    *(Job(call="full"), Job(call="window"), Job(call="packed")),
+    *(Job(128, 128, "fp16"), Job(64, 64)),
 )
 
 
@@ -57,7 +58,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class Found:
-    """What a compiled kernel takes: bytes of shared memory, spilled stores, matrix instructions and waits for them."""
+    """What a compiled kernel takes and does.
+
+    Attributes:
+        shared: bytes of shared memory.
+        spills: spilled stores.
+        products, waits: matrix instructions, and where a warpgroup waits for some.
+        undefined_reads: see assembly.py.
+        loops: those over key tiles.
+        columns: for each descriptor in the order of its first use, the first column of each copy.
+    """
 
     shared: int
     spills: int
@@ -65,6 +75,7 @@ class Found:
     waits: int
     undefined_reads: list[str]
     loops: list[Loop]
+    columns: list[list[int]]
 
 
 def _count(instructions: list[Instruction], *opcodes: str) -> int:
@@ -87,6 +98,15 @@ def loops(program: list[Instruction]) -> list[Loop]:
         waits = _count(body, "WARPGROUP.DEPBAR")
         found.append(Loop(_count(body, "HGMMA"), waits, exponentials, local, is_masked))
     return found
+
+
+def columns(ptx: str) -> list[list[int]]:
+    """See ``Found.columns``; columns are constants, held in registers."""
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    found: dict[str, list[int]] = {}
+    for descriptor, column in re.findall(r"cp\.async\.bulk\.tensor\.\S+ \[%r\d+\], \[(%rd\d+), \{(%r\d+),", ptx):
+        found.setdefault(descriptor, []).append(int(constants[column]))
+    return list(found.values())
 
 
 def program(job: Job) -> Program:
@@ -126,6 +146,7 @@ def measured(job: Job) -> dict[str, Any]:
         _count(instructions, "WARPGROUP.DEPBAR"),
         undefined_reads(assembly),
         loops(instructions),
+        columns(compiled.asm["ptx"]),
     )
     return {"name": job.name, **asdict(found)}
 

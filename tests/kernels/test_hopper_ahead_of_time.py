@@ -63,3 +63,10 @@ def test_products_are_not_serialised(job: Job, compiled: dict[str, Any]) -> None
         assert loop["exponentials"] == tile.keys * 64 // 128 + 2
         assert loop["local"] <= 2
     assert found["waits"] == 2 * (2 + 2 * kinds_of_loops)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_every_column_is_copied_once(job: Job, compiled: dict[str, Any]) -> None:
+    """Q for both warpgroups, K and V: copies of 64 columns."""
+    of_queries, of_values = list(range(0, job.head_dim_qk, 64)), list(range(0, job.head_dim_v, 64))
+    assert compiled[job.name]["columns"] == [2 * of_queries, of_queries, of_values]
