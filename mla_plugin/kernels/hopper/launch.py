@@ -42,24 +42,22 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
     return 1
 
 
-_counters: dict[tuple[int | None, int], torch.Tensor] = {}
 _MAX_PLACES = 1024
-_PER_THREAD_STREAM = 2
-"""CUDA's handle that stands for another stream in every thread."""
+
+
+@functools.cache
+def _default_stream_counter(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _counter(device: torch.device) -> torch.Tensor:
-    """An int32 0, which the kernel leaves at 0: one for each stream, whose kernels run one after another.
+    """An int32 0. The kernel leaves 0 behind, so that calls on the default stream, one after another, share one.
 
-    A CUDA graph, which may run beside anything, gets one of its own.
+    Other streams may be captured in CUDA graphs, or warmed up for that in memory that is used again: theirs is new.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if stream == _PER_THREAD_STREAM or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    found = _counters.get((device.index, stream))
-    if found is None:
-        found = _counters.setdefault((device.index, stream), torch.zeros(1, dtype=torch.int32, device=device))
-    return found
+    if torch._C._cuda_getCurrentRawStream(device.index) == 0:
+        return _default_stream_counter(device)
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 class _Source(NamedTuple):
