@@ -11,9 +11,10 @@ chunk with it, then geometric means by head count; writes benchmarks/results/dec
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import in_turn, parser, write
 from decode_cells import Cell, Checked, Inputs, Timer, backend_call, row_of, step_of
 
-from mla_plugin.arguments import decode_layout
-from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin import environment
 
 BATCHES, MEANS, HEADS = (1, 8, 64, 256), (1024, 6144, 32768), (8, 16, 24, 32, 64, 96, 128)
 WIDE = 128 << 10
 
 
-def cells() -> Iterator[tuple[Cell, ...]]:
+def cells(heads: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
     """Cells in groups of the same lengths, which share a step."""
     for batch, mean in itertools.product(BATCHES, MEANS):
         several = [(s, h) for s in (2, 4) for h in (16, 128)] if mean == 6144 and batch < 256 else []
         lengths = "ragged" if batch > 1 else "uniform"
-        yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in HEADS), *several))
+        yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in heads), *several))
 
 
 def timer_of(inputs: Inputs, limit: float, checked: Checked, *, batch_invariant: bool) -> Timer:
@@ -52,8 +52,7 @@ def measure(inputs: Inputs, chunks: list[int], rounds: int) -> dict[str, Any]:
     checked = Checked(inputs)
     timers = {"without": timer_of(inputs, checked.limit, checked, batch_invariant=False)}
     for chunk in chunks:
-        invariant.CHUNK = chunk
-        decode_layout._known.clear()  # launches hold the size that they were made for
+        os.environ["MLA_PLUGIN_BATCH_INVARIANT_CHUNK"] = str(chunk)
         timers[str(chunk)] = timer_of(inputs, checked.limit, checked, batch_invariant=True)
     return {**row_of(inputs.cell, inputs.step), "ms": in_turn(timers, rounds)}
 
@@ -72,14 +71,17 @@ def summary(rows: list[dict[str, Any]], chunks: list[int]) -> Iterator[str]:
 def main() -> None:
     """Measure every cell, print, write."""
     arguments = parser(__doc__)
-    arguments.add_argument("--chunks", type=int, nargs="+", default=[invariant.CHUNK], help="keys of a chunk")
+    arguments.add_argument(
+        "--chunks", type=int, nargs="+", default=[environment.batch_invariant_chunk()], help="keys of a chunk"
+    )
+    arguments.add_argument("--heads", type=int, nargs="+", default=HEADS, help="head counts")
     arguments.add_argument("--wide", action="store_true", help="a page table with room for 128k tokens")
     options = arguments.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     torch.set_grad_enabled(False)
     rows = []
-    for group in cells():
+    for group in cells(options.heads):
         step = step_of(group[0])
         if options.wide:
             more = max(0, WIDE // group[0].page_size - step.page_table.shape[1])

@@ -31,9 +31,9 @@ from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTen
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import Residuals
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.operations.attention import compute, dispatch
-from mla_plugin.operations.attention.known import known_of
-from mla_plugin.operations.attention.run import run_said
+from mla_plugin.operations.attention import dispatch
+from mla_plugin.operations.attention.known import known_of, plain_known_of
+from mla_plugin.operations.attention.run import is_observed, run_known
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_US = 10.0
@@ -89,16 +89,18 @@ def layers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, float
     if dispatch.forward(plan, tensors) is not backend.output:
         raise SystemExit("the dispatch did not reach the backend; nothing was timed")
     whole = microseconds(lambda: mla_plugin.attention(q, k, v, backend="nothing"))
-    run = microseconds(lambda: run_said(tensors, options, "nothing"))
-    lookup = microseconds(lambda: known_of(tensors, options, "nothing"))
-    checked = microseconds(lambda: compute.forward(known, tensors))
+    if plain_known_of(q, k, v, None, options, "nothing")[1] is not known:
+        raise SystemExit("the call is not known by its arguments; nothing was timed")
+    observed = microseconds(lambda: is_observed(q, k, v))
+    lookup = microseconds(lambda: plain_known_of(q, k, v, None, options, "nothing"))
+    run = microseconds(lambda: run_known(known, tensors))
     hook = microseconds(lambda: dispatch.forward(plan, tensors))
     plain = microseconds(lambda: backend.forward(plan, tensors))
     return {
-        "arguments to tensors and options": whole - run,
-        "is the call observed, traced or transformed": run - lookup - checked,
+        "arguments to tensors and options": whole - observed - lookup - run,
+        "is the call observed, traced or transformed": observed,
         "look-up of the request and the decision": lookup,
-        "guards around the hook and checks of its results": checked - hook,
+        "guards around the hook and checks of its results": run - hook,
         "the hook": hook - plain,
         "all of it": whole,
         "a cached resolve and the hook": hook + microseconds(lambda: resolve(known.request, backend="nothing")),

@@ -1,6 +1,7 @@
 """What padding costs: V for FlashAttention 2, and the gaps between packed sequences, on this GPU.
 
     python -m benchmarks.flash_padding
+    python -m benchmarks.flash_padding --ways     only prints what ``fa2.SMALL`` is chosen by
 
 FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out
 and dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the
@@ -8,15 +9,19 @@ copies alone, and the triton backend beside it, which pads nothing. Then the fil
 the gaps alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are
 medians of ``triton.testing.do_bench``. A backend is timed after it was found correct against the float64 oracle at a
 small size. Writes benchmarks/results/flash_padding_<gpu>.json and prints a table.
+
+``--ways``: each way to widen V by zero columns, over its number of elements: microseconds until the call returns, and
+microseconds of the device. ``fa2`` concatenates up to ``fa2.SMALL`` elements and copies above.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 
-from benchmarks.common import by_events, write
+from benchmarks.common import by_events, by_graph, host_microseconds, write
 from mla_plugin import AttentionRequest, resolve
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import Case, checks
@@ -100,7 +105,37 @@ def gaps(heads: int, length: int) -> dict[str, float]:
     }
 
 
+def padding_ways(elements: int) -> dict[str, tuple[float, float]]:
+    """Microseconds of the host and of the device to widen V [1, S, 16, 128] of so many elements to 192 columns."""
+    v = torch.randn(1, elements // (16 * HEAD_DIM_V), 16, HEAD_DIM_V, device="cuda", dtype=torch.bfloat16)
+    columns = HEAD_DIM_QK - HEAD_DIM_V
+    expanded = v.new_zeros(()).expand(*v.shape[:-1], columns)
+    zeros = expanded.contiguous()
+
+    def copied() -> torch.Tensor:
+        wide = v.new_empty((*v.shape[:-1], HEAD_DIM_QK))
+        wide[..., :HEAD_DIM_V] = v
+        wide[..., HEAD_DIM_V:] = 0
+        return wide
+
+    ways = {
+        "concatenated, one zero expanded": lambda: torch.cat((v, expanded), -1),
+        "concatenated, zeros in memory": lambda: torch.cat((v, zeros), -1),
+        "constant_pad_nd": lambda: torch.constant_pad_nd(v, (0, columns)),
+        "two copies": copied,
+    }
+    for name, way in ways.items():
+        if not torch.equal(way(), copied()):
+            raise SystemExit(f"{name} is wrong; nothing was timed")
+    return {name: (host_microseconds(way), by_graph([way] * 20) * 1e3) for name, way in ways.items()}
+
+
 def main() -> None:
+    if "--ways" in sys.argv[1:]:
+        for power in range(15, 28):
+            found = padding_ways(1 << power)
+            print(f"2**{power}: " + "; ".join(f"{name} {a:.1f} + {b:.1f} us" for name, (a, b) in found.items()))
+        return
     for backend in BACKENDS:
         check(backend)
     table: list[dict[str, Any]] = []

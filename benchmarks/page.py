@@ -6,6 +6,7 @@ python -m benchmarks.page
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,26 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _number(values: dict[str, float], name: str, form: str) -> str:
     return format(values[name], form) if name in values else ""
+
+
+def invariant(record: Record) -> str:
+    """Costs of each size of chunk, by batch, mean length and tile of heads."""
+    chunks = [name for name in record["rows"][0]["ms"] if name != "without"]
+    groups: dict[tuple[int, int, str], list[dict[str, float]]] = {}
+    for row in record["rows"]:
+        if row["S_q"] == 1:
+            heads = "8, 16" if row["H"] <= 16 else "24 to 64" if row["H"] <= 64 else "96, 128"
+            groups.setdefault((row["B"], row["mean"], heads), []).append(row["ms"])
+    found = [
+        [
+            *map(str, key),
+            *(f"{statistics.geometric_mean(ms[chunk] / ms['without'] for ms in cells):.2f}" for chunk in chunks),
+        ]
+        for key, cells in groups.items()
+    ]
+    every = [ms for cells in groups.values() for ms in cells]
+    means = [f"{statistics.geometric_mean(ms[chunk] / ms['without'] for ms in every):.2f}" for chunk in chunks]
+    return markdown(["B", "mean length", "H", *chunks], [*found, ["all", "", "", *means]])
 
 
 def prefill(record: Record) -> str:
@@ -312,6 +333,21 @@ a graph.
         },
     ),
     Section(
+        ("decode_invariant",),
+        """\
+## Decode with the same bits whatever the batch
+
+{versions}
+
+`python -m benchmarks.decode_invariant`: the time of `batch_invariant=True` over the time without it, backend `triton`,
+bfloat16, pages of 64, log-normal lengths (one sequence: uniform), S_q 1; means over the head counts, by the keys of a
+chunk (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`). Small chunks keep a small batch parallel; large ones cost less per key.
+
+{invariant}
+""",
+        lambda record: {"invariant": invariant(record)},
+    ),
+    Section(
         ("prefill_backends",),
         """\
 ## Attention backends and the resolver's choice
@@ -359,8 +395,8 @@ rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the 
 
 {cp}
 
-`all_gather` is for windows. Its calls are right-aligned, which cuDNN does not take: our kernels computed them here,
-and cuDNN the whole calls of one GPU. FlashAttention 3 and 4 take both; with them it was not measured.
+`all_gather` is for windows. The backward of its right-aligned calls ran on our kernels here, and one GPU's on cuDNN.
+FlashAttention 3 and 4 take both; with them it was not measured.
 
 `torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
 ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.

@@ -4,28 +4,35 @@
     python -m benchmarks.prefill_backends --quick     a few shapes
     python -m benchmarks.prefill_backends --between   shapes between those of the resolver's table
     python -m benchmarks.prefill_backends --check     exit 1 where the choice is below 0.95 of the best
+    python -m benchmarks.prefill_backends --again triton   only forwards, after a change of one backend's
+    python -m benchmarks.prefill_backends --merge FILE     put what --again wrote into the kept results; needs no GPU
 
 bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
 two passes are compared apart. Milliseconds of the GPU, from events around short bursts; the backends take turns in a
 shuffled order, because a GPU's clock drifts and a model never runs one kernel for a long time. A pass whose error
 against float64, in the first and the last head, is more than twice that of plain PyTorch in bfloat16 is not timed.
-dk and dv are not looked at. ``choice`` is what the resolver takes for the forward and for the backward. Writes
+dk and dv are not looked at. ``--again`` times the backends that are installed; ``--merge`` keeps the one named, times
+what the others took when the kept result was measured over what they took now, so that both are of one GPU's state.
+``choice`` is what the resolver takes for the forward and for the backward. Writes
 benchmarks/results/prefill_backends_<gpu>.json after each shape, prints a table last.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import mla_plugin
-from benchmarks.common import error, parser, write
+from benchmarks.common import RESULTS, error, parser, write
 from mla_plugin import AttentionRequest, AttentionTensors, Plan, device
 from mla_plugin.hooks.attention import Residuals
 from mla_plugin.operations.attention import dispatch
@@ -225,9 +232,11 @@ def in_shuffled_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def passes(problem: Problem, row: dict[str, Any]) -> dict[str, dict[str, Callable[[], Any]]]:
-    """The calls of both passes that are right, by backend; why the others are not timed is noted in ``row``."""
-    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, "backward": {}}
+def passes(
+    problem: Problem, row: dict[str, Any], kinds: Sequence[str] = ("forward", "backward")
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """The calls of the passes that are right, by backend; why the others are not timed is noted in ``row``."""
+    calls: dict[str, dict[str, Callable[[], Any]]] = {kind: {} for kind in kinds}
     residuals = None
     for kind, found in calls.items():
         for name in BACKENDS:
@@ -260,6 +269,40 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     return row
 
 
+def measure_again(backend: str, options: argparse.Namespace) -> None:
+    """Times of the forward in every shape, to be merged."""
+    rows = []
+    with torch.no_grad():
+        for case in (*CASES, *BETWEEN):
+            row: dict[str, Any] = {**case._asdict(), "refused": {}}
+            row["forward"] = in_shuffled_turns(passes(Problem(case), row, ["forward"])["forward"], options.rounds)
+            rows.append(row)
+            print(case.name, {name: round(ms, 4) for name, ms in row["forward"].items()}, flush=True)
+            path = write("prefill_forward_again", {"backend": backend, "rows": rows}, options.commit)
+            torch.cuda.empty_cache()
+    print(path)
+
+
+def merge(again: dict[str, Any]) -> None:
+    """Into the kept results of the same GPU."""
+    backend = again["backend"]
+    now = {_case_of(row): row["forward"] for row in again["rows"]}
+    for name in ("prefill_backends", "prefill_backends_between"):
+        path = RESULTS / f"{name}_{again['gpu'].replace(' ', '_')}.json"
+        record = json.loads(path.read_text())
+        for row in record["rows"]:
+            found, kept = now.get(_case_of(row), {}), row["forward"]
+            common = [kept[other] / found[other] for other in kept if other in found and other != backend]
+            if backend in found and common:
+                kept[backend] = found[backend] * statistics.geometric_mean(common)
+        record["again"] = {f"{backend} forward": again["commit"]}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(*(row[name] if name != "dims" else tuple(row[name]) for name in Case._fields))
+
+
 def shares(row: dict[str, Any]) -> dict[str, float]:
     """Speed of the choice by that of the best: of each pass, and of both beside the best single backend."""
     forward, backward = row["forward"], row["backward"]
@@ -277,7 +320,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: milliseconds of both passes, the choice in bold, its speed as a share of the best."""
     lines = [f"| shape | {' | '.join(BACKENDS)} | share forward, backward, both |", "|---" * (len(BACKENDS) + 2) + "|"]
     for row in rows:
-        case = Case(*(row[name] if name != "dims" else tuple(row[name]) for name in Case._fields))
+        case = _case_of(row)
         cells = []
         for name in BACKENDS:
             chosen = row["choice"]["training"]
@@ -298,9 +341,15 @@ def main() -> None:
     arguments.add_argument("--quick", action="store_true", help="a few shapes")
     arguments.add_argument("--between", action="store_true", help="shapes between those of the resolver's table")
     arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
+    arguments.add_argument("--again", choices=BACKENDS, help="only forwards, after a change of this backend's")
+    arguments.add_argument("--merge", type=Path, metavar="FILE", help="put what --again wrote into the kept results")
     options = arguments.parse_args()
+    if options.merge:
+        return merge(json.loads(options.merge.read_text()))
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
+    if options.again:
+        return measure_again(options.again, options)
     rows: list[dict[str, Any]] = []
     name = "prefill_backends_between" if options.between else "prefill_backends"
     with torch.no_grad():

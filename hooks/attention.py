@@ -250,7 +250,7 @@ def request_of(tensors: AttentionTensors, options: CallOptions) -> AttentionRequ
     return request
 
 
-_ONLY_NONE = {type(None)}
+_optional = operator.attrgetter(*checks.LENGTHS, "attention_mask", "bias")
 
 
 def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
@@ -259,17 +259,26 @@ def kind_of(tensors: AttentionTensors) -> tuple[Any, ...]:
     Values, addresses and strides of tensors are not part of it.
     """
     q, k, v, scale = tensors.q, tensors.k, tensors.v, tensors.softmax_scale
-    rest = (
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_kv, tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded),
-        *(tensors.attention_mask, tensors.bias),
-    )
+    cu_q, cu_kv, padded_q, padded_kv, mask, bias = rest = _optional(tensors)
     others = None
-    if set(map(type, rest)) != _ONLY_NONE:
+    if not (cu_q is cu_kv is padded_q is padded_kv is mask is bias is None):
         others = tuple([None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in rest])
-    return (
-        *(type(q), q.shape, q.dtype, q.device, q.layout),
-        *(type(k), k.shape, k.dtype, k.device, k.layout),
-        *(type(v), v.shape, v.dtype, v.device, v.layout),
+    return (  # one by one: unpacking would make lists
+        type(q),
+        q.shape,
+        q.dtype,
+        q.device,
+        q.layout,
+        type(k),
+        k.shape,
+        k.dtype,
+        k.device,
+        k.layout,
+        type(v),
+        v.shape,
+        v.dtype,
+        v.device,
+        v.layout,
         others,
         type(tensors.dropout_seed),
         type(scale),

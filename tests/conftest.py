@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_plugin import environment
+from mla_plugin.variables import VARIABLES
 from tests import quick
 
 if not torch.cuda.is_available():
@@ -71,7 +71,7 @@ def _default_dtype_kept() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see none of the variables that the caller's shell may hold, and one thread."""
-    for variable in environment.VARIABLES:
+    for variable in VARIABLES:
         if variable.owner != "Triton" and variable.name in os.environ:
             monkeypatch.delenv(variable.name)
     torch.set_num_threads(1)

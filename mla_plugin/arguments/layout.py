@@ -144,6 +144,16 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.is_contiguous() else x.contiguous()
 
 
+def has_addressable_strides(*tensors: torch.Tensor) -> bool:
+    """``addressable`` returns the tensors themselves wherever they start on 16 bytes."""
+    return all(_are_addressable(x.shape, x.stride()) for x in tensors)
+
+
+def start_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """All three start on a 16-byte boundary."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+
+
 @functools.lru_cache(maxsize=4096)
 def _are_aligned(strides: tuple[int, ...]) -> bool:
     return strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1])

@@ -17,6 +17,7 @@ import mla_plugin
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
+from mla_plugin.variables import VARIABLES, Value
 
 DESCRIPTION = "Report what is installed, missing or broken, with commands that fix it."
 
@@ -142,7 +143,7 @@ def hardware() -> Iterator[Finding]:
 def variables() -> Iterator[Finding]:
     """The environment variables that are set, as parsed; misspelt names; names of unknown backends."""
     assigned = environment.assignments()
-    known = {variable.name: variable for variable in environment.VARIABLES}
+    known = {variable.name: variable for variable in VARIABLES}
     for name, text in assigned.items():
         if name not in known:
             yield from _unknown_variable(name, text, list(known))
@@ -167,7 +168,7 @@ def _unknown_variable(name: str, text: str, known: list[str]) -> Iterator[Findin
         yield Finding("broken", f"{name}={text!r} is not a known variable{hint}", f"unset {name}")
 
 
-def _unknown_backends(name: str, value: environment.Value) -> Iterator[Finding]:
+def _unknown_backends(name: str, value: Value) -> Iterator[Finding]:
     names = {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
     manager = get_manager()
     may_name = manager.known_names() if name == "MLA_PLUGIN_BLOCK" else frozenset(manager.backends())

@@ -25,6 +25,7 @@ from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, surve
 from mla_plugin.resolver.explanation import describe
 from mla_plugin.resolver.why import Why
 from mla_plugin.resolver.why import why as ask_why
+from mla_plugin.variables import VARIABLES
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 DESCRIPTION = "Explain which backend runs a request and why, here or on a described machine."
@@ -196,7 +197,7 @@ def _add_platform(group: Any) -> None:
     )
     group.add_argument(
         "--env",
-        type=_known("variable", [variable.name for variable in environment.VARIABLES]),
+        type=_known("variable", [variable.name for variable in VARIABLES]),
         action="append",
         default=[],
         metavar="NAME=VALUE",

@@ -53,6 +53,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward:
     """
     tensors, heads = call.tensors, Heads(call.group, call.layout)
     order_q, order_kv = orders(call)
+    watch.begin()
     q = heads.gather(tensors.q, order_q)
     k, v = (heads.gather(x, order_kv) for x in (tensors.k, tensors.v))
     (request,) = requests(call)
@@ -72,6 +73,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     """dq, dk and dv of this rank's tokens; ``saved`` is what the forward kept."""
     heads = Heads(call.group, call.layout)
     order_q, order_kv = orders(call)
+    watch.begin()
     dout = heads.gather(dout, order_q)
     dlse = None if dlse is None else heads.gather_rows(dlse, order_q)
     (request,) = requests(call)

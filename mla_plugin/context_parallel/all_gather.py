@@ -54,6 +54,7 @@ def requests(call: Call) -> tuple[AttentionRequest, ...]:
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
     """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
     order = _order(call)
+    watch.begin()
     k, v = (_whole(call, x, order) for x in (call.tensors.k, call.tensors.v))
     return watch.attempt(_compute, call, k, v)
 
@@ -61,6 +62,7 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
 def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None, watch: Watch) -> Backward | None:
     """dq, dk and dv; None after a failure."""
     group, order = call.group, _order(call)
+    watch.begin()
     k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
     found = watch.attempt(_differentiate, call, saved, k, v, dout, dlse)
     inverse = None if order is None else order.argsort()

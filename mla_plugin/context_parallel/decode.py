@@ -66,9 +66,9 @@ def run(
     known, group = known_of(tensors), Group.named(cp_group)
     check_lengths(tensors)
     q = tensors.q_nope_abs
-    watch = Watch(group, q.device)
-    call = None if known.has_no_query else watch.attempt(local_call, tensors, group, interleave)
-    watch.begin(_terms(tensors, host, backend, group, interleave))
+    watch = Watch(group, q.device, _terms(tensors, host, backend, group, interleave))
+    call = None if known.has_no_query else watch.prepare(local_call, tensors, group, interleave)
+    watch.begin()
     if known.has_no_query:
         return q.new_zeros(q.shape), _no_keys(tensors)
     part = None if call is None else watch.attempt(_part, call, tensors.lse_shape, host, backend)

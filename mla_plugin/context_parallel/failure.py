@@ -92,26 +92,32 @@ class Watch:
     Args:
         group: of the call.
         device: of its tensors.
+        terms: what this rank is about to run.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, group: Group, device: torch.device, terms: Terms) -> None:
+        self._group, self._device, self._terms = group, device, terms
         self._state = _states.setdefault(group.process_group, _State())
-        self._terms: Terms | None = None
         self.error: Exception | None = None
+        self._refusal: Exception | None = None
 
-    def begin(self, terms: Terms) -> None:
-        """Call this right before the first message; it may synchronise.
+    def prepare(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result | None:
+        """``attempt`` to find out how to run the call; on this rank ``begin`` raises its error as it is."""
+        result = self.attempt(function, *args, **kwargs)
+        self._refusal = self.error
+        return result
 
-        Args:
-            terms: what this rank is about to run.
+    def begin(self) -> None:
+        """Call this right before the first message; the host may wait until the group's previous call is complete.
 
         Raises:
             ContextParallelError: the ranks are about to run different calls, one of them cannot run its call, or an
                 earlier call on the group failed on another rank.
             RuntimeError: a CUDA graph is being captured, and the ranks have not compared this kind of call.
         """
-        self._terms = terms
+        terms = self._terms
         is_new = not is_agreed(self._group, terms.kind)
         if is_capturing(self._device):
             if is_new:
@@ -123,8 +129,8 @@ class Watch:
         self._read()
         if is_new or not is_left_unread(self._device):
             key, numbers = self._reduced(terms, "before")
-            if self.error is not None:
-                raise self.error
+            if self._refusal is not None:
+                raise self._refusal
             self._check(numbers, key, terms)
         note(self._group, terms.kind)
 
@@ -158,7 +164,6 @@ class Watch:
         Raises:
             ContextParallelError: the call failed on a rank, which the text names, or the ranks ran different calls.
         """
-        assert self._terms is not None  # set by begin()
         if is_capturing(self._device):
             if self.error is not None:
                 raise self.error

@@ -3,12 +3,16 @@
 Forward: size - 1 hops of K and V, two buffers whatever the size. Backward: the same hops, and the gradients of K and V
 that a rank computes go straight to the keys' owner, one step behind, in the dtype of K. The owner sums them in float32:
 sums that travel would be rounded at every hop.
+
+The section of a rank's own keys needs no message, so it is queued before ``Watch.begin``: the host may wait there for
+the previous call, and the device would have nothing to do meanwhile (0.3 to 0.9 ms on two H200s).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -17,7 +21,7 @@ from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.merge import merge
 from mla_plugin.context_parallel.sections import Section, half, section, sections_of
-from mla_plugin.context_parallel.transport import Hop, Pending, hop, is_batched, ring_hop
+from mla_plugin.context_parallel.transport import Hop, Mark, Pending, hop, is_batched, ring_hop
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 
 
@@ -59,12 +63,17 @@ def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
     here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _Sums(call)
     batched = is_batched(group, tensors.q.device)
+    mark = Mark(tensors.q.device)
+    watch.attempt(sums.add, group.rank, *here)
+    watch.begin()
     for step in range(group.size):
         there, pending = here, Pending()
         if step + 1 < group.size:
             there = buffers.next()
-            pending = hop(group, [ring_hop(group, here, there)], batched=batched)
-        watch.attempt(sums.add, (group.rank - step) % group.size, *here)
+            with nullcontext() if step else mark:
+                pending = hop(group, [ring_hop(group, here, there)], batched=batched)
+        if step:
+            watch.attempt(sums.add, (group.rank - step) % group.size, *here)
         pending.wait()
         here = there
     return watch.attempt(sums.result)
@@ -76,6 +85,9 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     here: Sequence[torch.Tensor] = (saved.k.contiguous(), saved.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _GradientSums(call, saved, dout, dlse, here)
     batched = is_batched(group, dout.device)
+    mark = Mark(dout.device)
+    watch.attempt(sums.add, 0, *here)
+    watch.begin()
     for step in range(group.size + 1):
         there, hops = here, []
         if step + 1 < group.size:
@@ -83,8 +95,9 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
             hops.append(ring_hop(group, here, there))
         if step >= 2:  # the gradients of the step before; those of step 0 are this rank's own
             hops.append(sums.homeward(step - 1))
-        pending = hop(group, hops, batched=batched)
-        if step < group.size:
+        with nullcontext() if step else mark:
+            pending = hop(group, hops, batched=batched)
+        if 0 < step < group.size:
             watch.attempt(sums.add, step, *here)
         pending.wait()
         if step >= 2:
@@ -219,7 +232,9 @@ class _GradientSums:
         tensors = _tensors(call, which, owner, q, k, v, request)
         dq, dk, dv = call.backward(request, tensors, output, dout, dlse)
         if not self._sums:
-            self._sums = tuple(x.to(call.wide) for x in (dq, dk, dv))
+            # over two ranks an element is a sum of two parts, which is rounded once in either dtype
+            dtype = dq.dtype if call.group.size == 2 else call.wide
+            self._sums = tuple(x.to(dtype) for x in (dq, dk, dv))
             return
         _queries(call, self._sums[0], which).add_(dq)
         self._leaving = (dk, dv)

@@ -49,14 +49,13 @@ def forward(
     request = checked_request(tensors, options, group.size, cp_comm_type)
     values = lengths_read(tensors, request, group.size)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
-    watch, is_empty = Watch(group, tensors.q.device), _is_empty(tensors)
-    if not is_empty:
-        watch.attempt(call.prepare, way.requests(call))
-    watch.begin(terms_of_call(call, cp_comm_type, "forward", values))
-    if is_empty:
+    watch = Watch(group, tensors.q.device, terms_of_call(call, cp_comm_type, "forward", values))
+    if _is_empty(tensors):
+        watch.begin()
         q = tensors.q
         lse = q.new_full(call.layout.lse_shape(q.shape), -torch.inf, dtype=call.wide)
         return q.new_zeros((*q.shape[:-1], tensors.v.shape[-1])), lse, []
+    watch.prepare(call.prepare, way.requests(call))
     found: Forward | None = way.forward(call, watch, wants_lse=options.return_lse)
     watch.close()
     assert found is not None  # or the watch has an error, and has raised
@@ -86,13 +85,13 @@ def backward(
     """
     request = checked_request(tensors, options, group.size, cp_comm_type)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
-    watch, is_empty = Watch(group, dout.device), _is_empty(tensors)
-    if not is_empty:
-        watch.attempt(call.prepare, way.requests(call))
-    watch.begin(terms_of_call(call, cp_comm_type, "backward", values_of_backward(cp_comm_type, dlse)))
-    if is_empty:
+    values = values_of_backward(cp_comm_type, dlse)
+    watch = Watch(group, dout.device, terms_of_call(call, cp_comm_type, "backward", values))
+    if _is_empty(tensors):
+        watch.begin()
         dq, dk, dv = (x.new_zeros(x.shape) for x in (tensors.q, tensors.k, tensors.v))
         return dq, dk, dv
+    watch.prepare(call.prepare, way.requests(call))
     found: Backward | None = way.backward(call, Saved.of(saved), dout, dlse, watch)
     watch.close()
     assert found is not None  # or the watch has an error, and has raised

@@ -6,6 +6,7 @@ on one communicator: asymmetric batches can wait for each other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,34 @@ class Pending:
         for work in self._works:
             work.wait()
         self._works.clear()
+
+
+class Mark:
+    """Messages that start within this context wait for what the device had to do when it was made, and nothing later.
+
+    So work that needs no message can be queued before the ranks have agreed to send. On a CPU it does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = _side_stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def __enter__(self) -> None:
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)  # a captured graph must join it
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Runs nothing; messages are queued behind it."""
+    return torch.cuda.Stream(device)
 
 
 def is_batched(group: Group, device: torch.device) -> bool:

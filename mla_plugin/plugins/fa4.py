@@ -15,6 +15,7 @@ FlashAttention 3's do (``fa3``); rows that are no tokens are zeroed in copies of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from math import gcd
 from typing import Any
@@ -29,6 +30,7 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+from mla_plugin.plugins.shared.dense import keep_forward, kept_forward
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
 from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import (
@@ -231,13 +233,18 @@ def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> tup
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention by keyword: ``qv`` is the fourth positional argument of the library's functions."""
+    known = kept_forward("fa4", tensors)
+    if known is not None:
+        return known(tensors)
     request, library = plan.request, _library()
     rows = Rows.of(request, tensors)
     q, k = addressable(rows.of_tensor(tensors.q)), addressable(rows.of_tensor(tensors.k))
     v = rows.clean_keys(tensors.v)
     function = library.flash_attn_func if rows.q is None else library.flash_attn_varlen_func
     options, window = _options(request, tensors.softmax_scale, rows)
-    out, lse = function(q, k, v, **options, window_size=window, return_lse=True)
+    run = functools.partial(function, **options, window_size=window, return_lse=True)
+    keep_forward("fa4", tensors, rows, lambda: run)
+    out, lse = run(q, k, v)
     return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 

@@ -55,6 +55,7 @@ class _Call(NamedTuple):
     mask: str
     is_packed: bool
     is_deterministic: bool
+    is_bottom_right: bool = False
 
     @classmethod
     def of(cls, request: AttentionRequest) -> _Call:
@@ -70,7 +71,19 @@ class _Call(NamedTuple):
             "window" if request.has_sliding_window else "causal" if request.is_causal else "full",
             request.has_padding,
             request.deterministic,
+            bool(request.bottom_right_diagonal),
         )
+
+    @property
+    def unmasked(self) -> float:
+        """Share of the work that no mask cuts: 1 without one, 0 under the diagonal of a square.
+
+        Under a causal mask aligned to the last query and key, the keys before the square are seen by all queries.
+        """
+        if self.mask != "causal":
+            return float(self.mask == "full")
+        before = max(self.seqlen_kv - self.seqlen_q, 0) if self.is_bottom_right else 0
+        return before / max(before + 0.5 * self.seqlen_q, 1)
 
     @property
     def place(self) -> tuple[float, ...]:
@@ -81,8 +94,7 @@ class _Call(NamedTuple):
             0.5 * math.log2(max(self.batch * self.heads, 1)),
             0.5 * math.log2(self.heads / self.kv_heads),
             math.log2(max(self.seqlen_q, 1)),
-            math.log2(max(self.seqlen_kv, 1) / max(self.seqlen_q, 1)),
-            _OTHER_MASK * (self.mask == "full"),
+            _OTHER_MASK * self.unmasked,
             _OTHER_MASK * (self.mask == "window"),
             _OTHER_WORK * self.is_packed,
             _OTHER_WORK * self.is_deterministic,

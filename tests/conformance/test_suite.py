@@ -14,6 +14,7 @@ import torch
 from mla_plugin import Accepted, DecodeRequest, Refused, hookimpl
 from mla_plugin.conformance import BackendConformance, ConformanceError, DecodeConformance, cases, checks, decode_cases
 from mla_plugin.conformance.budget import Roundings, Yardstick, check_error
+from mla_plugin.conformance.checks import check_lse
 from mla_plugin.conformance.watch import PoisonedMemory, random_state_kept, synchronisation_is_an_error
 from tests.conformance.mutants import Broken, manager_of, module_of
 from tests.conformance.whole_table import CAUGHT, FAULTS, runs_of, suite_of
@@ -311,6 +312,14 @@ class TestBudget:
     def test_a_factor_of_half_a_percent_is_seen(self, factor):
         with pytest.raises(ConformanceError, match="exact result times"):
             check_error("out", (self.exact * factor).bfloat16(), self.yardstick())
+
+    def test_a_log_sum_exp_may_be_cut_off_everywhere_by_little(self):
+        """Hopper's matrix units leave lse off by 3e-6 in every row."""
+        lse = 140 + self.exact
+        expected = Yardstick(lse, 2e-6 * lse)
+        check_lse((lse * (1 - 3e-6)).float(), expected)
+        with pytest.raises(ConformanceError, match="root-mean-square"):
+            check_lse((lse * (1 - 5e-6)).float(), expected)
 
     def test_a_single_wrong_element_fails(self):
         got = self.exact.bfloat16()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mla_plugin import environment
 from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, stages_for
 from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Program, print_results
@@ -59,7 +60,6 @@ def jobs() -> list[Job]:
 
 def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
-    from mla_plugin.kernels.decode.invariant.launch import CHUNK
     from mla_plugin.kernels.tile_math import split_head_dim
 
     rank, rope = RANKS[job.columns]
@@ -85,7 +85,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     }
     constants["DEPENDENT"] = job.capability >= 90
     if job.invariant:
-        constants["CHUNK"] = CHUNK
+        constants["CHUNK"] = environment.batch_invariant_chunk()
     return types, constants
 
 

@@ -13,12 +13,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin import DecodeTensors
+from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DECODE
+from mla_plugin.variables import CHUNKS
 from tests.kernels.decode_cases import (
     DEVICE,
     DTYPES,
@@ -31,14 +32,13 @@ from tests.kernels.decode_cases import (
 from tests.kernels.test_decode import describe_for_the_interpreter
 
 CHUNK = 128  # here; two tiles, so that the interpreter has less to do
-REAL_CHUNK = invariant.CHUNK
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def _nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Outputs and the memory between the kernels start as NaN, and what was launched before is forgotten."""
-    monkeypatch.setattr(invariant, "CHUNK", CHUNK)
+    monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", str(CHUNK))
     monkeypatch.setattr(decode_layout, "_known", {})
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -65,7 +65,7 @@ def run(inputs: Inputs, is_causal: bool = True) -> Results:
         inputs.seqlens_kv,
         inputs.leftpad_kv,
     )
-    out, lse = invariant.decode(tensors, decode_layout.known_of(tensors))
+    out, lse = invariant.decode(tensors, decode_layout.known_of(tensors), environment.batch_invariant_chunk())
     assert lse is not None
     return out, lse
 
@@ -131,7 +131,7 @@ def test_more_rows_than_a_tile_and_descriptors(heads: int, rank: int) -> None:
     assert_as_good_as_pytorch(*found, inputs, is_causal=True)
     assert_alone_as_among_others(inputs, found)
     by_descriptors = {
-        known.kept[invariant._KEPT].descriptor_widths is not None for known in decode_layout._known.values()
+        known.kept[invariant.kept_as(CHUNK)].descriptor_widths is not None for known in decode_layout._known.values()
     }
     if decode_launch.device_of(inputs.c_kv.device).kind == "Hopper":
         assert by_descriptors == {True}
@@ -200,7 +200,7 @@ def test_any_number_of_programs(parts: int, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(invariant, "WORKSPACE_BYTES", most)
         assert_same(run(inputs), wanted)
         (known,) = decode_layout._known.values()
-        assert len(known.kept[invariant._KEPT].rounds) == rounds
+        assert len(known.kept[invariant.kept_as(CHUNK)].rounds) == rounds
 
 
 def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -270,7 +270,7 @@ def test_heads_decide_about_the_tile_and_the_rest_does_not() -> None:
     for batch, seqlen_q, heads, keys in shapes:
         q = torch.empty(batch, seqlen_q, heads, 64, dtype=torch.float16, device=DEVICE)
         row = torch.empty(1, 1, 80, dtype=torch.float16, device=DEVICE).expand(batch, keys, 80)
-        launches = invariant.make_launches(DecodeTensors(q, q[..., :16], row[..., :64], row[..., 64:], 1.0))
+        launches = invariant.make_launches(DecodeTensors(q, q[..., :16], row[..., :64], row[..., 64:], 1.0), CHUNK)
         _, attend, combine = launches.rounds[0]
         assert combine is not None
         names = attend.kernel.arg_names[len(attend.given) :]
@@ -283,7 +283,21 @@ def test_heads_decide_about_the_tile_and_the_rest_does_not() -> None:
 
 
 def test_a_chunk_is_whole_tiles_of_every_entry_of_the_table() -> None:
-    assert all(REAL_CHUNK % tile.block_n == 0 for entries in DECODE.values() for _, tile in entries)
+    tiles = [tile for entries in DECODE.values() for _, tile in entries]
+    assert all(chunk % tile.block_n == 0 for chunk in CHUNKS for tile in tiles)
+
+
+def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one process, of the same layout."""
+    inputs = paged((2, 1, 2, 32, 0, 4 * CHUNK), 64, torch.float16, [4 * CHUNK, CHUNK + 1])
+    found = {}
+    for chunk in (CHUNK, 2 * CHUNK, CHUNK):
+        monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", str(chunk))
+        results = run(inputs)
+        assert_as_good_as_pytorch(*results, inputs, is_causal=False)
+        assert_same(results, found.setdefault(chunk, results))
+    (known,) = decode_layout._known.values()
+    assert {invariant.kept_as(chunk) for chunk in found} <= known.kept.keys()
 
 
 @pytest.mark.parametrize("batch", [1, 64, 256])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_plugin import environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.invariant import launch as invariant
@@ -17,7 +18,7 @@ from tests.kernels.test_decode_invariant import assert_same, part, run
 
 pytestmark = pytest.mark.gpu
 
-CHUNK = invariant.CHUNK
+CHUNK = environment.batch_invariant_chunk()
 HEADS = [8, 16, 24, 32, 48, 64, 96, 128]
 
 

@@ -69,7 +69,7 @@ def forward(
     compute_log_sumexp: bool,
     *,
     scale: float,
-    window_size: int | None,
+    window_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None, int, int]:
     """``aten::_efficient_attention_forward``."""
     for x in (query, key, value):

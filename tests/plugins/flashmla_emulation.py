@@ -28,7 +28,13 @@ LEAST_SCALE = 1e-3 / 1.4426950408889634
 FLASH_MLA_REFUSES = MappingProxyType(
     {
         "fp32": "dtype=torch.float32",
-        **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("256/64", "256/32", "128/64", "96/16", "320/64", "72/8")},
+        **dict.fromkeys(
+            [
+                f"ranks={ranks}"
+                for ranks in ("256/64", "256/32", "128/64", "96/16", "320/64", "72/8", "640/128", "13/7")
+            ],
+            "kv_lora_rank=",
+        ),
         "ranks=512/0": "qk_rope_head_dim=0",
         "ranks=128/0": "kv_lora_rank=128",
         "contiguous": "page_size=None",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_the_operators_take_our_arguments(is_packed: bool) -> None:
     q = q.flatten(0, 1) if is_packed else q
     options = providers.Options(0.1, True, (-1, 0), 4, 4, offsets, offsets)
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
-        providers.PyTorch().forward(q, q, q, options)
+        providers.PyTorch().forward_with(options)(q, q, q)
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
         providers.PyTorch().backward(q, q, q, q, q, torch.zeros(2, 8), options)
 
@@ -213,9 +214,12 @@ def test_nothing_is_copied_that_has_the_kernels_width() -> None:
 
     class Library:
         @staticmethod
-        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> tuple[torch.Tensor, ...]:
-            seen.extend((q, k, v))
-            return torch.zeros_like(q), torch.zeros(2, 2, 8)
+        def forward_with(options: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+            def forward(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                seen.extend(given)
+                return torch.zeros_like(given[0]), torch.zeros(2, 2, 8)
+
+            return forward
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(providers, "find", lambda platform: Library)
@@ -287,3 +291,5 @@ def test_added_columns_are_zero(small: int, shape: tuple[int, ...], monkeypatch:
     assert torch.equal(wide[..., :128], x)
     assert not wide[..., 128:].any()
     assert fa2._widened(wide, 192) is wide
+    kept = fa2._zeros((*shape[:-1], 64), x.dtype, x.device, 0)  # what a GPU concatenates
+    assert torch.equal(torch.cat((x, kept), -1), wide)

@@ -93,11 +93,11 @@ def calls_of(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("name", "plugin", "forward", "backward"),
     [
-        ("cudnn", cudnn, 30, 56),
-        ("sdpa", sdpa, 56, 86),
-        ("fa2", fa2, 62, 90),
-        ("fa3", fa3, 62, 90),
-        ("fa4", fa4, 62, 86),
+        ("cudnn", cudnn, 22, 56),
+        ("sdpa", sdpa, 20, 86),
+        ("fa2", fa2, 25, 90),
+        ("fa3", fa3, 22, 90),
+        ("fa4", fa4, 20, 86),
     ],
 )
 def test_a_dense_call_takes_few_steps(
@@ -107,6 +107,7 @@ def test_a_dense_call_takes_few_steps(
     v = torch.zeros(1, 16, 2, 128, dtype=torch.bfloat16)
     Library(q, v).install(monkeypatch)
     tensors = AttentionTensors(q, k, v, 0.1)
+    vars(tensors)["kept"] = {}  # as the entry gives it
     request = request_of(tensors, CallOptions(is_training=True).completed(tensors)).replace(device_type="cuda")
     plan = Plan(request, HOPPER, name, name)
     output = plugin.forward(plan, tensors)
@@ -116,9 +117,9 @@ def test_a_dense_call_takes_few_steps(
         calls_of(lambda: plugin.forward(plan, tensors)),
         calls_of(lambda: plugin.backward(plan, residuals, dout, None)),
     )
+    print(name, found)
     assert found[0] <= forward
     assert found[1] <= backward
-    print(name, found)
 
 
 BASE: dict[str, Any] = {"softmax_scale": 0.1, "attn_mask_type": "causal", "deterministic": False, "return_lse": False}

@@ -154,7 +154,7 @@ def test_flash_attn(release: str, has_inner: bool, options: Options, monkeypatch
         del calls.functions[inner]
     install(monkeypatch, "flash_attn.flash_attn_interface", **calls.functions)
     library = fa2.FlashAttn(release)
-    library.forward(*tensors[:3], options)
+    library.forward_with(options)(*tensors[:3])
     if has_inner:
         calls.check(inner, given | sides(options) | {"return_softmax": False})
     else:

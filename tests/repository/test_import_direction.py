@@ -21,7 +21,8 @@ OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
 """The operations: their entries are above context parallelism, which is above their passes."""
 
 ALLOWED: dict[str, set[str]] = {
-    "mla_plugin.environment": set(),
+    "mla_plugin.variables": set(),
+    "mla_plugin.environment": {"variables"},
     "mla_plugin.arguments": {"environment"},
     "mla_plugin.kernels": {"arguments"},
     "mla_plugin.hooks": set(),
@@ -67,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {
         *(API, "operations", "context_parallel"),
-        *("resolver", "hooks.manager", "environment", "device", *VALUES),
+        *("resolver", "hooks.manager", "environment", "variables", "device", *VALUES),
     },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}

@@ -163,6 +163,16 @@ def test_forward_and_backward_run_on_different_backends() -> None:
     assert "forward only: is_training=True: vllm has no backward" in "; ".join(entries["fa3"].reasons)
 
 
+def test_keys_that_all_queries_see_count_as_work_without_a_mask() -> None:
+    """cuDNN's backward of 8k queries to 24k keys before them took 16.8 ms on an H200, ours half of it."""
+    causal = {"attn_mask_type": "causal_bottom_right", "is_training": True, "host": "direct"}
+    sizes = {"num_heads": 16, "num_kv_heads": 16, "batch_size": 1, "max_seqlen_q": 8192}
+    square, prefix = (mla_request(**causal, **sizes, max_seqlen_kv=keys) for keys in (8192, 32768))
+    platform = replace(with_libraries(()), device_name="NVIDIA H200")
+    assert resolve(square, platform=platform, environ={}).backward_backend == "cudnn"
+    assert resolve(prefix, platform=platform, environ={}).backward_backend == "triton"
+
+
 def test_a_gradient_of_lse_is_computed_by_the_fastest_backend_that_takes_one() -> None:
     assert runs(mla_request(is_training=True, return_lse=True)) == ("fa4", "triton")
     assert runs(mla_request(is_training=True, return_lse=True), NVTE_MLA_TRITON="0") == ("fa4", "fa2")

@@ -41,9 +41,10 @@ def forward(call: Call) -> Forward:
     kv = _kv_call(call)
     values = lengths_read(kv.tensors, kv.request, kv.group.size)
     q, sizes = call.tensors.q, call.sizes
-    way, watch, is_empty = _way(call), Watch(kv.group, q.device), _is_empty(call)
-    decision = None if is_empty else watch.attempt(way.decide, call, kv)
-    watch.begin(_terms(call, kv, "forward", values))
+    way, is_empty = _way(call), _is_empty(call)
+    watch = Watch(kv.group, q.device, _terms(call, kv, "forward", values))
+    decision = None if is_empty else watch.prepare(way.decide, call, kv)
+    watch.begin()
     if is_empty:
         lse = q.new_full(sizes.layout.lse_shape(q.shape), -torch.inf, dtype=kv.wide)
         return Forward(AttentionOutput(q.new_zeros((*q.shape[:-1], sizes.head_dim_v)), lse), [], _NOTHING)
@@ -63,10 +64,11 @@ def backward(
 ) -> Gradients:
     """As ``Passes.backward``; the gradients of the latents are always made, for other ranks own parts of them."""
     kv, tensors = _kv_call(call), call.tensors
-    way, watch, is_empty = _way(call), Watch(kv.group, dout.device), _is_empty(call)
+    way, is_empty = _way(call), _is_empty(call)
+    watch = Watch(kv.group, dout.device, _terms(call, kv, "backward", values_of_backward(call.more[1], dlse)))
     if not is_empty:
-        decision = decision or watch.attempt(way.decide, call, kv)
-    watch.begin(_terms(call, kv, "backward", values_of_backward(call.more[1], dlse)))
+        decision = decision or watch.prepare(way.decide, call, kv)
+    watch.begin()
     if is_empty:
         return Gradients(*(x.new_zeros(x.shape) for x in tensors.differentiable))
     wants = wants._replace(latents=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both
+from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both, tensors_of_call
 from mla_plugin.arguments.autocast import as_if_cast, autocast
 from mla_plugin.arguments.checks import check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
-from mla_plugin.operations.attention.run import run_said
+from mla_plugin.operations.attention.known import keep, known_of, plain_known_of
+from mla_plugin.operations.attention.run import is_observed, run_known, run_observed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,71 +111,70 @@ def attention(
         check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
-    q, k, v, bias = autocast(q, k, v, core_attention_bias)
-    tensors = _tensors_of(
-        q,
-        k,
-        v,
-        bias,
-        softmax_scale,
+    options = CallOptions(  # by place, in half the time that names take
+        qkv_format,
+        attn_mask_type,
+        window_size,
+        bottom_right_diagonal,
+        max_seqlen_q,
+        max_seqlen_kv,
+        pad_between_seqs,
+        None,  # lengths_may_differ
+        core_attention_bias_type,
+        None,  # bias_requires_grad
         dropout_p,
-        attention_mask=attention_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        None,  # is_training
+        deterministic,
+        return_lse,
+        host,
+        False,  # partial
+        batch_invariant,
     )
-    options = CallOptions(
-        qkv_format=qkv_format,
-        attn_mask_type=attn_mask_type,
-        window_size=window_size,
-        bottom_right_diagonal=bottom_right_diagonal,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        pad_between_seqs=pad_between_seqs,
-        bias_type=core_attention_bias_type,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        host=host,
-    )
+    is_operator, bias, is_plain = is_observed(q, k, v), core_attention_bias, False
+    if is_operator or torch._C._is_any_autocast_enabled():
+        q, k, v, bias = autocast(q, k, v, bias)
+    elif cu_seqlens_q is cu_seqlens_kv is cu_seqlens_q_padded is cu_seqlens_kv_padded is attention_mask is bias is None:
+        is_plain = window_size is None and cp_group is None and not dropout_p
+    key = None
+    if is_plain:
+        key, known = plain_known_of(q, k, v, softmax_scale, options, backend)
+        if known is not None:
+            output = run_known(known, tensors_of_call(q, k, v, known.softmax_scale))
+            return (output.out, output.lse) if return_lse else output.out
+    lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    make = AttentionTensors if is_operator else tensors_of_call
+    tensors = _tensors_of(make, q, k, v, bias, softmax_scale, dropout_p, attention_mask, lengths)
     if cp_group is not None:
         from mla_plugin.context_parallel import api as context_parallel
 
         output = context_parallel.attention(tensors, options, backend, cp_group, cp_comm_type)
+    elif is_operator:
+        output = run_observed(tensors, options, backend)
     else:
-        output = run_said(tensors, options, backend)
+        known = known_of(tensors, options, backend)
+        if key is not None and plain_known_of(q, k, v, softmax_scale, options, backend)[0] == key:
+            keep(key, known)  # no variable has changed meanwhile
+        output = run_known(known, tensors)
     return (output.out, output.lse) if return_lse else output.out
 
 
 def _tensors_of(
+    make: Callable[..., AttentionTensors],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor | None,
     softmax_scale: float | None,
     dropout_p: float,
-    *,
     attention_mask: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_kv: torch.Tensor | None,
-    cu_seqlens_q_padded: torch.Tensor | None,
-    cu_seqlens_kv_padded: torch.Tensor | None,
+    lengths: Iterable[torch.Tensor | None],
 ) -> AttentionTensors:
     """The call's tensors with defaults filled in: the keys' lengths, the scale, a seed for dropout."""
     if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
         softmax_scale = width**-0.5
-    return AttentionTensors(
-        q,
-        k,
-        v,
-        1.0 if softmax_scale is None else plain_number(softmax_scale),
-        *lengths_of_both(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        attention_mask,
-        bias,
-        torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None,
-    )
+    softmax_scale = 1.0 if softmax_scale is None else plain_number(softmax_scale)
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu") if dropout_p else None
+    return make(q, k, v, softmax_scale, *lengths_of_both(*lengths), attention_mask, bias, seed)
 
 
 class DescribedCall(NamedTuple):
@@ -210,9 +211,9 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     group, way = said.pop("cp_group"), said.pop("cp_comm_type")
     check_number("dropout_p", said["dropout_p"])
     q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
-    of_lengths = {name: said.pop(name) for name in ("attention_mask", *LENGTHS)}
+    mask, *lengths = (said.pop(name) for name in ("attention_mask", *LENGTHS))
     q, k, v, bias = autocast(q, k, v, bias, cast=as_if_cast)
-    call = _tensors_of(q, k, v, bias, scale, 0.0, **of_lengths)
+    call = _tensors_of(AttentionTensors, q, k, v, bias, scale, 0.0, mask, lengths)
     options = CallOptions(bias_type=bias_type, **said)
     if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -14,8 +13,6 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residu
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.operations.attention import dispatch
 from mla_plugin.operations.attention.known import Known
-
-Result = TypeVar("Result")
 
 
 def _keys_above_backends() -> torch.DispatchKeySet:
@@ -28,13 +25,12 @@ def _keys_above_backends() -> torch.DispatchKeySet:
 _ABOVE_BACKENDS = _keys_above_backends()
 
 
-def _undisturbed(run: Callable[..., Result], *arguments: object) -> Result:
+def _undisturbed() -> AbstractContextManager[object]:
     """Autograd records nothing in a backend, whatever that switches on; its products keep their dtype.
 
     Its results are no views, which PyTorch would not let the caller change in place.
     """
-    with torch._C._ExcludeDispatchKeyGuard(_ABOVE_BACKENDS):
-        return run(*arguments)
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_BACKENDS)
 
 
 def reads_lengths(request: AttentionRequest) -> bool:
@@ -56,7 +52,8 @@ def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     if reads_lengths(request := known.request):
         longest = (request.max_seqlen_q, request.max_seqlen_kv)
         check_length_values(tensors, request.qkv_format, longest, pad_between_seqs=request.pad_between_seqs)
-    output = _undisturbed(dispatch.forward, plan, tensors)
+    with _undisturbed():
+        output = dispatch.forward(plan, tensors)
     out, lse, backend = output.out, output.lse, plan.forward_backend
     if known.is_forward_ours and _are_plugins_the_same(known):
         is_contiguous = out.is_contiguous() and lse.is_contiguous()
@@ -76,7 +73,8 @@ def backward(
     if plan is None:
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, None if bias is None else torch.zeros_like(bias)
-    found = _undisturbed(dispatch.backward, plan, residuals, dout, dlse)
+    with _undisturbed():
+        found = dispatch.backward(plan, residuals, dout, dlse)
     backend = plan.backward_backend
     dq, dk, dv, dbias = found.dq, found.dk, found.dv, found.dbias
     if not (known.is_backward_ours and _are_plugins_the_same(known)):

@@ -23,6 +23,7 @@ class Known(NamedTuple):
 
     Attributes:
         request: what they ask.
+        softmax_scale: of ``AttentionTensors``.
         backend: the backend asked for by name.
         plan: the decision; None for a call without queries or keys, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
@@ -34,6 +35,7 @@ class Known(NamedTuple):
     """
 
     request: AttentionRequest
+    softmax_scale: float
     backend: str | None
     plan: Plan | None
     out_shape: tuple[int, ...]
@@ -71,10 +73,61 @@ def known_of(tensors: AttentionTensors, said: CallOptions | AttentionRequest, ba
         return _decide(tensors, said, backend)
     if known is None:
         known = _decide(tensors, said, backend)
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[key] = known
+        keep(key, known)
     return known
+
+
+def keep(key: tuple[Any, ...], known: Known) -> None:
+    """Remember what is known of the calls with this key."""
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[key] = known
+
+
+def plain_known_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: object, said: CallOptions, backend: str | None
+) -> tuple[tuple[Any, ...] | None, Known | None]:
+    """What is known of an eager call without other tensors, by its arguments as they are: faster than ``known_of``.
+
+    Args:
+        q, k, v: of the call, no subclass of a tensor.
+        softmax_scale: as the caller gave it.
+        said: what the caller says besides, without a window.
+        backend: use this backend and no other.
+
+    Returns:
+        the key to ``keep`` it under, None where there is none; and what is known, None where ``known_of`` has to say.
+    """
+    try:
+        key = (  # of the same facts as ``_key``
+            said,
+            tuple(map(type, said)),
+            softmax_scale,
+            type(softmax_scale),
+            backend,
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            q.layout,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            k.layout,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
+            v.layout,
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            torch._C._get_deterministic_algorithms(),
+            environment.gates(),
+            get_manager().generation,
+        )
+        return key, _known.get(key)
+    except (TypeError, RuntimeError):  # a sparse or nested tensor, a list as an option
+        return None, None
 
 
 def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> tuple[Any, ...]:
@@ -82,12 +135,12 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
     if isinstance(said, AttentionRequest):
         facts: tuple[Any, ...] = (said.has_padding and tensors.lengths_may_differ,)
     else:
-        has_lengths, bias = tensors.cu_seqlens_q is not None, tensors.bias
+        bias, window = tensors.bias, said.window_size
         facts = (
-            *map(type, (*said, *(said.window_size or ()))),
+            tuple(map(type, said)),
+            None if window is None else tuple(map(type, window)),
             tensors.needs_gradient,
-            has_lengths and tensors.pads_between_sequences,
-            has_lengths and tensors.lengths_may_differ,
+            tensors.cu_seqlens_q is not None and (tensors.pads_between_sequences, tensors.lengths_may_differ),
             bias is not None and bias.requires_grad,
         )
     return (
@@ -95,7 +148,9 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
         backend,
         facts,
         kind_of(tensors),
-        (tensors.q.stride(), tensors.k.stride(), tensors.v.stride()),
+        tensors.q.stride(),
+        tensors.k.stride(),
+        tensors.v.stride(),
         torch._C._get_deterministic_algorithms(),
         environment.gates(),
         get_manager().generation,
@@ -114,6 +169,7 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
         plan = resolve(request, backend=backend)
     return Known(
         request,
+        tensors.softmax_scale,
         backend,
         plan,
         out_shape=(*q.shape[:-1], request.head_dim_v),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.attention import AttentionTensors, tensors_of_call
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of, options_of, request_for
 from mla_plugin.operations.attention.operator import Call, attention_backward, attention_forward, keep
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | None = None) -> AttentionOutput:
@@ -41,24 +42,31 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
 def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
     """``run`` for a request, or for what a caller says beside the tensors."""
     if is_observed(tensors.q, tensors.k, tensors.v):
-        return _run_observed(tensors, said, backend)
-    known = known_of(tensors, said, backend)
+        return run_observed(tensors, said, backend)
+    return run_known(known_of(tensors, said, backend), tensors)
+
+
+def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
+    """``run_said`` for a call that ``is_observed`` is false of, and of which this is known."""
     vars(tensors)["kept"] = known.kept
     if not known.has_contiguous_rows:
         tensors = compute.with_contiguous_rows(tensors)
     if known.request.is_training:
-        out, lse = _Attention.apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)  # type: ignore[no-untyped-call]
+        out, lse = _apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)
         return AttentionOutput(out, lse)
     if not torch.is_grad_enabled():
         return compute.forward(known, tensors)
-    with torch.no_grad():
+    torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes a microsecond more
+    try:
         return compute.forward(known, tensors)
+    finally:
+        torch._C._set_grad_enabled(True)
 
 
-def _run_observed(
+def run_observed(
     tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None
 ) -> AttentionOutput:
-    """The same through the operator, which whoever watches the dispatcher can see."""
+    """``run_said`` through the operator, which whoever watches the dispatcher can see."""
     if isinstance(said, CallOptions) and is_traced():  # sizes may be symbols, which are not for a request
         options = said.completed(tensors)
     else:
@@ -76,13 +84,13 @@ def is_observed(*tensors: torch.Tensor) -> bool:
 
     The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
     """
-    if is_traced():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # is_traced()
         return True
     for x in tensors:
         if type(x) not in _PLAIN:
             return True
     return (
-        tensors[0].device.type == "meta"
+        tensors[0].is_meta
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -116,7 +124,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 6
         known: Known = ctx.known
         out, lse, q, k, v, *rest = ctx.saved_tensors
-        tensors = AttentionTensors(q, k, v, ctx.softmax_scale, *rest)
+        tensors = tensors_of_call(q, k, v, ctx.softmax_scale, *rest)
         dout = torch.zeros_like(out) if dout is None else dout
         if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
             call = Call(tensors, options_of(known.request), known.backend)
@@ -125,3 +133,7 @@ class _Attention(torch.autograd.Function):
         else:
             dq, dk, dv, dbias = compute.backward(known, Residuals(tensors, out, lse), dout, dlse)
         return None, None, dq, dk, dv, dbias if known.request.bias_requires_grad else None
+
+
+_apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(torch.autograd.Function, _Attention).apply
+"""What ``_Attention.apply`` calls after it has asked for torch.func's transforms, of which ``is_observed`` knows."""

@@ -13,6 +13,7 @@ Sources of the refusals: TransformerEngine's rules 15 and 21, and PyTorch's ``fl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +25,7 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradie
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa2 import providers
+from mla_plugin.plugins.shared.dense import Run, keep_forward, kept_forward
 from mla_plugin.plugins.shared.flash_family import Options
 from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import NO_DECODE, beyond_flash_attention, beyond_packed_sequences, off_cuda
@@ -33,8 +35,9 @@ MAX_HEAD_DIM_EVERYWHERE = 192
 WIDE_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 SMALL_SHARED_MEMORY = (12, 0)
 SMALL = 1 << 20
-"""Elements up to which PyTorch's own padding is faster: one call on the host that writes every column twice, taking
-the device a microsecond here, and 1.5 times the necessary time in long tensors.
+"""Elements up to which zero columns are concatenated, by one launch; above, two copies write each column at full speed.
+
+``python -m benchmarks.flash_padding --ways`` measures every way, host and device, over sizes.
 """
 
 
@@ -148,11 +151,28 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
     if columns == width:
         return aligned(x)
     if x.numel() <= SMALL:
-        return torch.constant_pad_nd(x, (0, width - columns))
+        return _concatenated(x, width - columns)
     wide = x.new_empty((*x.shape[:-1], width))
     wide[..., :columns] = x
     wide[..., columns:] = 0
     return wide
+
+
+def _concatenated(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x with so many columns of zeros, by one launch; ``constant_pad_nd`` takes two, as making the zeros anew would.
+
+    So they are kept, one element expanded: for each stream, whose later work sees it written, and not while a CUDA
+    graph is captured, which must own what it reads.
+    """
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.constant_pad_nd(x, (0, columns))
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    return torch.cat((x, _zeros((*x.shape[:-1], columns), x.dtype, x.device, stream)), -1)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
@@ -164,13 +184,37 @@ def _options(request: AttentionRequest, softmax_scale: float, rows: Rows) -> Opt
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention over the padded head dimension."""
+    known = kept_forward("fa2", tensors)
+    if known is not None:
+        return known(tensors)
     request, width = plan.request, _width(plan.request, carries_dlse=False)
     rows = Rows.of(request, tensors)
-    q, k, v = [_widened(rows.of_tensor(x), width) for x in (tensors.q, tensors.k, tensors.v)]
     options = _options(request, tensors.softmax_scale, rows)
-    out, lse = providers.find(plan.platform).forward(q, k, v, options)
-    out = out[..., : request.head_dim_v] if width > request.head_dim_v else out
-    return AttentionOutput(rows.queries(out), rows.lse(lse))
+    run = _padded(providers.find(plan.platform).forward_with(options), request)
+    keep_forward("fa2", tensors, rows, lambda: run)
+    q, k, v = [rows.of_tensor(x) for x in (tensors.q, tensors.k, tensors.v)]
+    found = run(*[aligned(x) if x.shape[-1] == width else x for x in (q, k, v)])
+    return AttentionOutput(rows.queries(found[0]), rows.lse(found[1]))
+
+
+def _padded(run: Run, request: AttentionRequest) -> Run:
+    """``run``, of one head dimension, for the request's two; tensors of the wider one are aligned."""
+    width, dim_qk, dim_v = _width(request, carries_dlse=False), request.head_dim_qk, request.head_dim_v
+    if dim_qk == dim_v == width:
+        return run
+    # out is to be contiguous in the end: at once, unless its axes are permuted before
+    trimmed = torch.narrow_copy if request.layout.is_packed or request.layout.heads == 2 else torch.narrow
+
+    def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if dim_qk < width:
+            q, k = _widened(q, width), _widened(k, width)
+        if dim_v == width:
+            found = run(q, k, v)
+            return found[0], found[1]
+        found = run(q, k, _widened(v, width))
+        return trimmed(found[0], -1, 0, dim_v), found[1]
+
+    return padded
 
 
 @hookimpl

@@ -13,11 +13,12 @@ from packaging.version import Version
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
+from mla_plugin.plugins.shared.dense import Run
 from mla_plugin.plugins.shared.flash_family import Options, below_dispatcher, empty_like, imported
 
 # Looked up by attribute, so that a test can replace them.
-aten_forward = torch.ops.aten._flash_attention_forward.default
-aten_backward = torch.ops.aten._flash_attention_backward.default
+aten_forward = torch.ops.aten._flash_attention_forward.default._op
+aten_backward = torch.ops.aten._flash_attention_backward.default._op
 
 ((DISTRIBUTION, MODULE),) = FLASH_ATTENTION_PROVIDERS["fa2"]
 FIRST_VERSION, FIRST_VERSION_ON_BLACKWELL, BELOW_VERSION = "2.7.0", "2.7.3", "2.8.4"
@@ -42,18 +43,14 @@ class FlashAttn:
         )
         return imported(self.name, MODULE, remedy)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out, and lse [B, H, S_q] or [H, T]."""
+    def forward_with(self, options: Options) -> Run:
+        """The forward with these options, for one call or many: out, and lse [B, H, S_q] or [H, T]."""
         library, is_packed = self._library(), options.cu_seqlens_q is not None
         name = "_flash_attn_varlen_forward" if is_packed else "_flash_attn_forward"
         function, (left, right) = getattr(library, name, None), options.window_size
         if function is not None:
-            result = below_dispatcher(function)(
-                q,
-                k,
-                v,
+            return functools.partial(
+                below_dispatcher(function),
                 **options.offsets,
                 dropout_p=0.0,
                 softmax_scale=options.softmax_scale,
@@ -64,16 +61,12 @@ class FlashAttn:
                 alibi_slopes=None,
                 return_softmax=False,
             )
-            return result[0], result[1]
-        result = (library.flash_attn_varlen_func if is_packed else library.flash_attn_func)(
-            q,
-            k,
-            v,
+        return functools.partial(
+            library.flash_attn_varlen_func if is_packed else library.flash_attn_func,
             **options.offsets,
             **options.named("softmax_scale", "causal", "window_size"),
             return_attn_probs=True,
         )
-        return result[0], result[1]
 
     def backward(
         self,
@@ -120,12 +113,11 @@ class PyTorch:
     is_deterministic = False
     name = "PyTorch's own FlashAttention 2"
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Out, and lse [B, H, S_q] or [H, T]."""
-        out, lse, *_ = aten_forward(q, k, v, *_positions(options), 0.0, options.causal, False, **_keywords(options))
-        return out, lse
+    def forward_with(self, options: Options) -> Run:
+        """The forward with these options, for one call or many: out, and lse [B, H, S_q] or [H, T]."""
+        run, keywords = aten_forward, _keywords(options)
+        arguments = (*_positions(options), 0.0, options.causal, False)
+        return lambda q, k, v: run(q, k, v, *arguments, **keywords)
 
     def backward(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
 from mla_plugin.hooks.types import Platform
+from mla_plugin.plugins.shared.dense import Run
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
 from mla_plugin.plugins.shared.refusals import off_cuda
 
@@ -81,6 +82,10 @@ class Provider:
         """
         raise NotImplementedError
 
+    def dense_forward(self, options: Options) -> Run:
+        """``forward`` of dense tensors with these options, for many calls."""
+        return functools.partial(self.forward, options=options)
+
     def backward(
         self,
         dout: torch.Tensor,
@@ -122,6 +127,13 @@ class FlashAttn3(Provider):
                 "return_attn_probs to ask for it; install a newer flash-attn-3"
             )
         return result[0], result[1]
+
+    def dense_forward(self, options: Options) -> Run:
+        """See ``Provider``; what follows q, k and v is put together once."""
+        operators = _operators(self.library())
+        if operators is None:
+            return super().dense_forward(options)
+        return operators.forward.after(3, *_DENSE, *_mask(options))
 
     def backward(
         self,
@@ -264,15 +276,24 @@ class ByPlace:
         unknown = ", ".join(name for name in (*names, *fixed) if name not in places)
         if unknown:
             raise RuntimeError(f"{operator} has no argument {unknown}; this build of FlashAttention 3 is unknown")
-        self._operator, self._places = operator, [places[name] for name in names]
+        self._operator = getattr(operator, "_op", operator)  # what an overload calls, without its Python frame
+        self._places = [places[name] for name in names]
         self._arguments = [fixed.get(argument.name, _neutral(argument)) for argument in arguments]
 
     def __call__(self, *given: object) -> Any:
         """Call it; ``given`` is what ``names`` says."""
+        return self._operator(*self._placed(given, self._places))
+
+    def after(self, count: int, *given: object) -> Callable[..., Any]:
+        """The operator as a function of its first ``count`` arguments; ``given`` is what follows them in ``names``."""
+        operator, rest = self._operator, self._placed(given, self._places[count:])[count:]
+        return lambda *first: operator(*first, *rest)
+
+    def _placed(self, given: Sequence[object], places: Sequence[int]) -> list[object]:
         arguments = self._arguments.copy()
-        for place, value in zip(self._places, given, strict=True):
+        for place, value in zip(places, given, strict=True):
             arguments[place] = value
-        return self._operator(*arguments)
+        return arguments
 
 
 def _neutral(argument: Any) -> object:

@@ -15,7 +15,7 @@ the layer number and multiplies it back, has no effect on the result and none he
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -112,15 +112,25 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """Attention by the request's route, or decode."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
-    request = plan.request
+    kept = tensors.kept
+    run = None if kept is None else kept.get("sdpa")
+    if run is None:
+        run = _forward_of(plan.request, tensors)
+        if kept is not None:
+            kept["sdpa"] = run
+    return run(plan.request, tensors)
+
+
+def _forward_of(
+    request: AttentionRequest, tensors: AttentionTensors
+) -> Callable[[AttentionRequest, AttentionTensors], AttentionOutput]:
+    """The request's route, for all calls that differ from this one in values and addresses only."""
     if _is_empty(tensors):
-        return _empty_output(request, tensors)
+        return _empty_output
     use_kernel = _uses_kernel(request)
     if request.device_type == "cpu":
-        return batches.forward(request, tensors, use_kernel=use_kernel)
-    if use_kernel:
-        return efficient.forward(request, tensors)
-    return padded.forward(request, tensors)
+        return functools.partial(batches.forward, use_kernel=use_kernel)
+    return efficient.forward_of(request, tensors) if use_kernel else padded.forward
 
 
 @hookimpl

@@ -16,18 +16,19 @@ The gradient of the log-sum-exp uses one more column, V = 1, out = 0, dout = dls
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned
+from mla_plugin.arguments.layout import aligned, has_addressable_strides, start_aligned
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 
-_forward = torch.ops.aten._efficient_attention_forward.default
-_backward = torch.ops.aten._efficient_attention_backward.default
+_forward = torch.ops.aten._efficient_attention_forward.default._op
+_backward = torch.ops.aten._efficient_attention_backward.default._op
 
 ALIGNMENT = 8
 LSE_ALIGNMENT = 32
@@ -170,6 +171,31 @@ def _widened(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _rounded(head_dim: int) -> int:
     return -(-head_dim // ALIGNMENT) * ALIGNMENT
+
+
+def forward_of(
+    request: AttentionRequest, tensors: AttentionTensors
+) -> Callable[[AttentionRequest, AttentionTensors], AttentionOutput]:
+    """``forward`` for calls that differ from this one in values and addresses only, with nothing left to find out."""
+    is_whole = request.num_heads == request.num_kv_heads and not (request.head_dim_qk | request.head_dim_v) % ALIGNMENT
+    if is_ragged(request) or not is_whole or not has_addressable_strides(tensors.q, tensors.k, tensors.v):
+        return forward
+    call, layout = _dense_call(request, tensors.softmax_scale), request.layout
+    if call.skip:
+        return forward
+    len_q, len_kv = (x.shape[layout.tokens] for x in (tensors.q, tensors.k))
+    arguments = (None, None, None, len_q, len_kv, 0.0, call.mask, True)
+    options = {name: value for name, value in call.options.items() if value is not None}
+
+    def dense_forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
+        q, k, v = tensors.q, tensors.k, tensors.v
+        if not start_aligned(q, k, v):
+            return forward(request, tensors)
+        found = _forward(layout.to_bshd(q), layout.to_bshd(k), layout.to_bshd(v), *arguments, **options)
+        out, lse = layout.from_bshd(found[0]).contiguous(), found[1]
+        return AttentionOutput(out, lse[..., :len_q].contiguous() if len_q % LSE_ALIGNMENT else lse)
+
+    return dense_forward
 
 
 def forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:

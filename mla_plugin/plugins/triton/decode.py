@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mla_plugin import environment
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
@@ -54,7 +55,7 @@ def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
     if batch_invariant:
         from mla_plugin.kernels.decode.invariant import launch as invariant
 
-        return DecodeOutput(*invariant.decode(tensors, known_of(tensors)))
+        return DecodeOutput(*invariant.decode(tensors, known_of(tensors), environment.batch_invariant_chunk()))
     from mla_plugin.kernels.decode import launch
 
     return DecodeOutput(*launch.decode(tensors, known_of(tensors)))

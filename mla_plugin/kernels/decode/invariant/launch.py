@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
@@ -14,12 +16,8 @@ from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.launch import Launch
 
-CHUNK = 256
-"""Keys of a chunk, a multiple of every tile's. A result depends on it, so it may depend on nothing that a call may
-change; see kernels/README.md for what it costs."""
 WORKSPACE_BYTES = 512 << 20
 """Results of chunks that are held at a time, where two sequences need no more."""
-_KEPT = "triton, batch invariant"
 _COMBINE_COLUMNS, _COMBINE_CHUNKS = 256, 16
 
 
@@ -52,14 +50,14 @@ def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int) -
     )
 
 
-def _plan_launch(tensors: DecodeTensors, device: launch.Device, fixed: dict[str, int]) -> Launch:
+def _plan_launch(tensors: DecodeTensors, device: launch.Device, chunk: int, fixed: dict[str, int]) -> Launch:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     return Launch(
         plan_chunks_kernel,
         (fixed["num_parts"], 1, 1),
         ("Parts", "seqlens_kv", "leftpad_kv"),
         fixed
-        | {"batch": batch, "capacity": tensors.capacity, "num_rows": seqlen_q * heads, "R": rank, "CHUNK": CHUNK}
+        | {"batch": batch, "capacity": tensors.capacity, "num_rows": seqlen_q * heads, "R": rank, "CHUNK": chunk}
         | {"DEPENDENT": device.has_dependent_launch},
         launch.options_of(device, 4),
     )
@@ -74,15 +72,15 @@ def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
     return elements + words * (4 // itemsize)
 
 
-def make_launches(tensors: DecodeTensors) -> launch.Launches:
-    """Those that cut every sequence at the same keys.
+def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
+    """Those that cut every sequence after each ``chunk`` keys, a multiple of every tile's.
 
     The tile follows from the heads, not from all rows: a query is computed alone as among others.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
     tile: DecodeTile = launch.tile_of(tensors, device, heads)
-    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, CHUNK), triton.cdiv(seqlen_q * heads, tile.block_m)
+    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, chunk), triton.cdiv(seqlen_q * heads, tile.block_m)
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
@@ -99,17 +97,26 @@ def make_launches(tensors: DecodeTensors) -> launch.Launches:
             tile,
             row_tiles * parts,
             by_descriptors,
-            fixed | {"PLANNED": tile.planned, "CHUNK": CHUNK},
+            fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
             **_ROUNDED,
         )
-        plan = _plan_launch(tensors, device, fixed) if tile.planned else None
+        plan = _plan_launch(tensors, device, chunk, fixed) if tile.planned else None
         found.append(launch.Round(plan, attend, _combine_launch(tensors, device, slots) if chunks > 1 else None))
-    code = (CHUNK, rank, heads, tensors.causal, tile, launch.page_size_of(tensors), by_descriptors)
+    code = (chunk, rank, heads, tensors.causal, tile, launch.page_size_of(tensors), by_descriptors)
     return launch.launches_of(
         tensors, tile, by_descriptors, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1)
     )
 
 
-def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]: the same bits of a query in every call of as many heads."""
-    return launch.decode(tensors, known, make_launches, _KEPT)
+def kept_as(chunk: int) -> str:
+    """The name under which a layout keeps the launches."""
+    return f"triton, batch invariant by {chunk}"
+
+
+def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q].
+
+    A query has the same bits in every call with as many heads and the same ``chunk``, a multiple of every tile's keys;
+    kernels/README.md says what a chunk costs.
+    """
+    return launch.decode(tensors, known, functools.partial(make_launches, chunk=chunk), kept_as(chunk))
