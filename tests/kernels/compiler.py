@@ -98,6 +98,7 @@ class Program:
     def source(self) -> Any:
         """What Triton compiles."""
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         names = self.kernel.arg_names
         signature = {name: "constexpr" if name in self.constants else self.types.get(name, "i32") for name in names}
@@ -108,7 +109,8 @@ class Program:
             or (self.strides_are_aligned and signature[name] == "i32" and name.startswith("stride"))
         }
         values = {(names.index(name),): value for name, value in self.constants.items()}
-        return ASTSource(self.kernel, signature, values, aligned)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, signature, values, aligned)
 
     @property
     def key(self) -> str:
@@ -119,8 +121,8 @@ class Program:
         return hashlib.sha256(repr(given).encode()).hexdigest()[:20]
 
 
-def compiled(program: Program) -> Usage:
-    """Compile it and read the result."""
+def built(program: Program) -> tuple[Any, str, str]:
+    """What Triton makes of it, the report on its resources, and its assembly."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -134,6 +136,12 @@ def compiled(program: Program) -> Usage:
             subprocess.run([tool, flag, cubin.name], capture_output=True, text=True, check=True).stdout
             for flag in ("-res-usage", "-sass")
         )
+    return compiled, resources, assembly
+
+
+def compiled(program: Program) -> Usage:
+    """Compile it and read the result."""
+    compiled, resources, assembly = built(program)
     registers = re.search(r"REG:(\d+)", resources)
     assert registers is not None
     return Usage(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
 from mla_plugin.kernels import tiles
+from mla_plugin.kernels.hopper.rule import plain_kernel_for
 from mla_plugin.kernels.launch import Launch, named_strides, on_device_of
 from mla_plugin.kernels.prefill.forward import attention_forward_kernel
 from mla_plugin.kernels.prefill.packing import (
@@ -41,6 +43,14 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
     }
     grid = (triton.cdiv(kind.seqlen_q, tile.block_m) * batch_heads, 1, 1)
     return Launch(attention_forward_kernel, grid, ("Q", "K", "V", "Out", "Lse", *OFFSETS), fixed, launch_options(tile))
+
+
+@functools.cache
+def _hopper() -> Callable[[Kind], Callable[..., None]]:
+    """Gives the Hopper kernel's launch for a kind of call; Gluon is imported only where it is used."""
+    from mla_plugin.kernels.hopper.launch import forward_of
+
+    return forward_of
 
 
 _KEPT = "triton"
@@ -78,26 +88,33 @@ def forward(
     """
     known = None if kept is None or tuned else kept.get(_KEPT)
     if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
-        launch, out_shape, lse_shape = known
+        launch, out_shape, lse_shape, fills_gaps = known
         out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
-        if packing.layout.is_packed:
+        if not fills_gaps:
             out.zero_()
             lse.fill_(-torch.inf)
         with on_device_of(q):
             launch(q, k, v, out, lse, *packing.offsets())
         return out, lse
-    out, lse = output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
-    if out.numel() == 0:
-        return out, lse
+    if q.numel() == 0:
+        return output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     given = (q, k, v)
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
-    if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
-        kept[_KEPT] = _forward_launch(kind, None), out.shape, lse.shape
+    is_plain = plain_kernel_for(kind) is not None
+    fills_gaps = not (is_plain and packing.layout.is_packed)
+    if fills_gaps:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_empty(packing.layout.lse_shape(q.shape), dtype=torch.float32)
+    else:
+        out, lse = output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
-        tile = None
-        if tuned:
+        launch = _forward_launch(kind, None) if is_plain else _hopper()(kind)
+        if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
+            kept[_KEPT] = launch, out.shape, lse.shape, fills_gaps
+        if tuned and is_plain:
             tile = measured_tile("forward", q, v, packing, lambda tile: _forward_launch(kind, tile)(*arguments))
-        _forward_launch(kind, tile)(*arguments)
+            launch = _forward_launch(kind, tile)
+        launch(*arguments)
     return out, lse

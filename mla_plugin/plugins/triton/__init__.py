@@ -77,7 +77,17 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     if isinstance(request, DecodeRequest):
         return decode.select(request, platform)
     reasons = tuple(refusals(request, platform))
-    return Refused(reasons) if reasons else Accepted()
+    return Refused(reasons) if reasons else Accepted(notes=tuple(_kernel(request, platform)))
+
+
+def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
+    """Which forward kernel runs, on the cards that have more than one."""
+    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_kernel_because
+
+    if platform.device_type == "cuda" and platform.compute_capability == CAPABILITY:
+        widths = request.head_dim_qk, request.head_dim_v
+        reason = plain_kernel_because(CAPABILITY, platform.version("triton"), request.dtype, *widths)
+        yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
 
 
 @functools.cache

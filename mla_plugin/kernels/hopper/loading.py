@@ -1,0 +1,144 @@
+"""The loading warp of the Hopper kernel: takes tickets, says what they are, and has their tiles copied."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, kv_tiles, scalar_layout
+
+
+@gluon.jit
+def _work(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
+    """Query tile, sequence and head of a ticket; ``together`` heads advance side by side through their tiles.
+
+    Packed sequences have their tiles listed by plan.py, dense ones begin with the last, under a causal mask longest.
+    """
+    if PACKED:
+        tiles = gl.load(Work + 1)
+    per_group = together * tiles
+    rest = ticket % per_group
+    head = ticket // per_group * together + rest % together
+    if PACKED:
+        entry = Work + 2 + 2 * (rest // together)
+        return gl.load(entry), gl.load(entry + 1), head
+    else:
+        return tiles - 1 - rest // together, head // num_heads, head % num_heads
+
+
+@gluon.jit
+def _sequence(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr):
+    """First row and length of a sequence, as ``tile_math.sequence``; rows are below 2**31."""
+    start = 0
+    length = seqlen
+    if HAS_LENGTHS:
+        length = gl.load(cu_seqlens + b + 1) - gl.load(cu_seqlens + b)
+        if PACKED:
+            start = gl.load(starts + b)
+    return start, length
+
+
+@gluon.jit
+def _publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv):
+    """Tell both computing warpgroups about a query tile; a negative ``start_m`` says that there is none left."""
+    layout: gl.constexpr = scalar_layout(1)
+    slot = record % RECORDS
+    mbarrier.wait(r_empty.index(slot), (record // RECORDS & 1) ^ 1)
+    at = slot * FIELDS
+    records.index(at).store(gl.full([1], start_m, gl.int32, layout))
+    records.index(at + 1).store(gl.full([1], b, gl.int32, layout))
+    records.index(at + 2).store(gl.full([1], head, gl.int32, layout))
+    records.index(at + 3).store(gl.full([1], start_q, gl.int32, layout))
+    records.index(at + 4).store(gl.full([1], seqlen_q, gl.int32, layout))
+    records.index(at + 5).store(gl.full([1], seqlen_kv, gl.int32, layout))
+    mbarrier.arrive(r_full.index(slot))
+
+
+@gluon.jit
+def load(
+    q_source,
+    k_source,
+    v_source,
+    tiles,
+    barriers,
+    Work,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    cu_seqlens_q_padded,
+    cu_seqlens_kv_padded,
+    num_tiles,
+    num_tickets,
+    num_heads,
+    group,
+    together,
+    max_seqlen_q,
+    max_seqlen_kv,
+    window_left,
+    window_right,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    QK_PANELS: gl.constexpr,
+    V_COLUMNS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    PACKED: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+):
+    """The loading warp: takes tickets, says what they are, and brings their tiles."""
+    q_tiles, k_tiles, v_tiles, records = tiles
+    r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    if PACKED:
+        num_tickets = gl.load(Work + 1) * num_heads
+    ticket = gl.program_id(0)
+    record = 0
+    tile = 0
+    step = 0
+    while ticket < num_tickets:
+        m, b, head = _work(ticket, Work, num_tiles, num_heads, together, PACKED)
+        start_m = m * 2 * ROWS
+        start_q, seqlen_q = _sequence(b, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, PACKED, HAS_LENGTHS)
+        start_kv, seqlen_kv = _sequence(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
+        _publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv)
+        record += 1
+        last, _, _, first = kv_tiles(
+            start_m, seqlen_q, seqlen_kv, window_left, window_right, BLOCK_N, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
+        )
+        row = b
+        if PACKED:
+            row = 0
+        if last > first:
+            for w in gl.static_range(2):
+                mbarrier.wait(q_empty.index(w), (tile & 1) ^ 1)
+                mbarrier.expect(q_full.index(w), ROWS * QK_PANELS * PANEL * 2)
+                for panel in gl.static_range(QK_PANELS):
+                    at = [row, head, start_q + start_m + w * ROWS, panel * PANEL]
+                    tma.async_copy_global_to_shared(q_source, at, q_full.index(w), q_tiles.index(w * QK_PANELS + panel))
+            tile += 1
+        for n in range(last - first):
+            stage = step % STAGES
+            is_free = (step // STAGES & 1) ^ 1
+            start_n = start_kv + (last - 1 - n) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), is_free)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * QK_PANELS * PANEL * 2)
+            for panel in gl.static_range(QK_PANELS):
+                at = [row, head // group, start_n, panel * PANEL]
+                tma.async_copy_global_to_shared(
+                    k_source, at, k_full.index(stage), k_tiles.index(stage * QK_PANELS + panel)
+                )
+            mbarrier.wait(v_empty.index(stage), is_free)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * V_COLUMNS * 2)
+            tma.async_copy_global_to_shared(
+                v_source, [row, head // group, start_n, 0], v_full.index(stage), v_tiles.index(stage)
+            )
+            step += 1
+        if DYNAMIC:
+            taken = gl.atomic_add(Work, 1)
+            if taken == num_tickets - 1:  # all programs have learnt that there is no more: 0 for the next launch
+                gl.store(Work, 0)
+            ticket = gl.num_programs(0) + taken
+        else:
+            ticket += gl.num_programs(0)
+    _publish(records, record, r_full, r_empty, -1, 0, 0, 0, 0, 0)

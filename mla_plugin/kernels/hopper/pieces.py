@@ -1,0 +1,87 @@
+"""What the parts of the Hopper kernel share: sizes, layouts, and which key tiles belong to a query tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_plugin.kernels import tile_math
+
+_tile_bounds = gluon.jit(tile_math.tile_bounds.fn)
+
+PANEL = gl.constexpr(64)
+"""Columns that one copy brings: 128 bytes, the widest swizzle. A row of 192 columns is three panels."""
+ROWS = gl.constexpr(64)
+"""Queries of a warpgroup; two of them share the keys and values."""
+RECORDS = gl.constexpr(2)
+"""Query tiles that the loading warp may be ahead with its records."""
+FIELDS = gl.constexpr(8)
+"""Numbers kept for a record, of which six are used."""
+
+
+@gluon.constexpr_function
+def tile_layout(dtype):
+    """Of a tile [1, 1, rows, columns] of a [B, H, S, D] tensor in shared memory."""
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 4)
+
+
+@gluon.constexpr_function
+def matrix_layout(dtype):
+    """Of the same memory as [rows, columns]."""
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
+
+
+@gluon.constexpr_function
+def scalar_layout(num_warps):
+    """Of a single number that every thread has."""
+    return gl.BlockedLayout([1], [32], [num_warps], [0])
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a warpgroup's product [64, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def store_layout(columns):
+    """[64, columns] with 8 neighbouring columns to a thread, for 16-byte stores.
+
+    Coming from a product, values move only between the four threads that share a row: no shared memory is needed.
+    """
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 64).bit_length())]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def kv_tiles(
+    start_m,
+    seqlen_q,
+    seqlen_kv,
+    window_left,
+    window_right,
+    BLOCK_N: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+):
+    """Key tiles of a query tile, which are taken from the last to the first: (last, whole_last, whole_first, first).
+
+    In [first, last) some row sees a key; [whole_first, whole_last) need no mask. Tile last - 1 is always masked, so
+    whole_last < last. Without any tile last == first.
+    """
+    diagonal = 0
+    if BOTTOM_RIGHT:
+        diagonal = seqlen_kv - seqlen_q
+    low, whole_low, whole_high, high = _tile_bounds(
+        start_m, seqlen_kv, diagonal, window_left, window_right, 2 * ROWS, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    first = low // BLOCK_N
+    last = gl.cdiv(high, BLOCK_N)
+    if start_m >= seqlen_q:  # rows of a dense batch behind the end of their sequence
+        last = 0
+    last = gl.maximum(last, first)
+    whole_last = gl.maximum(gl.minimum(whole_high // BLOCK_N, last - 1), first)
+    whole_first = gl.minimum(gl.maximum(whole_low // BLOCK_N, first), whole_last)
+    return last, whole_last, whole_first, first

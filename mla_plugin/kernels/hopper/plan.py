@@ -1,0 +1,111 @@
+"""Before the forward of packed sequences: lists their query tiles on the device, the longest first.
+
+It also fills the rows of out and lse that belong to no sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILES_AT_ONCE = 32
+SEQUENCES_AT_ONCE = 64
+COLUMNS_AT_ONCE = 1024
+PROGRAMS = 512
+"""In all; each sequence, and the gap in front of it, has its share of them."""
+HEADER = 2
+"""Numbers in front of the list: the next ticket, and how many tiles there are."""
+
+
+def capacity(tokens: int, num_sequences: int, queries: int) -> int:
+    """Tiles that sequences of so many tokens in total have at most."""
+    return tokens // queries + num_sequences
+
+
+@triton.jit
+def _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES: tl.constexpr, RANK: tl.constexpr):
+    """Number of query tiles, and the rank of the first one: tiles of higher rank have more keys."""
+    exists = b < num_sequences
+    seqlen_q = tl.load(cu_seqlens_q + b + 1, mask=exists, other=0) - tl.load(cu_seqlens_q + b, mask=exists, other=0)
+    seqlen_kv = tl.load(cu_seqlens_kv + b + 1, mask=exists, other=0) - tl.load(cu_seqlens_kv + b, mask=exists, other=0)
+    if RANK == "top_left":
+        rank = tl.zeros_like(seqlen_q)
+    elif RANK == "bottom_right":
+        rank = (seqlen_kv - seqlen_q + (1 << 30)) // QUERIES
+    else:
+        rank = seqlen_kv
+    return (seqlen_q + QUERIES - 1) // QUERIES, rank
+
+
+@triton.jit
+def _fill_gap(Out, Lse, first, last, row_size, num_heads, num_rows, COLUMNS: tl.constexpr):
+    """Rows first to last - 1: 0 in Out [num_rows, row_size], -inf in Lse [num_heads, num_rows]."""
+    for row in range(first + tl.program_id(1), last, tl.num_programs(1)):
+        base = Out + tl.cast(row, tl.int64) * row_size
+        for start in range(0, row_size, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            tl.store(base + column, tl.zeros([COLUMNS], Out.dtype.element_ty), mask=column < row_size)
+        for start in range(0, num_heads, 128):
+            head = start + tl.arange(0, 128)
+            empty = tl.full([128], float("-inf"), tl.float32)
+            tl.store(Lse + head.to(tl.int64) * num_rows + row, empty, mask=head < num_heads)
+
+
+@triton.jit
+def plan_kernel(
+    Work,
+    Out,
+    Lse,
+    cu_seqlens_q,
+    cu_seqlens_kv,
+    starts_q,
+    num_sequences,
+    num_rows,
+    num_heads,
+    row_size,
+    QUERIES: tl.constexpr,
+    RANK: tl.constexpr,
+    TILES: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Work: int32 [HEADER + 2 * capacity]: 0, the number of tiles n, then (tile, sequence) of n tiles.
+
+    The order is by rank, then by sequence, then by tile. RANK: under a causal mask, ``top_left`` or ``bottom_right``,
+    a tile's rank is 1 above that of the tile before; ``length``: all tiles of a sequence have that of its keys. Every
+    tile finds its own place by counting those before it. Grid: (sequences + 1, shares), the last for the last gap.
+    """
+    own = tl.program_id(0)
+    gap_start = tl.load(starts_q + own - 1, mask=own > 0, other=0)
+    gap_start += tl.load(cu_seqlens_q + own, mask=own > 0, other=0)
+    gap_start -= tl.load(cu_seqlens_q + own - 1, mask=own > 0, other=0)
+    gap_end = tl.load(starts_q + own, mask=own < num_sequences, other=num_rows)
+    _fill_gap(Out, Lse, gap_start, gap_end, row_size, num_heads, num_rows, COLUMNS)
+    own_tiles, own_rank = _of_sequence(own, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
+    if (own == 0) & (tl.program_id(1) == 0):
+        total = 0
+        for first in range(0, num_sequences, SEQUENCES):
+            b = first + tl.arange(0, SEQUENCES)
+            tiles, _ = _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
+            total += tl.sum(tiles)
+        tl.store(Work, 0)
+        tl.store(Work + 1, total)
+    for first_tile in range(tl.program_id(1) * TILES, own_tiles, tl.num_programs(1) * TILES):
+        tile = first_tile + tl.arange(0, TILES)
+        place = tl.zeros([TILES], tl.int32)
+        for first in range(0, num_sequences, SEQUENCES):
+            b = first + tl.arange(0, SEQUENCES)
+            tiles, rank = _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
+            if RANK == "length":
+                earlier = tl.where((rank > own_rank) | ((rank == own_rank) & (b < own)), tiles, 0)
+                place += tl.sum(earlier)
+            else:
+                same = own_rank + tile[:, None] - rank[None, :]  # the tile of b that has this tile's rank
+                earlier = tl.maximum(tiles[None, :] - tl.maximum(same + 1, 0), 0)
+                is_earlier = (same >= 0) & (same < tiles[None, :]) & (b[None, :] < own)
+                place += tl.sum(earlier + is_earlier.to(tl.int32), 1)
+        if RANK == "length":
+            place += tile
+        entry = Work + 2 + 2 * place
+        tl.store(entry, tile, mask=tile < own_tiles)
+        tl.store(entry + 1, own + tl.zeros_like(tile), mask=tile < own_tiles)

@@ -1,0 +1,157 @@
+"""Compile the Hopper kernel without a Hopper card: ``python -m tests.kernels.hopper_compiler`` prints what it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.kernels.assembly import Instruction, programs, undefined_reads
+from tests.kernels.compiler import Program, built
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call.
+
+    Attributes:
+        head_dim_qk, head_dim_v: a pair of ``rule.TILES``.
+        dtype: Triton's name.
+        call: ``full``, ``causal`` and ``window`` over dense batches, ``packed`` causal with lengths.
+    """
+
+    head_dim_qk: int = 192
+    head_dim_v: int = 128
+    dtype: str = "bf16"
+    call: str = "causal"
+
+    @property
+    def name(self) -> str:
+        """Unique among all jobs."""
+        return f"{self.head_dim_qk}/{self.head_dim_v} {self.dtype} {self.call}"
+
+
+JOBS = (
+    *(Job(call="full"), Job(call="window"), Job(call="packed")),
+    *(Job(128, 128, "fp16"), Job(64, 64)),
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that has no other in it, but for waits, and has matrix instructions: counts of its instructions.
+
+    Attributes:
+        products, waits: matrix instructions, and where a warpgroup waits for some.
+        exponentials, local: powers of 2, and loads and stores of spilled registers.
+        is_masked: it selects among scores.
+    """
+
+    products: int
+    waits: int
+    exponentials: int
+    local: int
+    is_masked: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a compiled kernel takes and does.
+
+    Attributes:
+        shared: bytes of shared memory.
+        spills: spilled stores.
+        products, waits: matrix instructions, and where a warpgroup waits for some.
+        undefined_reads: see assembly.py.
+        loops: those over key tiles.
+        columns: for each descriptor in the order of its first use, the first column of each copy.
+    """
+
+    shared: int
+    spills: int
+    products: int
+    waits: int
+    undefined_reads: list[str]
+    loops: list[Loop]
+    columns: list[list[int]]
+
+
+def _count(instructions: list[Instruction], *opcodes: str) -> int:
+    return sum(x.opcode.startswith(opcodes) for x in instructions)
+
+
+def loops(program: list[Instruction]) -> list[Loop]:
+    """The loops over key tiles."""
+    found = []
+    for end in program:
+        if end.target is None or end.target >= end.address:
+            continue
+        body = [x for x in program if end.target <= x.address <= end.address]
+        exponentials = _count(body, "MUFU.EX2")
+        # the loop over query tiles and what the assembler moves out of line have the exponentials of several tiles
+        if not 0 < exponentials < 100 or not _count(body, "HGMMA") or _count(body, "EXIT", "STG"):
+            continue
+        is_masked = _count(body, "FSEL") > exponentials // 2
+        local = _count(body, "STL", "LDL")
+        waits = _count(body, "WARPGROUP.DEPBAR")
+        found.append(Loop(_count(body, "HGMMA"), waits, exponentials, local, is_masked))
+    return found
+
+
+def columns(ptx: str) -> list[list[int]]:
+    """See ``Found.columns``; columns are constants, held in registers."""
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    found: dict[str, list[int]] = {}
+    for descriptor, column in re.findall(r"cp\.async\.bulk\.tensor\.\S+ \[%r\d+\], \[(%rd\d+), \{(%r\d+),", ptx):
+        found.setdefault(descriptor, []).append(int(constants[column]))
+    return list(found.values())
+
+
+def program(job: Job) -> Program:
+    """The kernel for this job."""
+    from triton.experimental.gluon import language as gl
+
+    from mla_plugin.kernels.hopper.forward import attention_forward_kernel
+    from mla_plugin.kernels.hopper.launch import LOADING_REGISTERS
+    from mla_plugin.kernels.hopper.rule import QUERIES, TILES
+
+    tile = TILES[job.head_dim_qk, job.head_dim_v]
+    layout = gl.NVMMASharedLayout(128, 16, 4)
+    packed = job.call == "packed"
+    types = {"Out": f"*{job.dtype}", "Lse": "*fp32", "Work": "*i32", "softmax_scale": "fp32"}
+    for name, rows, columns in (("Q", QUERIES // 2, 64), ("K", tile.keys, 64), ("V", tile.keys, job.head_dim_v)):
+        types[name] = f"tensordesc<{job.dtype}[1, 1, {rows}, {columns}],{layout!r}>"
+    offsets = [name for name in attention_forward_kernel.arg_names if name.startswith("cu_seqlens")]
+    types |= dict.fromkeys(offsets, "*i32")
+    constants: dict[str, Any] = {} if packed else dict.fromkeys(offsets)
+    constants |= {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "QK_PANELS": job.head_dim_qk // 64}
+    constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages, "REGISTERS": LOADING_REGISTERS}
+    constants |= {"DYNAMIC": job.call in ("causal", "packed"), "PACKED": packed, "HAS_LENGTHS": packed}
+    constants |= {"BOTTOM_RIGHT": True, "HAS_LEFT": job.call == "window", "HAS_RIGHT": job.call != "full"}
+    if not (packed or constants["DYNAMIC"]):
+        constants["Work"] = None
+    return Program(90, attention_forward_kernel, types, constants, {"num_warps": 4})
+
+
+def measured(job: Job) -> dict[str, Any]:
+    """Compile it and read the result."""
+    compiled, _, assembly = built(program(job))
+    (instructions,) = programs(assembly)
+    found = Found(
+        compiled.metadata.shared,
+        _count(instructions, "STL"),
+        _count(instructions, "HGMMA"),
+        _count(instructions, "WARPGROUP.DEPBAR"),
+        undefined_reads(assembly),
+        loops(instructions),
+        columns(compiled.asm["ptx"]),
+    )
+    return {"name": job.name, **asdict(found)}
+
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2) as pool:
+        for result in pool.map(measured, JOBS):
+            print(json.dumps(result), flush=True)

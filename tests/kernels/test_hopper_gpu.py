@@ -1,0 +1,160 @@
+"""The Hopper forward on a Hopper GPU, against attention in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mla_plugin.arguments.mask import Band
+from mla_plugin.kernels.hopper.rule import plain_kernel_for
+from mla_plugin.kernels.prefill.launch_forward import forward
+from mla_plugin.kernels.prefill.packing import Kind, Packing
+from tests.kernels.hopper_draws import Draw, draw
+from tests.kernels.prefill_oracle import attend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+MASKS = {
+    "full": (-1, -1, False),
+    "causal": (-1, 0, True),
+    "causal_top_left": (-1, 0, False),
+    "window": (100, 0, True),
+    "band": (70, 30, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory() -> Iterator[None]:
+    """What is not written stays NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(given: Draw) -> None:
+    q, k, v, scale, packing = given.on("cuda")
+    assert plain_kernel_for(Kind.of(q, k, v, scale, packing)) is None
+    out, lse = (x.cpu().double() for x in forward(q, k, v, scale, packing))
+    clean = [x.nan_to_num(0.0) for x in (given.q, given.k, given.v)]
+    wanted, wanted_lse, *_ = attend(given.call, *clean, torch.zeros(out.shape), None)
+    assert torch.equal(torch.isinf(lse), torch.isinf(wanted_lse))
+    seen = ~torch.isinf(wanted_lse)
+    assert not seen.any() or (lse - wanted_lse)[seen].abs().max() < 1e-4
+    assert torch.isfinite(out).all()
+    difference, norm = (out - wanted).norm(dim=-1), wanted.norm(dim=-1)
+    assert (difference <= (1e-2 if given.q.dtype == torch.bfloat16 else 2e-3) * norm).all()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_deepseek(layout: str, mask: str) -> None:
+    left, right, bottom_right = MASKS[mask]
+    for seed in range(4):
+        options = {"left": left, "right": right, "bottom_right": bottom_right, "head_dims": (192, 128)}
+        check(draw(seed, layout, dtype=torch.bfloat16, **options))
+
+
+@pytest.mark.parametrize("seed", range(100, 144))
+def test_factors_in_combination(seed: int) -> None:
+    check(draw(seed))
+
+
+def packed_call(lengths: list[int], heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
+    generator = torch.Generator("cuda").manual_seed(sum(lengths))
+    q, k, v = (
+        torch.randn(sum(lengths), heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for width in (192, 192, 128)
+    )
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    longest = max(lengths)
+    packing = Packing("thd", longest, longest, cu_seqlens, cu_seqlens, mask=Band(-1, 0, True), same_lengths=True)
+    return q, k, v, 192**-0.5, packing
+
+
+def dense_call(seqlen: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
+    q, k, v, scale, _ = packed_call([seqlen], heads)
+    return q[None], k[None], v[None], scale, Packing("bshd", seqlen, seqlen, mask=Band(-1, 0, True))
+
+
+def test_200_runs_agree_bit_for_bit() -> None:
+    for call in (dense_call(1111, 16), packed_call([700, 1, 0, 130, 1500, 64])):
+        first = forward(*call)
+        for _ in range(200):
+            assert all(torch.equal(a, b) for a, b in zip(forward(*call), first, strict=True))
+
+
+def test_packed_equals_dense_bit_for_bit() -> None:
+    """A sequence does not notice what stands around it."""
+    q, k, v, scale, packing = packed_call([300, 1024, 129])
+    out, lse = forward(q, k, v, scale, packing)
+    dense = Packing("bshd", 1024, 1024, mask=Band(-1, 0, True))
+    alone, alone_lse = forward(*(x[None, 300:1324] for x in (q, k, v)), scale, dense)
+    assert torch.equal(out[300:1324], alone[0])
+    assert torch.equal(lse[:, 300:1324], alone_lse[0])
+
+
+def test_a_graph_is_replayed_with_other_lengths() -> None:
+    q, k, v, scale, packing = packed_call([300, 1024, 129])
+    dense = dense_call(900)
+    forward(q, k, v, scale, packing)
+    forward(*dense)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = *forward(q, k, v, scale, packing), *forward(*dense)
+    for lengths in ([1, 0, 1000], [513, 512, 300], [0, 0, 0]):
+        packing.cu_seqlens_q.copy_(torch.tensor([0, *lengths]).cumsum(0))
+        wanted = *forward(q, k, v, scale, packing), *forward(*dense)
+        for x in results:
+            x.fill_(torch.nan)
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+
+
+def test_two_streams_at_a_time() -> None:
+    calls = [dense_call(2000, 16), dense_call(1500, 32)]
+    wanted = [forward(*call) for call in calls]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(20):
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(forward(*call))
+    torch.cuda.synchronize()
+    for n, results in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted[n % 2], strict=True))
+
+
+def test_nan_in_a_query_stays_in_its_row() -> None:
+    q, k, v, scale, packing = dense_call(500)
+    clean, _ = forward(q, k, v, scale, packing)
+    q[0, 77, 2, 5] = torch.nan
+    out, lse = forward(q, k, v, scale, packing)
+    assert torch.isnan(out[0, 77, 2]).all()
+    assert torch.isnan(lse[0, 2, 77])
+    out[0, 77, 2] = clean[0, 77, 2]
+    assert torch.equal(out, clean)
+
+
+def test_many_small_sequences() -> None:
+    """More sequences than the plan takes at a time, and fewer tickets than multiprocessors for one head."""
+    q, k, v, scale, packing = packed_call([3, 0, 1, 70] * 40, heads=2)
+    out, lse = forward(q, k, v, scale, packing)
+    start = 0
+    for length in [3, 0, 1, 70] * 40:
+        rows = slice(start, start + length)
+        s = torch.einsum("qhd,khd->hqk", q[rows].double(), k[rows].double()) * scale
+        s = s.masked_fill(torch.ones(length, length, device="cuda").triu(1).bool(), -torch.inf)
+        wanted = torch.einsum("hqk,khd->qhd", s.softmax(-1), v[rows].double())
+        assert torch.allclose(out[rows].double(), wanted, rtol=2e-2, atol=2e-2)
+        assert torch.allclose(lse[:, rows].double(), s.logsumexp(-1), atol=1e-4)
+        start += length

@@ -1,0 +1,154 @@
+"""Which kernel computes a forward, and that ``explain`` says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.arguments.mask import Band
+from mla_plugin.hooks.types import Accepted
+from mla_plugin.kernels.hopper import rule
+from mla_plugin.kernels.prefill import launch_forward
+from mla_plugin.kernels.prefill.packing import Kind, Packing
+from mla_plugin.plugins import triton
+from tests.requests import A100, H100, mla_request
+
+NEEDED = "the Hopper kernel needs bfloat16 or float16"
+GOOD = {
+    "capability": (9, 0),
+    "version": "3.6.0",
+    "dtype": torch.bfloat16,
+    "head_dim_qk": 192,
+    "head_dim_v": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"version": "3.7.1"}, {"version": "3.7.0+git"}, {"dtype": torch.float16}]
+    + [{"head_dim_qk": qk, "head_dim_v": v} for qk, v in rule.TILES],
+)
+def test_what_the_hopper_kernel_takes(change: dict) -> None:
+    assert rule.plain_kernel_because(**{**GOOD, **change}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"capability": None}, "compute capability None, the Hopper kernel needs (9, 0)"),
+        ({"capability": (8, 0)}, "compute capability (8, 0), the Hopper kernel needs (9, 0)"),
+        ({"capability": (10, 0)}, "compute capability (10, 0), the Hopper kernel needs (9, 0)"),
+        ({"version": "3.5.1"}, "Triton 3.5.1, the Hopper kernel needs 3.6 or 3.7"),
+        ({"version": "3.60.0"}, "Triton 3.60.0, the Hopper kernel needs 3.6 or 3.7"),
+        ({"version": None}, "Triton None, the Hopper kernel needs 3.6 or 3.7"),
+        ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
+        ({"head_dim_qk": 256}, "head dimensions 256/128, the Hopper kernel has "),
+    ],
+)
+def test_what_goes_to_the_plain_kernel(change: dict, reason: str) -> None:
+    assert rule.plain_kernel_because(**{**GOOD, **change}).startswith(reason)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The rule as on a Hopper card with Triton 3.6."""
+    monkeypatch.setattr(rule, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    rule.plain_kernel_for.cache_clear()
+    yield
+    rule.plain_kernel_for.cache_clear()
+
+
+def kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kind:
+    return Kind.of(q, k, v, 0.1, Packing("bshd", q.shape[1], k.shape[1], mask=Band(-1, 0, True)))
+
+
+def tensors(**changes: torch.Tensor) -> list[torch.Tensor]:
+    found = {
+        name: torch.zeros(2, 8, 4, width, dtype=torch.bfloat16)
+        for name, width in zip("qkv", (192, 192, 128), strict=True)
+    }
+    return [(found | changes)[name] for name in "qkv"]
+
+
+def test_tensors_that_can_be_copied_by_tiles(hopper: None) -> None:
+    assert rule.plain_kernel_for(kind(*tensors())) is None
+    spaced = torch.zeros(2, 8, 4, 200, dtype=torch.bfloat16)[..., :192]
+    assert rule.plain_kernel_for(kind(*tensors(q=spaced))) is None
+    one_head = torch.zeros(2, 8, 192, dtype=torch.bfloat16).as_strided((2, 8, 1, 192), (1536, 192, 0, 1))
+    assert rule.plain_kernel_for(kind(*tensors(q=one_head))) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"v": torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16).expand(2, 8, 4, 128)},
+            r"v has strides .*multiples of 8",
+        ),
+        ({"k": torch.zeros(2, 8, 4, 196, dtype=torch.bfloat16)[..., :192]}, r"k has strides .*multiples of 8"),
+        (
+            {
+                "k": torch.zeros(2, 0, 4, 192, dtype=torch.bfloat16),
+                "v": torch.zeros(2, 0, 4, 128, dtype=torch.bfloat16),
+            },
+            r"k is empty: \(2, 0, 4, 192\)",
+        ),
+    ],
+)
+def test_tensors_that_cannot(changes: dict[str, torch.Tensor], reason: str, hopper: None) -> None:
+    found = rule.plain_kernel_for(kind(*tensors(**changes)))
+    assert found is not None
+    assert re.match(reason, found)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_forward_launches_the_kernel_that_the_rule_says(
+    is_packed: bool, is_kept: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hopper kernel writes every row, so nothing is filled for it."""
+    calls = []
+
+    def launch(q, k, v, out, lse, *offsets):
+        calls.append((tuple(out.shape), tuple(lse.shape), len(offsets)))
+        out.fill_(3.0)
+        lse.fill_(4.0)
+
+    monkeypatch.setattr(launch_forward, "_hopper", lambda: lambda kind: launch)
+    monkeypatch.setattr(launch_forward, "output_like", None)
+    if is_packed:
+        q, k, v = (torch.zeros(10, 4, width, dtype=torch.bfloat16) for width in (192, 192, 128))
+        cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
+        packing = Packing("thd", 6, 6, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    else:
+        q, k, v = tensors()
+        packing = Packing("bshd", 8, 8)
+    kept: dict | None = {} if is_kept else None
+    for n in range(1, 3):
+        out, lse = launch_forward.forward(q, k, v, 0.1, packing, kept=kept)
+        assert (out == 3).all()
+        assert (lse == 4).all()
+        assert calls == [((*q.shape[:-1], 128), packing.layout.lse_shape(q.shape), 4)] * n
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "note"),
+    [
+        (H100, torch.bfloat16, ("forward by the Hopper kernel",)),
+        (
+            H100,
+            torch.float32,
+            ("forward by the plain kernel: torch.float32, the Hopper kernel needs bfloat16 or float16",),
+        ),
+        (A100, torch.bfloat16, ()),
+    ],
+)
+def test_the_backend_says_which_kernel_runs(platform: Platform, dtype: torch.dtype, note: tuple[str, ...]) -> None:
+    accepted = triton.select_backend(mla_request(dtype=dtype), platform)
+    assert isinstance(accepted, Accepted)
+    assert accepted.notes == note
