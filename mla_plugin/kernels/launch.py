@@ -117,76 +117,15 @@ def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     general = compiled[grid]
     run, function, metadata, knobs = compiled.run, compiled.function, compiled.packed_metadata, triton.knobs.runtime
     device = torch.cuda.current_device()
-    direct = _direct(run, grid, function, metadata)
 
     def launch(*arguments: object) -> None:
         if _has_calls(knobs.launch_enter_hook) or _has_calls(knobs.launch_exit_hook):
             general(*arguments)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        if direct is None:
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
         else:
-            direct(stream, arguments)
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*grid, stream, function, metadata, None, None, None, *arguments)
 
     return launch
-
-
-_MAX_ENCODED = 4096
-
-
-def _direct(
-    run: Any, grid: tuple[int, int, int], function: object, metadata: object
-) -> Callable[[int, tuple[object, ...]], None] | None:
-    """A launch that encodes each descriptor once, as ``run`` of Triton 3.6 and 3.7 does anew in every launch.
-
-    An encoded descriptor depends on its memory's address, shape and strides, and the kernel. Encoding three takes 7 us.
-
-    Returns:
-        a function of the stream and the arguments; None for a kernel without descriptors or another ``run``.
-    """
-    outer: Any = getattr(run, "launch", None)
-    names = getattr(getattr(outer, "__code__", None), "co_freevars", ())
-    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= set(names):
-        return None
-    found = dict(zip(names, (cell.cell_contents for cell in outer.__closure__), strict=True))
-    if run.global_scratch_size or run.profile_scratch_size or None in found["tensordesc_meta"]:
-        return None
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    launcher, kinds = (
-        found["launcher"],
-        tuple(zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True)),
-    )
-    options = (run.launch_cooperative_grid, run.launch_pdl)
-    no_hooks = (metadata, None, None, None)
-    no_scratch = (None, None)
-    encoded: dict[tuple[int, int], tuple[object, list[object]]] = {}  # keeps each descriptor, whose id is in the key
-
-    def expanded(arguments: tuple[object, ...]) -> list[object]:
-        values: list[object] = []
-        start = 0
-        for place, kind in kinds:
-            x = arguments[place]
-            known = encoded.get((place, id(x)))
-            if known is None:
-                if len(encoded) >= _MAX_ENCODED:
-                    encoded.clear()
-                known = encoded[place, id(x)] = x, make_tensordesc_arg(x, kind)
-            values += arguments[start:place]
-            values += known[1]
-            start = place + 1
-        values += arguments[start:]
-        return values
-
-    if hasattr(run, "arg_annotations"):  # Triton 3.7
-        signature = (run.arg_annotations, run.kernel_signature)
-        return lambda stream, arguments: launcher(
-            *grid, stream, function, *options, *no_hooks, *no_scratch, *signature, expanded(arguments)
-        )
-    return lambda stream, arguments: launcher(
-        *grid, stream, function, *options, *no_scratch, *no_hooks, *expanded(arguments)
-    )
 
 
 def _has_calls(hook: Any) -> bool:
