@@ -134,6 +134,12 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def contiguous_from_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x itself if it is contiguous and starts on a 16-byte boundary, otherwise such a copy."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """x itself if hardware that copies tiles by strides (TMA) can read it, otherwise a contiguous copy.
 

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import addressable, aligned, has_addressable_strides, start_aligned
+from mla_plugin.arguments.layout import (
+    addressable,
+    aligned,
+    contiguous_from_16_bytes,
+    has_addressable_strides,
+    start_aligned,
+)
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
@@ -195,7 +201,7 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     request, layout, tensors = plan.request, plan.request.layout, residuals.tensors
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
     dout, q, k, v, out = [layout.to_bhsd(aligned(x.contiguous())) for x in inputs]
-    lse = residuals.lse.contiguous().unsqueeze(-1)
+    lse = contiguous_from_16_bytes(residuals.lse).unsqueeze(-1)
     no_seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
     found = []
     for first, length, is_causal in _parts(request):

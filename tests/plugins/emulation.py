@@ -124,6 +124,7 @@ def backward(
     assert logsumexp.dtype == torch.float32
     assert logsumexp.shape[-1] % 32 == 0
     assert all(stride % 8 == 0 for stride in logsumexp.stride()[:2])
+    assert logsumexp.data_ptr() % 16 == 0, "the kernel reads 16 bytes at a time; elsewhere the device is lost"
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (query, key, value))
     spans = zip(_spans(query, cu_seqlens_q, max_seqlen_q), _spans(key, cu_seqlens_k, max_seqlen_k), strict=True)
     for b, ((n, i), (_, j)) in enumerate(spans):

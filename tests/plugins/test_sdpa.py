@@ -85,3 +85,14 @@ class TestCudaRoad(BackendConformance):
 
 class TestCudaRoadWithNanPadding(NanPadding, TestCudaRoad):
     pass
+
+
+def test_a_log_sum_exp_that_starts_off_16_bytes_is_moved() -> None:
+    """Another backend may have made it; the kernel's misaligned read would end the process's use of the device."""
+    request = AttentionRequest.of(AttentionTensors(*torch.randn(3, 1, 64, 2, 8), 1.0), is_training=True)
+    call = efficient._dense_call(request, 1.0)
+    lse = torch.randn(1 + 2 * 64)[1:].view(1, 2, 64)
+    moved = call.kernel_lse(lse)
+    assert lse.data_ptr() % 16
+    assert moved.data_ptr() % 16 == 0
+    assert torch.equal(moved, lse)

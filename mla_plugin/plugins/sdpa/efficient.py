@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import aligned, has_addressable_strides, start_aligned
+from mla_plugin.arguments.layout import aligned, contiguous_from_16_bytes, has_addressable_strides, start_aligned
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
 
@@ -137,14 +137,14 @@ class _Call:
         return (lse.squeeze(0) if self.request.layout.is_packed else lse).contiguous()
 
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """The caller's lse as the kernel's backward wants it."""
+        """The caller's lse as the kernel's backward wants it, which reads 16 bytes at a time."""
         if self.q is None:
             lse = lse[..., self.skip :] if self.skip else lse
         else:
             lse = lse.unsqueeze(0) if self.request.layout.is_packed else lse
             lse = self.q.pad(lse.transpose(1, 2), torch.inf).transpose(1, 2)
         missing = -lse.shape[-1] % LSE_ALIGNMENT
-        return (F.pad(lse, (0, missing), value=torch.inf) if missing else lse).contiguous()
+        return contiguous_from_16_bytes(F.pad(lse, (0, missing), value=torch.inf) if missing else lse)
 
 
 @functools.lru_cache(maxsize=4096)

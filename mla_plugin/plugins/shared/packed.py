@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
-from mla_plugin.arguments.layout import addressable
+from mla_plugin.arguments.layout import addressable, contiguous_from_16_bytes
 from mla_plugin.hooks.attention import AttentionRequest
 
 
@@ -114,10 +114,10 @@ class Rows:
         return self.request.layout.from_bshd(x)
 
     def of_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """Contiguous lse for the kernel: [B, H, S_q], or [H, T] when packed."""
+        """Contiguous lse for the kernel, from a 16-byte boundary on: [B, H, S_q], or [H, T] when packed."""
         if self.q is None or self.request.layout.is_packed:
-            return lse.contiguous()
-        return lse.transpose(0, 1).flatten(1, 2).contiguous()  # flatten may give a view with strides
+            return contiguous_from_16_bytes(lse)
+        return contiguous_from_16_bytes(lse.transpose(0, 1).flatten(1, 2))  # flatten may give a view with strides
 
     def lse(self, lse: torch.Tensor) -> torch.Tensor:
         """The inverse of ``of_lse``, and -inf for every row that sees no key, where kernels give +inf or nothing.
