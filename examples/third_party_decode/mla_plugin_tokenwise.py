@@ -12,6 +12,8 @@ def refusals(request: mla.DecodeRequest) -> Iterator[str]:
         yield f"device_type={request.device_type!r}, expected 'cpu': the lengths are read on the host"
     if request.has_leftpad_kv:
         yield "has_leftpad_kv=True, expected False"
+    if request.batch_invariant:
+        yield "batch_invariant=True, expected False: how a CPU's product rounds may depend on the memory"
 
 
 @mla.hookimpl

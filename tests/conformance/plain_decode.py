@@ -13,6 +13,8 @@ STATE = {}
 def select_backend(request, platform):
     if not isinstance(request, DecodeRequest):
         return Refused(("AttentionRequest, expected DecodeRequest",))
+    if request.batch_invariant:  # how a CPU's product rounds may depend on the memory
+        return Refused(("batch_invariant=True, expected False",))
     return Accepted()
 
 

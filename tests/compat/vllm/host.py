@@ -28,6 +28,7 @@ KEPT = ("0.28.0", "0.31.0")
 
 NOT_NEEDED = (
     *(
+        "PIL",
         "aiohttp",
         "cachetools",
         "cbor2",
