@@ -253,8 +253,8 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         )
         if return_lse:
             out, lse = result
-            return _padded(out, rows, 0.0), _padded(lse.T, rows, -math.inf).contiguous()
-        return _padded(result, rows, 0.0).reshape(rows, -1)
+            return _padded(out, rows), _padded(lse.T, rows).contiguous()
+        return _padded(result, rows).reshape(rows, -1)
 
     def _absorbed(self, q: Any, q_rope: Any, layer: Any, forward_batch: Any) -> torch.Tensor:
         if self._ranks > 1:
@@ -276,7 +276,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             page_table=extend.page_table,
             seqlens_kv=blocks.lengths,
         )
-        return _padded(out.flatten(0, 1)[blocks.places], q.shape[0], 0.0).reshape(q.shape[0], -1)
+        return _padded(out.flatten(0, 1)[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
 
     # the cache
 
@@ -327,11 +327,11 @@ def _drafts(mode: Any, spec_info: Any) -> int:
     return int(spec_info.draft_token_num) if mode.is_target_verify() else 0
 
 
-def _padded(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
-    """x [T, ...] with rows of ``value`` behind it."""
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [T, ...] with rows of 0 behind it: of an lse too, because SGLang's merge makes NaN of two that are -inf."""
     if x.shape[0] == rows:
         return x
-    padded = x.new_full((rows, *x.shape[1:]), value)
+    padded = x.new_zeros((rows, *x.shape[1:]))
     padded[: x.shape[0]] = x
     return padded
 
