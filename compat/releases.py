@@ -1,16 +1,14 @@
-"""What each release of a host has: a named tuple of the first releases, compared with the installed one."""
+"""What each release of a host has: a table of the first releases, compared with the installed one."""
 
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable
 
 from packaging.version import Version
 
-Differences = TypeVar("Differences", bound=NamedTuple)
 
-
-def since(package: str, version: str, minimum: str, first: Differences) -> Differences:
+def since(package: str, version: str, minimum: str, first: Iterable[str]) -> tuple[bool, ...]:
     """Which differences a release has.
 
     Args:
@@ -20,7 +18,7 @@ def since(package: str, version: str, minimum: str, first: Differences) -> Diffe
         first: the first release that has each difference.
 
     Returns:
-        the same tuple, of booleans.
+        for each difference whether the release has it.
 
     Raises:
         ImportError: the release is older than the oldest supported one.
@@ -30,7 +28,7 @@ def since(package: str, version: str, minimum: str, first: Differences) -> Diffe
         raise ImportError(
             f"{package} {version} is installed, mla_plugin needs >= {minimum}: pip install --upgrade {package}"
         )
-    return type(first)(*(found >= Version(release) for release in first))
+    return tuple(found >= Version(release) for release in first)
 
 
 def installed(package: str, minimum: str) -> str:
@@ -42,6 +40,4 @@ def installed(package: str, minimum: str) -> str:
     try:
         return str(importlib.import_module(package).__version__)
     except ImportError as error:
-        raise ImportError(
-            f"mla_plugin.compat.{package} needs {package} >= {minimum}: pip install {package}"
-        ) from error
+        raise ImportError(f"mla_plugin.compat.{package} needs {package} >= {minimum}: pip install {package}") from error

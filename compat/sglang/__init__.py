@@ -42,14 +42,14 @@ def register() -> None:
     chunks = server_args if has.chunk_names else importlib.import_module("sglang.srt.model_executor.model_runner")
     if NAME not in chunks.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
         chunks.add_chunked_prefix_cache_attention_backend(NAME)
-    HookRegistry.register(
-        "sglang.srt.server_args.ServerArgs.check_server_args", _check_server_args, HookType.AFTER
-    )
+    HookRegistry.register("sglang.srt.server_args.ServerArgs.check_server_args", _check_server_args, HookType.AFTER)
 
 
 def _check_server_args(result: Any, server_args: Any, *_: Any, **__: Any) -> None:
     """Refuse arguments before SGLang loads a model."""
-    if NAME in server_args.get_attention_backends():
+    given = (getattr(server_args, f"{half}attention_backend", None) for half in ("", "prefill_", "decode_"))
+    both, prefill, decode = given
+    if NAME in (prefill or both, decode or both):
         refusals.raise_if(refusals.of_arguments(server_args))
 
 
@@ -59,6 +59,8 @@ def create(runner: Any) -> Any:
     Raises:
         ValueError: the model, the device or an argument is not taken; every reason is in the message.
     """
+    if not releases.is_tested():
+        _logger.warning("SGLang is newer than %s, the newest release that mla-plugin was tested with", releases.NEWEST)
     refusals.raise_if([*refusals.of_arguments(runner.server_args), *refusals.of_runner(runner)])
     from mla_plugin.compat.sglang import dispatch
     from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend

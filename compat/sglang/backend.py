@@ -1,6 +1,6 @@
 """SGLang's attention backend: absorbed steps by ``mla_plugin.decode``, expanded ones by ``mla_plugin.attention``.
 
-SGLang writes prefixes out of the cache, multiplies by W_UK, W_UV and kv_b_proj, and merges chunks and ranks. Lengths and
+SGLang reads prefixes from the cache, multiplies by W_UK, W_UV and kv_b_proj, and merges chunks and ranks. Lengths and
 pages stay on the device, so that its CUDA graphs hold decode and the verification of drafts.
 """
 
@@ -46,14 +46,13 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
-        self.forward_metadata: Steps | Extend | None = None
+        self.forward_metadata: Any = None  # Steps or Extend of the step; SGLang's name
         config = runner.model_config
         self._rank, self._rope = config.kv_lora_rank, config.qk_rope_head_dim
         self._page_size = self.token_to_kv_pool.page_size
-        self._ranks, self._own_rank = (runner.dcp_size, runner.dcp_rank) if HAS.shared_cache else (1, 0)
+        self._ranks, self._own_rank = _sharing()
         self._slots = self._page_size * self._ranks  # a page holds every n-th of so many slots
         self._max_length = self.req_to_token_pool.req_to_token.shape[1]
-        self._graph: Steps | None = None
         _logger.info("mla-plugin %s computes MLA attention.", mla_plugin.__version__)
 
     # metadata of a step
@@ -78,9 +77,8 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers that all graphs of decode and verification read."""
         slots, pages = self.req_to_token_pool.req_to_token, math.ceil(self._max_length / self._slots)
-        self._graph = Steps(
-            slots.new_zeros((max_bs, pages), dtype=torch.int32), slots.new_zeros(max_bs, dtype=torch.int32)
-        )
+        table = slots.new_zeros((max_bs, pages), dtype=torch.int32)
+        self._graph = Steps(table, slots.new_zeros(max_bs, dtype=torch.int32))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Metadata of a captured or replayed step, from SGLang 0.5.13 on."""
@@ -161,20 +159,18 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         _check_layer(layer, others)
         self._save(k, v, k_rope, layer, forward_batch, save_kv_cache)
         steps = self.forward_metadata
-        batch = steps.lengths.shape[0]  # type: ignore[union-attr]
+        batch = steps.lengths.shape[0]
         q_nope_abs, q_rope = self._parts(q, q_rope, layer)
         if q_nope_abs.shape[0] % batch:
-            raise ValueError(
-                f"{q_nope_abs.shape[0]} query tokens of {batch} requests; equally many of each are needed"
-            )
+            raise ValueError(f"{q_nope_abs.shape[0]} query tokens of {batch} requests; equally many of each are needed")
         shape = (batch, q_nope_abs.shape[0] // batch)
         result = mla_plugin.decode(
             q_nope_abs.unflatten(0, shape),
             q_rope.unflatten(0, shape),
             self._cache(layer),
             softmax_scale=layer.scaling,
-            page_table=steps.page_table,  # type: ignore[union-attr]
-            seqlens_kv=steps.lengths,  # type: ignore[union-attr]
+            page_table=steps.page_table,
+            seqlens_kv=steps.lengths,
             return_lse=self._ranks > 1,
         )
         if isinstance(result, tuple):
@@ -210,21 +206,22 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             NotImplementedError: a layer that is not plain attention.
         """
         if forward_batch.forward_mode.is_target_verify():
-            return self.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope, **others
-            )
+            parts = {"q_rope": q_rope, "k_rope": k_rope}
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **parts, **others)
         _check_layer(layer, others)
         if layer.v_head_dim == self._rank and layer.head_dim == self._rank + self._rope:
             self._save(k, v, k_rope, layer, forward_batch, save_kv_cache)
             return self._absorbed(q, q_rope, layer, forward_batch)
-        if save_kv_cache:
+        if k is None or v is None or save_kv_cache:
             raise NotImplementedError(
                 f"layer {layer.layer_id} gives expanded keys to save; the cache holds compressed ones"
             )
         return self._expanded(q, k, v, layer, forward_batch)
 
-    def _expanded(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any) -> Any:
-        extend: Any = self.forward_metadata
+    def _expanded(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        extend = self.forward_metadata
         mask, cu_kv, max_kv = "padding_causal", extend.cu_new, extend.max_new
         if forward_batch.attn_attend_prefix_cache:
             chunk = forward_batch.prefix_chunk_idx
@@ -237,8 +234,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         k, v = k.view(-1, heads, layer.head_dim), v.view(-1, heads, layer.v_head_dim)
         if mask == "padding_causal":
             k, v = k[: extend.tokens], v[: extend.tokens]
-        return_lse = bool(forward_batch.mha_return_lse)
-        result: Any = mla_plugin.attention(
+        result = mla_plugin.attention(
             q,
             k,
             v,
@@ -249,26 +245,26 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             cu_seqlens_kv=cu_kv,
             max_seqlen_q=extend.max_new,
             max_seqlen_kv=max_kv,
-            return_lse=return_lse,
+            return_lse=bool(forward_batch.mha_return_lse),
         )
-        if return_lse:
+        if isinstance(result, tuple):
             out, lse = result
             return _padded(out, rows), _padded(lse.T, rows).contiguous()
         return _padded(result, rows).reshape(rows, -1)
 
-    def _absorbed(self, q: Any, q_rope: Any, layer: Any, forward_batch: Any) -> torch.Tensor:
+    def _absorbed(self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, forward_batch: Any) -> torch.Tensor:
         if self._ranks > 1:
             raise NotImplementedError(
                 f"an absorbed prefill over a cache that {self._ranks} ranks share; let prefixes be expanded: leave out "
                 "--disable-chunked-prefix-cache"
             )
-        extend: Any = self.forward_metadata
+        extend = self.forward_metadata
         blocks = extend.blocks
         if extend.page_table is None:
             pages = self._pages(forward_batch.req_pool_indices, extend.max_all)
             extend.page_table = pages[blocks.owners]
         q_nope_abs, q_rope = self._parts(q, q_rope, layer)
-        out: Any = mla_plugin.decode(
+        out = mla_plugin.decode(
             q_nope_abs[blocks.rows],
             q_rope[blocks.rows],
             self._cache(layer),
@@ -276,7 +272,8 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             page_table=extend.page_table,
             seqlens_kv=blocks.lengths,
         )
-        return _padded(out.flatten(0, 1)[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
+        by_query = out.flatten(0, 1)  # type: ignore[union-attr]
+        return _padded(by_query[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
 
     # the cache
 
@@ -315,11 +312,20 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def _fill(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
         """Write a step into the graphs' buffers."""
-        graph: Any = self._graph
+        graph = self._graph
         steps = Steps(graph.page_table[: len(seq_lens)], graph.lengths[: len(seq_lens)])
         steps.page_table.copy_(self._pages(req_pool_indices, self._max_length))
         steps.lengths.copy_(self._own_lengths(seq_lens, drafts))
         self.forward_metadata = steps
+
+
+def _sharing() -> tuple[int, int]:
+    """Ranks that share the cache, and which of them this is."""
+    if not HAS.shared_cache:
+        return 1, 0
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
 
 
 def _drafts(mode: Any, spec_info: Any) -> int:

@@ -1,4 +1,4 @@
-"""A prefill's steps: several new tokens of each request, unequally many, behind a prefix that is in the cache or not."""
+"""A prefill's steps: several new tokens of each request, unequally many, behind a prefix that may be in the cache."""
 
 from __future__ import annotations
 

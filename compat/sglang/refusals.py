@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from mla_plugin.compat.sglang import releases
+from mla_plugin.compat.sglang.releases import SINCE
+
 NAME = "mla_plugin"
 """The backend's name in SGLang."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,6 +42,8 @@ def of_arguments(args: Any) -> Iterator[str]:
         yield f"attn_cp_size={args.attn_cp_size}, expected 1: there is no context parallelism of the prefill"
     if args.dllm_algorithm is not None:
         yield f"dllm_algorithm={args.dllm_algorithm!r}, expected None: diffusion models see later tokens"
+    if getattr(args, "dcp_size", 1) > 1 and not releases.installed().shared_cache:
+        yield f"dcp_size={args.dcp_size}, expected 1: decode context parallelism needs sglang >= {SINCE.shared_cache}"
     prefill = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
     if (graph := getattr(prefill, "backend", "disabled")) not in PREFILL_GRAPHS:
         yield (

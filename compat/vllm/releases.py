@@ -35,7 +35,7 @@ def of(version: str) -> Has[bool]:
     Raises:
         ImportError: it is older than 0.25.1.
     """
-    return releases.since("vllm", version, MINIMUM_VERSION, SINCE)  # type: ignore[return-value]
+    return Has(*releases.since("vllm", version, MINIMUM_VERSION, SINCE))
 
 
 def installed() -> Has[bool]:

@@ -1,7 +1,7 @@
 """SGLang's own Python, several releases, on a machine without a GPU and without SGLang's dependencies.
 
-A wheel of SGLang takes 7 to 22 MB. ``folder_of`` fetches one, for whatever Python it was made, and keeps its Python in a
-cache folder; ``use`` makes it the ``sglang`` of a process, with stand-ins for what the tests do not use.
+A wheel of SGLang takes 7 to 24 MB. ``folder_of`` fetches one and keeps it in a cache folder; ``use`` makes it the
+``sglang`` of a process, with stand-ins for what the tests do not use.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tests.compat.real_python import StandIns, cache
 
-FETCHED = ("0.5.11", "0.5.17")
+FETCHED = ("0.5.11", "0.5.18")
 """The ends of the tested range; tests fetch them."""
-KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16")
+KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16", "0.5.17")
 """Between them: tested where ``python -m tests.compat.sglang.host`` has fetched them."""
 
 NOT_NEEDED = ("IPython", "aiohttp", "compressed_tensors", "dill", "einops", "gguf", "huggingface_hub", "orjson")
-NOT_NEEDED += ("psutil", "pybase64", "starlette", "torchvision", "transformers", "zmq")
+NOT_NEEDED += ("psutil", "pybase64", "starlette", "torchvision", "transformers", "tvm_ffi", "zmq")
 """Packages that SGLang imports on the way to its attention, and that no test here reaches."""
 NOT_USED = ("sglang.srt.configs", "sglang.srt.connector", "sglang.srt.disaggregation", "sglang.srt.entrypoints")
 NOT_USED += ("sglang.srt.function_call", "sglang.srt.managers", "sglang.srt.multimodal", "sglang.srt.parser")
@@ -32,6 +32,7 @@ NOT_USED += tuple(f"sglang.srt.utils.hf_transformers{end}" for end in ("", "_pat
 USED = ("sglang.srt.configs.linear_attn_model_registry", "sglang.srt.configs.hybrid_arch")
 """Of these, the modules that tests use."""
 
+# of the wheels that a release has, one: its Python is the same for all
 BUILT_FOR = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_34_x86_64")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.metadata
 import logging
@@ -91,6 +92,14 @@ def test_a_model_runner_gets_it(dtype, said):
     assert FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count("mla_plugin") == 1
 
 
+def test_a_release_that_was_not_tested(monkeypatch, said):
+    adapter.create(runner())
+    assert "newer" not in said.text
+    monkeypatch.setattr(sglang, "__version__", "0.5.19.dev3+g1234567")
+    adapter.create(runner())
+    assert f"SGLang is newer than {releases.NEWEST}, the newest release that mla-plugin was tested with" in said.text
+
+
 @pytest.mark.parametrize(
     ("mode", "prefix", "new", "disabled", "method"),
     [
@@ -165,6 +174,12 @@ def test_arguments_that_are_taken(changed):
     assert list(refusals.of_arguments(arguments(**changed))) == []
 
 
+def test_a_shared_cache_needs_a_release_that_has_it():
+    found = list(refusals.of_arguments(arguments(dcp_size=2)))
+    expected = "dcp_size=2, expected 1: decode context parallelism needs sglang >= 0.5.16"
+    assert found == ([] if HAS.shared_cache else [expected])
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -198,9 +213,7 @@ def test_devices_that_are_refused(monkeypatch):
 
 def given_arguments(**changed):
     """SGLang's own ServerArgs with the defaults of all fields, none of them resolved for a model and a device."""
-    import dataclasses
-
-    args = object.__new__(server_args.ServerArgs)
+    args = server_args.ServerArgs.__new__(server_args.ServerArgs)
     for field in dataclasses.fields(server_args.ServerArgs):
         missing = field.default_factory is dataclasses.MISSING
         value = field.default if missing else field.default_factory()
@@ -215,6 +228,8 @@ def test_sglangs_own_check_refuses():
     check = server_args.ServerArgs.check_server_args
     check(given_arguments(attention_backend="triton", kv_cache_dtype="fp8_e4m3"))
     check(given_arguments(attention_backend="mla_plugin"))
+    others = {"prefill_attention_backend": "triton", "decode_attention_backend": "triton"}
+    check(given_arguments(attention_backend="mla_plugin", kv_cache_dtype="fp8_e4m3", **others))
     for chosen in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         with pytest.raises(ValueError, match="cannot serve this: kv_cache_dtype='fp8_e4m3'"):
             check(given_arguments(**{chosen: "mla_plugin", "kv_cache_dtype": "fp8_e4m3"}))

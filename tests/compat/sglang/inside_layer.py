@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +45,8 @@ def test_the_table_says_what_the_release_has():
     assert HAS.batch_hook == hasattr(AttentionBackend, "init_forward_metadata_out_graph")
     assert HAS.batch_hook != hasattr(AttentionBackend, "init_forward_metadata_replay_cuda_graph")
     assert HAS.chunk_names == hasattr(server_args, "add_chunked_prefix_cache_attention_backend")
-    assert HAS.shared_cache == ("dcp_size" in {name for name in server_args.ServerArgs.__dataclass_fields__})
+    context = importlib.util.find_spec("sglang.srt.runtime_context")
+    assert HAS.shared_cache == bool(context and "attn_dcp_size" in Path(context.origin).read_text())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,13 +180,13 @@ def test_prefill_of_absorbed_queries(prefix, page_size, pad):
     assert not out[sum(NEW) :].any()
 
 
-@pytest.mark.skipif(not HAS.shared_cache, reason="before SGLang 0.5.15 ranks do not share a cache")
+@pytest.mark.skipif(not HAS.shared_cache, reason="before SGLang 0.5.16 ranks do not share a cache")
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_decode_over_ranks_is_merged_by_lse(page_size):
     """Three ranks hold every third token; a slot is page * page_size * 3 + place, of which each keeps its third."""
     ranks, lengths, rows = 3, [50, 2, 64], []
     table = torch.zeros(4, 192, dtype=torch.int32)
-    layers = [Layer(page_size=page_size, dcp_size=ranks, dcp_rank=rank) for rank in range(ranks)]
+    layers = [Layer(page_size=page_size, ranks=ranks, rank=rank) for rank in range(ranks)]
     pages = torch.randperm(40) + 1
     for index, length in enumerate(lengths):
         rows.append(torch.randn(length, RANK + ROPE).to(torch.bfloat16))

@@ -45,7 +45,7 @@ def runner(dtype: torch.dtype = torch.bfloat16, page_size: int = 64, requests: i
     pool.kv_buffer[0][page_size:] = UNREAD
     named = {"server_args": arguments(), "model_config": config, "token_to_kv_pool": pool, "device": "cpu"}
     named |= {"req_to_token_pool": ReqToTokenPool(requests, 192, "cpu", False), "use_mla_backend": True}
-    named |= {"is_draft_worker": False, "dtype": dtype, "kv_cache_dtype": dtype, "dcp_size": 1, "dcp_rank": 0}
+    named |= {"is_draft_worker": False, "dtype": dtype, "kv_cache_dtype": dtype}
     return SimpleNamespace(**{**named, **changed})
 
 
@@ -59,10 +59,11 @@ def arguments(**changed: Any) -> Any:
 class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardMixin):
     """A DeepSeek layer's attention with SGLang's own forward methods, without norms, rope and the query's latents."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, page_size: int = 64, **changed: Any) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, page_size: int = 64, ranks: int = 1, rank: int = 0) -> None:
         self.dtype, self.page_size = dtype, page_size
-        self.runner = runner(dtype, page_size, **changed)
-        self.backend = adapter.create(self.runner)
+        self.runner = runner(dtype, page_size)
+        with shared_by(ranks, rank):
+            self.backend = adapter.create(self.runner)
         self.num_local_heads, self.qk_nope_head_dim, self.qk_rope_head_dim = HEADS, NOPE, ROPE
         self.v_head_dim, self.qk_head_dim, self.kv_lora_rank, self.layer_id = V, NOPE + ROPE, RANK, 0
         self.q_lora_rank = self.rotary_emb = self.next_skip_topk = None
@@ -121,8 +122,7 @@ class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardM
         """
         indices = (torch.randperm(7)[: len(lengths)] + 1).tolist()
         rows = [
-            self.add(index, length, length - count)
-            for index, length, count in zip(indices, lengths, new, strict=True)
+            self.add(index, length, length - count) for index, length, count in zip(indices, lengths, new, strict=True)
         ]
         table = self.runner.req_to_token_pool.req_to_token
         where = [table[index, n - count : n] for index, n, count in zip(indices, lengths, new, strict=True)]
@@ -199,6 +199,18 @@ class Batch:
 
 
 @contextlib.contextmanager
+def shared_by(ranks: int, rank: int) -> Iterator[None]:
+    """SGLang says that so many ranks share the cache, and which this is."""
+    if not HAS.shared_cache:
+        yield
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(dcp_enabled=ranks > 1, attn_dcp_size=ranks, attn_dcp_rank=rank):
+        yield
+
+
+@contextlib.contextmanager
 def sglang_of(layer: Layer, chunk: int = 128 * 1024) -> Iterator[None]:
     """SGLang's surroundings of a forward, and its compiled operators; prefixes come in chunks of so many tokens."""
 
@@ -221,6 +233,7 @@ def sglang_of(layer: Layer, chunk: int = 128 * 1024) -> Iterator[None]:
         ):
             patches.enter_context(mock.patch.object(forward_batch_info.ForwardBatch, name, function))
         patches.enter_context(mock.patch.object(forward_mha, "merge_state_v2", merge, create=True))
+        patches.enter_context(shared_by(1, 0))
         if HAS.batch_hook:
             from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 

@@ -1,7 +1,7 @@
 """vLLM's own Python, several releases, on a machine without a GPU and without vLLM's dependencies.
 
 An sdist of vLLM has all of its Python and takes 38 to 47 MB, its wheel 400. ``folder_of`` fetches one and keeps the
-Python of it in a cache folder; ``use`` makes it the ``vllm`` of a process, with stand-ins for what the tests do not use.
+Python of it in a cache folder; ``use`` makes it the ``vllm`` of a process, with stand-ins for what is not used here.
 """
 
 from __future__ import annotations

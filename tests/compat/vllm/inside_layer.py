@@ -11,6 +11,7 @@ from mla_plugin.compat.vllm import decode
 from tests.compat.float64 import attend, close
 from tests.compat.vllm.parts import NOPE, RANK, ROPE, Layer, V, compiled_operators
 
+
 def expected_mqa(layer: Layer, q: torch.Tensor, rows: list[torch.Tensor], seqlen_q: int, causal: bool = True):
     """out [T, H, R] and lse [T, H] of absorbed queries over each request's rows."""
     parts = []
