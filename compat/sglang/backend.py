@@ -50,6 +50,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         config = runner.model_config
         self._rank, self._rope = config.kv_lora_rank, config.qk_rope_head_dim
         self._page_size = self.token_to_kv_pool.page_size
+        self._most_drafts = runner.server_args.speculative_num_draft_tokens
         self._ranks, self._own_rank = _sharing()
         self._slots = self._page_size * self._ranks  # a page holds every n-th of so many slots
         self._max_length = self.req_to_token_pool.req_to_token.shape[1]
@@ -63,7 +64,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_idle():
             self.forward_metadata = None
         elif mode.is_decode() or mode.is_target_verify():
-            drafts = _drafts(mode, forward_batch.spec_info)
+            drafts = self._drafts(mode, forward_batch.spec_info)
             table = self._pages(forward_batch.req_pool_indices, self._max_length)
             self.forward_metadata = Steps(table, self._own_lengths(forward_batch.seq_lens, drafts))
         elif mode.is_extend_without_speculative() and not mode.name.startswith("DRAFT"):
@@ -84,7 +85,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Metadata of a captured or replayed step, from SGLang 0.5.13 on."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_decode_or_idle() or mode.is_target_verify():
-            drafts = _drafts(mode, forward_batch.spec_info)
+            drafts = self._drafts(mode, forward_batch.spec_info)
             self._fill(forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch], drafts)
         else:
             self.init_forward_metadata(forward_batch)
@@ -100,7 +101,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         spec_info: Any,
     ) -> None:
         """Metadata of a captured step, before SGLang 0.5.13."""
-        self._fill(req_pool_indices[:bs], seq_lens[:bs], _drafts(forward_mode, spec_info))
+        self._fill(req_pool_indices[:bs], seq_lens[:bs], self._drafts(forward_mode, spec_info))
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -114,7 +115,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
         """Metadata of a replayed step, before SGLang 0.5.13."""
-        self._fill(req_pool_indices[:bs], seq_lens[:bs], _drafts(forward_mode, spec_info))
+        self._fill(req_pool_indices[:bs], seq_lens[:bs], self._drafts(forward_mode, spec_info))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of rows that pad a graph's batch."""
@@ -264,7 +265,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             pages = self._pages(forward_batch.req_pool_indices, extend.max_all)
             extend.page_table = pages[blocks.owners]
         q_nope_abs, q_rope = self._parts(q, q_rope, layer)
-        out = mla_plugin.decode(
+        out: torch.Tensor = mla_plugin.decode(  # type: ignore[assignment]
             q_nope_abs[blocks.rows],
             q_rope[blocks.rows],
             self._cache(layer),
@@ -272,14 +273,13 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             page_table=extend.page_table,
             seqlens_kv=blocks.lengths,
         )
-        by_query = out.flatten(0, 1)  # type: ignore[union-attr]
-        return _padded(by_query[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
+        return _padded(out.flatten(0, 1)[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
 
     # the cache
 
     def _cache(self, layer: Any) -> torch.Tensor:
         """[pages, page_size, R + Dr]"""
-        slots = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        slots: torch.Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         return slots.view(-1, self._page_size, slots.shape[-1])
 
     def _parts(self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,6 +297,12 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         else:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+
+    def _drafts(self, mode: Any, spec_info: Any) -> int:
+        """Tokens that a verification appends to each request's length; an idle rank's batch may not say it."""
+        if not mode.is_target_verify():
+            return 0
+        return int(getattr(spec_info, "draft_token_num", self._most_drafts))
 
     def _pages(self, req_pool_indices: torch.Tensor, max_length: int) -> torch.Tensor:
         """int32 [B, n]: the pages of requests, from the slot of each page's first token."""
@@ -326,11 +332,6 @@ def _sharing() -> tuple[int, int]:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
-
-
-def _drafts(mode: Any, spec_info: Any) -> int:
-    """Tokens that a verification appends to each request's length."""
-    return int(spec_info.draft_token_num) if mode.is_target_verify() else 0
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -132,6 +132,10 @@ def test_a_replayed_graph(page_size, drafts):
     of.req_pool_indices, of.seq_lens_cpu = torch.cat([of.req_pool_indices, torch.zeros(2).long()]), None
     graph_metadata(backend, of, False)
     assert [x.data_ptr() for x in backend.forward_metadata] == addresses
+    lengths = backend.forward_metadata.lengths.clone()
+    of.spec_info = None  # as a rank without requests has it
+    graph_metadata(backend, of, False)
+    assert torch.equal(backend.forward_metadata.lengths, lengths)
     backend.forward_metadata = in_graph
     with sglang_of(layer):
         out = step.absorbed()

@@ -52,7 +52,12 @@ def runner(dtype: torch.dtype = torch.bfloat16, page_size: int = 64, requests: i
 def arguments(**changed: Any) -> Any:
     """What the adapter reads of SGLang's ServerArgs, as they are when nothing was asked for."""
     named = {"kv_cache_dtype": "auto", "speculative_algorithm": None, "speculative_eagle_topk": None}
-    named |= {"speculative_draft_attention_backend": None, "attn_cp_size": 1, "dllm_algorithm": None}
+    named |= {
+        "speculative_num_draft_tokens": 3,
+        "speculative_draft_attention_backend": None,
+        "attn_cp_size": 1,
+        "dllm_algorithm": None,
+    }
     return SimpleNamespace(**{**named, **changed})
 
 
