@@ -306,7 +306,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def _pages(self, req_pool_indices: torch.Tensor, max_length: int) -> torch.Tensor:
         """int32 [B, n]: the pages of requests, from the slot of each page's first token."""
-        slots = self.req_to_token_pool.req_to_token[:, : max_length : self._slots]
+        slots: torch.Tensor = self.req_to_token_pool.req_to_token[:, : max_length : self._slots]
         return slots.index_select(0, req_pool_indices).floor_divide_(self._slots)
 
     def _own_lengths(self, seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
