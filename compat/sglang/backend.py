@@ -67,7 +67,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             drafts = self._drafts(mode, forward_batch.spec_info)
             table = self._pages(forward_batch.req_pool_indices, self._max_length)
             self.forward_metadata = Steps(table, self._own_lengths(forward_batch.seq_lens, drafts))
-        elif mode.is_extend_without_speculative() and not mode.name.startswith("DRAFT"):
+        elif mode.is_extend_without_speculative():
             self.forward_metadata = Extend(forward_batch)
         else:
             raise NotImplementedError(
@@ -223,22 +223,19 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         extend = self.forward_metadata
-        mask, cu_kv, max_kv = "padding_causal", extend.cu_new, extend.max_new
+        mask, cu_kv, max_kv, keys = "padding_causal", extend.cu_new, extend.max_new, extend.tokens
         if forward_batch.attn_attend_prefix_cache:
             chunk = forward_batch.prefix_chunk_idx
             mask, cu_kv = "padding", forward_batch.prefix_chunk_cu_seq_lens[chunk]
-            max_kv = forward_batch.prefix_chunk_max_seq_lens[chunk]
+            max_kv, keys = forward_batch.prefix_chunk_max_seq_lens[chunk], k.shape[0]
         elif forward_batch.mha_one_shot:
-            mask, cu_kv, max_kv = "padding_causal_bottom_right", extend.cu_all, extend.max_all
+            mask, cu_kv = "padding_causal_bottom_right", extend.cu_all
+            max_kv, keys = extend.max_all, extend.all_tokens
         rows, heads = q.shape[0], layer.tp_q_head_num
-        q = q.view(rows, heads, layer.head_dim)[: extend.tokens]
-        k, v = k.view(-1, heads, layer.head_dim), v.view(-1, heads, layer.v_head_dim)
-        if mask == "padding_causal":
-            k, v = k[: extend.tokens], v[: extend.tokens]
         result = mla_plugin.attention(
-            q,
-            k,
-            v,
+            q.view(rows, heads, layer.head_dim)[: extend.tokens],
+            k.view(-1, heads, layer.head_dim)[:keys],
+            v.view(-1, heads, layer.v_head_dim)[:keys],
             softmax_scale=layer.scaling,
             qkv_format="thd",
             attn_mask_type=mask,

@@ -34,8 +34,9 @@ class Extend:
     """Lengths of a prefill's requests, on the host and on the device.
 
     Attributes:
-        tokens: new tokens of all requests; queries may have more rows, which pad the batch.
-        max_new, max_all: the longest request's new tokens, and the most keys of a request.
+        tokens, all_tokens: new tokens of all requests, and with their prefixes; SGLang may give more rows, which pad the
+            batch.
+        max_new, max_all: of the longest request.
         cu_new: int32 [B + 1], starts of the requests among the new tokens.
         cu_all: int32 [B + 1], starts of the requests where each has prefix and new tokens side by side.
         page_table: int32 [V, n], the pages of each block's request, once a layer was absorbed.
@@ -45,7 +46,8 @@ class Extend:
         on_host = forward_batch.extend_seq_lens_cpu
         self._counts = [int(count) for count in on_host]
         self.tokens, self.max_new = sum(self._counts), max(self._counts)
-        self.max_all = int(max(forward_batch.seq_lens_cpu))
+        lengths = [int(length) for length in forward_batch.seq_lens_cpu]
+        self.all_tokens, self.max_all = sum(lengths), max(lengths)
         self._new, self._prefix = forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens
         self.cu_new = starts(self._new)
         self.cu_all = starts(forward_batch.seq_lens)

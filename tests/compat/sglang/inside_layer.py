@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+import mla_plugin
 from mla_plugin.compat.sglang import dispatch
 from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
 from tests.compat.float64 import attend, close
@@ -150,8 +151,16 @@ NEW = [20, 1, 37]
 @pytest.mark.parametrize("pad", [0, 5])
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("chunk", "method"), [(128 * 1024, "MHA_ONE_SHOT"), (99, "MHA_CHUNKED_KV")])
-def test_prefill(prefix, chunk, method, pad):
+def test_prefill(prefix, chunk, method, pad, monkeypatch):
     """Prefix and new tokens together, or the prefix in chunks of 33 tokens a request, merged by SGLang."""
+
+    def attention(q, k, v, **given):
+        assert len(q) == given["cu_seqlens_q"][-1]
+        assert len(k) == len(v) == given["cu_seqlens_kv"][-1]
+        return compute(q, k, v, **given)
+
+    compute = mla_plugin.attention
+    monkeypatch.setattr(mla_plugin, "attention", attention)
     layer = Layer()
     lengths = [a + b for a, b in zip(prefix, NEW, strict=True)]
     step = layer.batch(ForwardMode.EXTEND, lengths, NEW, pad=pad)
