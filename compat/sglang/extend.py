@@ -34,8 +34,7 @@ class Extend:
     """Lengths of a prefill's requests, on the host and on the device.
 
     Attributes:
-        tokens, all_tokens: new tokens of all requests, and with their prefixes; SGLang may give more rows, which pad the
-            batch.
+        tokens, all_tokens: new tokens of all requests, and with their prefixes. SGLang may give more rows: padding.
         max_new, max_all: of the longest request.
         cu_new: int32 [B + 1], starts of the requests among the new tokens.
         cu_all: int32 [B + 1], starts of the requests where each has prefix and new tokens side by side.
