@@ -157,6 +157,8 @@ def test_prefill(prefix, chunk, method, pad, monkeypatch):
     def attention(q, k, v, **given):
         assert len(q) == given["cu_seqlens_q"][-1]
         assert len(k) == len(v) == given["cu_seqlens_kv"][-1]
+        for side in ("q", "kv"):
+            assert given[f"max_seqlen_{side}"] == given[f"cu_seqlens_{side}"].diff().max()
         return compute(q, k, v, **given)
 
     compute = mla_plugin.attention
