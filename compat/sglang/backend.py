@@ -46,11 +46,11 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)  # SGLang 0.5.20 reads prefixes by it
         self.forward_metadata: Any = None  # Steps or Extend of the step; SGLang's name
         config = runner.model_config
         self._rank, self._rope = config.kv_lora_rank, config.qk_rope_head_dim
         self._page_size = self.token_to_kv_pool.page_size
-        self._most_drafts = runner.server_args.speculative_num_draft_tokens
         self._ranks, self._own_rank = _sharing()
         self._slots = self._page_size * self._ranks  # a page holds every n-th of so many slots
         self._max_length = self.req_to_token_pool.req_to_token.shape[1]
@@ -87,6 +87,11 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_decode_or_idle() or mode.is_target_verify():
             drafts = self._drafts(mode, forward_batch.spec_info)
             self._fill(forward_batch.req_pool_indices[:batch], forward_batch.seq_lens[:batch], drafts)
+        elif in_capture:
+            raise NotImplementedError(
+                "mla-plugin cannot capture a whole prefill, whose lengths it reads on the host; pass "
+                "--cuda-graph-backend-prefill disabled"
+            )
         else:
             self.init_forward_metadata(forward_batch)
 
@@ -210,6 +215,8 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             parts = {"q_rope": q_rope, "k_rope": k_rope}
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **parts, **others)
         _check_layer(layer, others)
+        if getattr(forward_batch, "attn_cp_metadata", None) is not None:
+            raise NotImplementedError("mla-plugin has no context parallelism of the prefill: leave it out")
         if layer.v_head_dim == self._rank and layer.head_dim == self._rank + self._rope:
             self._save(k, v, k_rope, layer, forward_batch, save_kv_cache)
             return self._absorbed(q, q_rope, layer, forward_batch)
@@ -295,11 +302,17 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         else:
             self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
 
-    def _drafts(self, mode: Any, spec_info: Any) -> int:
-        """Tokens that a verification appends to each request's length; an idle rank's batch may not say it."""
+    @staticmethod
+    def _drafts(mode: Any, spec_info: Any) -> int:
+        """Tokens that a verification appends to each request's length; an idle rank's batch does not say it."""
         if not mode.is_target_verify():
             return 0
-        return int(getattr(spec_info, "draft_token_num", self._most_drafts))
+        if (topk := getattr(spec_info, "topk", 1)) > 1:
+            raise NotImplementedError(
+                f"{topk} drafts for a token, expected 1: a tree of drafts has a mask, and the kernels have none; pass "
+                "--speculative-eagle-topk 1"
+            )
+        return int(getattr(spec_info, "draft_token_num", 0))
 
     def _pages(self, req_pool_indices: torch.Tensor, max_length: int) -> torch.Tensor:
         """int32 [B, n]: the pages of requests, from the slot of each page's first token."""

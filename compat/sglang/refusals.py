@@ -45,7 +45,8 @@ def of_arguments(args: Any) -> Iterator[str]:
     if getattr(args, "dcp_size", 1) > 1 and not releases.installed().shared_cache:
         yield f"dcp_size={args.dcp_size}, expected 1: decode context parallelism needs sglang >= {SINCE.shared_cache}"
     prefill = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
-    if (graph := getattr(prefill, "backend", "disabled")) not in PREFILL_GRAPHS:
+    graph = getattr(args, "cuda_graph_backend_prefill", None) or getattr(prefill, "backend", "disabled")
+    if graph not in PREFILL_GRAPHS:
         yield (
             f"cuda_graph_config[prefill].backend={graph!r}, expected one of {', '.join(PREFILL_GRAPHS)}: a prefill "
             "reads its lengths on the host"

@@ -9,7 +9,7 @@ from packaging.version import Version
 from mla_plugin.compat import releases
 
 MINIMUM_VERSION = "0.5.11"
-NEWEST = "0.5.18"
+NEWEST = "0.5.23"
 """The newest release that was tested; later ones are not refused."""
 
 T = TypeVar("T")

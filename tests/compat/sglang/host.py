@@ -1,6 +1,6 @@
 """SGLang's own Python, several releases, on a machine without a GPU and without SGLang's dependencies.
 
-A wheel of SGLang takes 7 to 24 MB. ``folder_of`` fetches one and keeps it in a cache folder; ``use`` makes it the
+A wheel of SGLang takes 7 to 39 MB. ``folder_of`` fetches one and keeps it in a cache folder; ``use`` makes it the
 ``sglang`` of a process, with stand-ins for what the tests do not use.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tests.compat.real_python import StandIns, cache
 
-FETCHED = ("0.5.11", "0.5.18")
+FETCHED = ("0.5.11", "0.5.23")
 """The ends of the tested range; tests fetch them."""
-KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16", "0.5.17")
+KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16", "0.5.17", "0.5.18", "0.5.20")
 """Between them: tested where ``python -m tests.compat.sglang.host`` has fetched them."""
 
 NOT_NEEDED = ("IPython", "aiohttp", "compressed_tensors", "dill", "einops", "gguf", "huggingface_hub", "orjson")
-NOT_NEEDED += ("psutil", "pybase64", "starlette", "torchvision", "transformers", "tvm_ffi", "zmq")
+NOT_NEEDED += ("psutil", "pybase64", "sgl_kernel", "starlette", "torchvision", "transformers", "tvm_ffi", "zmq")
 """Packages that SGLang imports on the way to its attention, and that no test here reaches."""
 NOT_USED = ("sglang.srt.configs", "sglang.srt.connector", "sglang.srt.disaggregation", "sglang.srt.entrypoints")
 NOT_USED += ("sglang.srt.function_call", "sglang.srt.managers", "sglang.srt.multimodal", "sglang.srt.parser")

@@ -24,7 +24,7 @@ import mla_plugin
 from mla_plugin.compat import sglang as adapter
 from mla_plugin.compat.sglang import refusals, releases
 from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
-from tests.compat.sglang.parts import arguments, runner
+from tests.compat.sglang.parts import arguments, runner, shared_by
 from tests.repository.project import pyproject
 
 HAS = releases.installed()
@@ -39,6 +39,12 @@ def loaded(monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda *, group: [x for x in found if x.group == group])
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     plugins.load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with shared_by(1, 0):
+        yield
 
 
 @pytest.fixture
@@ -95,7 +101,7 @@ def test_a_model_runner_gets_it(dtype, said):
 def test_a_release_that_was_not_tested(monkeypatch, said):
     adapter.create(runner())
     assert "newer" not in said.text
-    monkeypatch.setattr(sglang, "__version__", "0.5.19.dev3+g1234567")
+    monkeypatch.setattr(sglang, "__version__", "0.99.dev3+g1234567")
     adapter.create(runner())
     assert f"SGLang is newer than {releases.NEWEST}, the newest release that mla-plugin was tested with" in said.text
 
@@ -150,6 +156,7 @@ REFUSED = [
         {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="full"))},
         "cuda_graph_config[prefill].backend='full', expected one of disabled, tc_piecewise",
     ),
+    ({"cuda_graph_backend_prefill": "breakable"}, "cuda_graph_config[prefill].backend='breakable', expected"),
 ]
 
 
@@ -213,12 +220,15 @@ def test_devices_that_are_refused(monkeypatch):
 
 def given_arguments(**changed):
     """SGLang's own ServerArgs with the defaults of all fields, none of them resolved for a model and a device."""
-    args = server_args.ServerArgs.__new__(server_args.ServerArgs)
+    changed = {"chunked_prefill_size": -1, "served_model_name": "m", **changed}
+    if not dataclasses.is_dataclass(server_args.ServerArgs):  # from 0.5.20 on it resolves nothing by itself
+        return server_args.ServerArgs(model_path="m", **changed)
+    args = object.__new__(server_args.ServerArgs)
     for field in dataclasses.fields(server_args.ServerArgs):
         missing = field.default_factory is dataclasses.MISSING
         value = field.default if missing else field.default_factory()
         object.__setattr__(args, field.name, None if value is dataclasses.MISSING else value)
-    for name, value in {"chunked_prefill_size": -1, "served_model_name": "m", "enable_grpc": False, **changed}.items():
+    for name, value in {"enable_grpc": False, **changed}.items():
         object.__setattr__(args, name, value)
     return args
 

@@ -20,11 +20,17 @@ import mla_plugin
 from mla_plugin.compat.sglang import dispatch
 from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
 from tests.compat.float64 import attend, close
-from tests.compat.sglang.parts import HAS, HEADS, RANK, ROPE, SCALE, UNREAD, Layer, Pool, sglang_of
+from tests.compat.sglang.parts import HAS, HEADS, RANK, ROPE, SCALE, UNREAD, Layer, Pool, sglang_of, shared_by
 
 DTYPES = [torch.bfloat16, torch.float16]
 EXPANDED = 8
 """Roundings where keys and values, and absorbed queries, are in the dtype too."""
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    with shared_by(1, 0):
+        yield
 
 
 def test_signatures():
@@ -37,7 +43,8 @@ def test_signatures():
             assert [x.name for x in wanted] == list(ours)[: len(wanted)], name
             assert [x.default for x in wanted] == [x.default for x in list(ours.values())[: len(wanted)]], name
     write = MLATokenToKVPool.set_mla_kv_buffer
-    assert list(inspect.signature(write).parameters) == list(inspect.signature(Pool.set_mla_kv_buffer).parameters)
+    for function in (write, Pool.set_mla_kv_buffer):
+        inspect.signature(function).bind("pool", "layer", "loc", "cache_k_nope", "cache_k_rope")
 
 
 def test_the_table_says_what_the_release_has():
@@ -133,10 +140,10 @@ def test_a_replayed_graph(page_size, drafts):
     of.req_pool_indices, of.seq_lens_cpu = torch.cat([of.req_pool_indices, torch.zeros(2).long()]), None
     graph_metadata(backend, of, False)
     assert [x.data_ptr() for x in backend.forward_metadata] == addresses
-    lengths = backend.forward_metadata.lengths.clone()
-    of.spec_info = None  # as a rank without requests has it
+    asked, of.spec_info = of.spec_info, None  # as a rank without requests has it
     graph_metadata(backend, of, False)
-    assert torch.equal(backend.forward_metadata.lengths, lengths)
+    of.spec_info = asked
+    graph_metadata(backend, of, False)
     backend.forward_metadata = in_graph
     with sglang_of(layer):
         out = step.absorbed()
@@ -243,6 +250,27 @@ def test_an_idle_rank():
     layer.backend.init_forward_metadata(idle)
     out = layer.backend.forward(torch.empty(0, HEADS, RANK), None, None, layer.attn_mqa, idle)
     assert out.shape == (0, HEADS * RANK)
+
+
+def test_a_tree_of_drafts():
+    """Of however many SGLang itself decides on."""
+    layer = Layer()
+    step = layer.batch(ForwardMode.TARGET_VERIFY, [9], [4], drafts=4).forward_batch
+    step.spec_info.topk = 2
+    with pytest.raises(NotImplementedError, match="2 drafts for a token, expected 1"):
+        layer.backend.init_forward_metadata(step)
+
+
+def test_a_prefill_that_is_shared_or_captured_whole():
+    layer = Layer()
+    step = layer.batch(ForwardMode.EXTEND, [4], [4]).forward_batch
+    with pytest.raises(NotImplementedError, match="cannot capture a whole prefill"):
+        layer.backend.init_forward_metadata_out_graph(step, in_capture=True)
+    layer.backend.init_forward_metadata(step)
+    step.attn_cp_metadata = SimpleNamespace()
+    q = torch.zeros(4, HEADS, RANK + ROPE, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="no context parallelism of the prefill"):
+        layer.backend.forward(q, None, None, layer.attn_mqa, step)
 
 
 def test_drafts_are_another_backends():

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt.layers.attention import merge_state
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor import forward_batch_info
@@ -52,12 +53,7 @@ def runner(dtype: torch.dtype = torch.bfloat16, page_size: int = 64, requests: i
 def arguments(**changed: Any) -> Any:
     """What the adapter reads of SGLang's ServerArgs, as they are when nothing was asked for."""
     named = {"kv_cache_dtype": "auto", "speculative_algorithm": None, "speculative_eagle_topk": None}
-    named |= {
-        "speculative_num_draft_tokens": 3,
-        "speculative_draft_attention_backend": None,
-        "attn_cp_size": 1,
-        "dllm_algorithm": None,
-    }
+    named |= {"speculative_draft_attention_backend": None, "attn_cp_size": 1, "dllm_algorithm": None}
     return SimpleNamespace(**{**named, **changed})
 
 
@@ -71,6 +67,7 @@ class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardM
             self.backend = adapter.create(self.runner)
         self.num_local_heads, self.qk_nope_head_dim, self.qk_rope_head_dim = HEADS, NOPE, ROPE
         self.v_head_dim, self.qk_head_dim, self.kv_lora_rank, self.layer_id = V, NOPE + ROPE, RANK, 0
+        self.dcp_size = 1
         self.q_lora_rank = self.rotary_emb = self.next_skip_topk = None
         self.current_attention_backend, self.kv_cache_dtype = adapter.NAME, "auto"
         self.use_deep_gemm_bmm = self.disable_chunked_prefix_cache = self.use_nsa = self.use_dsa = False
@@ -219,7 +216,7 @@ def shared_by(ranks: int, rank: int) -> Iterator[None]:
 def sglang_of(layer: Layer, chunk: int = 128 * 1024) -> Iterator[None]:
     """SGLang's surroundings of a forward, and its compiled operators; prefixes come in chunks of so many tokens."""
 
-    def indices(self: ForwardBatch, device: object) -> None:
+    def indices(self: ForwardBatch, *_: object) -> None:
         table = layer.runner.req_to_token_pool.req_to_token
         self.prefix_chunk_kv_indices = []
         for starts, lengths in zip(self.prefix_chunk_starts, self.prefix_chunk_seq_lens, strict=True):
@@ -238,7 +235,7 @@ def sglang_of(layer: Layer, chunk: int = 128 * 1024) -> Iterator[None]:
         ):
             patches.enter_context(mock.patch.object(forward_batch_info.ForwardBatch, name, function))
         patches.enter_context(mock.patch.object(forward_mha, "merge_state_v2", merge, create=True))
-        patches.enter_context(shared_by(1, 0))
+        patches.enter_context(mock.patch.object(merge_state, "merge_state_triton", merge))
         if HAS.batch_hook:
             from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -246,10 +243,12 @@ def sglang_of(layer: Layer, chunk: int = 128 * 1024) -> Iterator[None]:
         yield
 
 
-def merge(output, lse, other_output, other_lse, merged, merged_lse):
-    """``merge_state_v2``: outputs [T, H, D] over two sets of keys, by their natural log-sum-exp [T, H]."""
+def merge(output, lse, other_output, other_lse, merged=None, merged_lse=None):
+    """``merge_state``: outputs [T, H, D] over two sets of keys, by their natural log-sum-exp [T, H]."""
     assert lse.is_contiguous()
+    merged, merged_lse = (torch.empty_like(x) if y is None else y for x, y in ((output, merged), (lse, merged_lse)))
     total = torch.logaddexp(lse.double(), other_lse.double())
     parts = ((output, lse), (other_output, other_lse))
     merged.copy_(sum(out.double() * (own.double() - total).exp()[..., None] for out, own in parts))
     merged_lse.copy_(total)
+    return merged, merged_lse

@@ -16,7 +16,7 @@ KEPT = [
         version,
         marks=pytest.mark.skipif(
             not (cache("sglang") / version).is_dir(),
-            reason=f"up to 22 MB that are not in the cache: python -m tests.compat.sglang.host {version}",
+            reason=f"up to 28 MB that are not in the cache: python -m tests.compat.sglang.host {version}",
         ),
     )
     for version in host.KEPT
