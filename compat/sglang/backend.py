@@ -82,7 +82,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._graph = Steps(table, slots.new_zeros(max_bs, dtype=torch.int32))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Metadata of a captured or replayed step, from SGLang 0.5.13 on."""
+        """Metadata of a captured or replayed step, where ``releases.Has.batch_hook``."""
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_decode_or_idle() or mode.is_target_verify():
             drafts = self._drafts(mode, forward_batch.spec_info)
@@ -105,7 +105,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         forward_mode: Any,
         spec_info: Any,
     ) -> None:
-        """Metadata of a captured step, before SGLang 0.5.13."""
+        """Metadata of a captured step, where there is no ``batch_hook``."""
         self._fill(req_pool_indices[:bs], seq_lens[:bs], self._drafts(forward_mode, spec_info))
 
     def init_forward_metadata_replay_cuda_graph(
@@ -119,7 +119,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         spec_info: Any,
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
-        """Metadata of a replayed step, before SGLang 0.5.13."""
+        """Metadata of a replayed step, where there is no ``batch_hook``."""
         self._fill(req_pool_indices[:bs], seq_lens[:bs], self._drafts(forward_mode, spec_info))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
