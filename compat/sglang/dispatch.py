@@ -28,5 +28,5 @@ def method_of(attn: Any, forward_batch: Any) -> Any:
     lengths = forward_batch.seq_lens_cpu
     if method is not AttnForwardMethod.MHA_CHUNKED_KV or lengths is None:
         return method
-    fits = int(sum(lengths)) <= forward_batch.get_max_chunk_capacity()
+    fits = int(lengths.sum()) <= forward_batch.get_max_chunk_capacity()
     return AttnForwardMethod.MHA_ONE_SHOT if fits else method

@@ -45,7 +45,7 @@ class Extend:
         on_host = forward_batch.extend_seq_lens_cpu
         self._counts = [int(count) for count in on_host]
         self.tokens, self.max_new = sum(self._counts), max(self._counts)
-        lengths = [int(length) for length in forward_batch.seq_lens_cpu]
+        lengths = forward_batch.seq_lens_cpu.tolist()
         self.all_tokens, self.max_all = sum(lengths), max(lengths)
         self._new, self._prefix = forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens
         self.cu_new = starts(self._new)

@@ -92,8 +92,11 @@ def test_an_older_sglang(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_runner_gets_it(dtype, said):
-    backend = attention_registry.ATTENTION_BACKENDS["mla_plugin"](runner(dtype))
+    given = runner(dtype, kv_index_translator=object())
+    backend = attention_registry.ATTENTION_BACKENDS["mla_plugin"](given)
     assert type(backend) is MLAPluginAttnBackend
+    for name in ("req_to_token_pool", "token_to_kv_pool", "kv_index_translator"):  # SGLang reads them off it
+        assert getattr(backend, name) is getattr(given, name)
     assert f"mla-plugin {mla_plugin.__version__} computes MLA attention." in said.text
     assert FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count("mla_plugin") == 1
 
