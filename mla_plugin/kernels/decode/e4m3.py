@@ -1,0 +1,73 @@
+"""e4m3 numbers (torch.float8_e4m3fn) from and to bytes, on every card; exact for all 256 of them.
+
+A byte is s eeee mmm: (-1)^s 2^(e - 7) (1 + m / 8); e = 0 is 2^-6 m / 8, 0x7F and 0xFF are NaN, there is no infinity.
+Read as the same fields of a float16 it is a 256th of the number, also where e = 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_MAX = tl.constexpr(448.0)
+
+# two instructions for four numbers, from compute capability 8.9 on
+_BY_INSTRUCTION = tl.constexpr("""{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+# 0x7F + 1 sets a byte's highest bit, which permute then spreads over both bytes of a number: NaN
+_BY_BITS = tl.constexpr("""{
+    .reg .b32 low, high, shifted, nan, spread, factor;
+    mov.b32 factor, 0x5C005C00;
+    and.b32 nan, $2, 0x7F7F7F7F;
+    add.u32 nan, nan, 0x01010101;
+    prmt.b32 low, $2, 0, 0x1404;
+    prmt.b32 high, $2, 0, 0x3424;
+    shr.u32 shifted, low, 1;
+    and.b32 shifted, shifted, 0x3F803F80;
+    lop3.b32 low, low, 0x80008000, shifted, 0xEA;
+    prmt.b32 spread, nan, 0, 0x9988;
+    or.b32 low, low, spread;
+    mul.rn.f16x2 $0, low, factor;
+    shr.u32 shifted, high, 1;
+    and.b32 shifted, shifted, 0x3F803F80;
+    lop3.b32 high, high, 0x80008000, shifted, 0xEA;
+    prmt.b32 spread, nan, 0, 0xBBAA;
+    or.b32 high, high, spread;
+    mul.rn.f16x2 $1, high, factor;
+}""")
+
+
+@triton.jit
+def to_float16(x, WAY: tl.constexpr):
+    """The numbers of the bytes ``x``, uint8, as float16, which holds each of them.
+
+    WAY: ``instruction``, ``bits`` (of two numbers at a time), or ``fields``, plain operations for the interpreter.
+    """
+    # pure=False: Triton would convert once for each product, in its layout, where bytes are loaded one by one
+    if WAY == "instruction":
+        return tl.inline_asm_elementwise(_BY_INSTRUCTION, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
+    elif WAY == "bits":
+        return tl.inline_asm_elementwise(_BY_BITS, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
+    else:
+        fields = x.to(tl.int32)
+        bits = ((fields & 0x80) << 8) | ((fields & 0x7F) << 7)
+        found = bits.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((fields & 0x7F) == 0x7F, float("nan"), found).to(tl.float16)
+
+
+@triton.jit
+def from_float32(x):
+    """The nearest e4m3 of each ``x``, ties to even, the largest one beyond it: uint8. NaN becomes 0x7F."""
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), E4M3_MAX)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # beside 2^14 a float32 has steps of 2^-9, those of e4m3 where e = 0
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, normal) | sign
+    return tl.where(x == x, code, 0x7F).to(tl.uint8)
