@@ -12,6 +12,7 @@ from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Program, print_results
 
 RANKS = {576: (512, 64), 320: (256, 64)}  # (R, Dr) that take all columns of an entry
+_WAYS = {80: "bits", 86: "bits"}
 TYPES = {1: "bf16", 2: "bf16", 4: "fp32"}
 
 
@@ -79,6 +80,8 @@ def _quantised() -> Iterator[Job]:
 
 def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
+    from mla_plugin.kernels.decode.device import Device
+    from mla_plugin.kernels.decode.launch import e4m3_way
     from mla_plugin.kernels.tile_math import split_head_dim
 
     rank, rope = RANKS[job.columns]
@@ -88,10 +91,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{dtype}", "Out": f"*{dtype}", "Lse": "*fp32"}
     types["softmax_scale"] = "fp32"
     is_plain, is_ds_mla = job.kv_cache_format == "plain", job.kv_cache_format == "fp8_ds_mla"
-    constants: dict[str, Any] = {
-        "FORMAT": job.kv_cache_format,
-        "WAY": "instruction" if job.capability >= 89 else "bits",
-    }
+    device = Device("227 KiB" if job.capability == 100 else "", 1, True, True, _WAYS.get(job.capability, "instruction"))
+    constants: dict[str, Any] = {"FORMAT": job.kv_cache_format, "WAY": e4m3_way(device, tile)}
     if is_plain:
         constants["KV_scale"] = None
     else:

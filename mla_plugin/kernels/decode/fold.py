@@ -10,13 +10,11 @@ import triton.language as tl
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import tiles
-from mla_plugin.kernels.decode.e4m3 import to_float16
+from mla_plugin.kernels.decode.e4m3 import numbers_of
 
 PAGES_OF_A_TILE = tl.constexpr(tiles.PAGES_OF_A_TILE)
 TILE = tl.constexpr(cache_format.TILE)
 SCALES = tl.constexpr(cache_format.SCALES)
-FLOAT16_EXPONENT = tl.constexpr(15.0)
-"""Weights in float16 are up to 2 to this: what is 2^-24 of the largest one would otherwise be 0."""
 
 
 @triton.jit
@@ -126,9 +124,9 @@ def _load_keys(
         if x.dtype != tl.uint8:
             return x.to(DTYPE)
         elif FORMAT != "fp8_ds_mla":
-            return to_float16(x, WAY).to(DTYPE)
+            return numbers_of(x, DTYPE, WAY)
         else:
-            x = to_float16(x, WAY).to(tl.float32).reshape(BLOCK_N, C // TILE, TILE)
+            x = numbers_of(x, tl.float32, WAY).reshape(BLOCK_N, C // TILE, TILE)
             scales = _load_scales(
                 KV_scale, block, row, keys, rows, lowest, last, stride_block, stride_row, PAGE_SIZE, BLOCK_N, LEFTPAD
             )
@@ -201,8 +199,6 @@ def fold_keys(
 ):
     """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
 
-    ``scale_log2`` is a number; of ``fp8`` in float16 one of each row, [BLOCK_M, 1].
-
     FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
     """
     DTYPE: tl.constexpr = q0.dtype
@@ -234,13 +230,8 @@ def fold_keys(
             s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
             if LEFTPAD:
                 s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
-        if FORMAT == "fp8":
-            s *= scale_log2
-            new_max = tl.maximum(row_max, tl.max(s, 1) - (FLOAT16_EXPONENT if PRECISION != "ieee" else 0.0))
-            p = tl.exp2(s - new_max[:, None])
-        else:
-            new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-            p = tl.exp2(s * scale_log2 - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc0 = _add_product(acc0 * rescale[:, None], p, c0, PRECISION)
@@ -325,7 +316,7 @@ def fold_on_hopper(
                 s = tl.where(keys[None, :] < visible[:, None], s, float("-inf"))
                 if LEFTPAD:
                     s = tl.where(keys[None, :] >= lowest, s, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(s, 1) - (FLOAT16_EXPONENT if FORMAT == "fp8" else 0.0))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
             p = tl.exp2(s - new_max[:, None])
             rescale = tl.exp2(row_max - new_max)
             sums = sums * rescale[:, None] + tl.sum(p.reshape(p.shape[0], 2, BLOCK_N // 2), 2)

@@ -27,34 +27,6 @@ def load_queries(
 
 
 @triton.jit
-def _powers_of_2(largest):
-    """(factor, its inverse), powers of two: factor * largest is 2^14 .. 2^15, as far as float32 goes."""
-    bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.minimum(tl.maximum(bits, 27 << 23), 254 << 23)
-    factor = (254 << 23) - bits + (14 << 23)
-    return factor.to(tl.float32, bitcast=True), (bits - (14 << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def as_float16(q0, q1, q_rope, scale_log2, HAS_Q1: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """The queries in float16, which holds every e4m3 number, and what their scores must be multiplied by: [rows, 1].
-
-    Each row is multiplied by a power of two that brings it to the upper end of float16's range: of a number in bfloat16
-    bits are lost only where it is 2^-28 of the largest in the row, much less than float32 sums resolve.
-    """
-    largest = tl.max(tl.abs(q0.to(tl.float32)), 1)
-    if HAS_Q1:
-        largest = tl.maximum(largest, tl.max(tl.abs(q1.to(tl.float32)), 1))
-    if HAS_ROPE:
-        largest = tl.maximum(largest, tl.max(tl.abs(q_rope.to(tl.float32)), 1))
-    factor, inverse = _powers_of_2(largest)
-    q0 = (q0.to(tl.float32) * factor[:, None]).to(tl.float16)
-    q1 = (q1.to(tl.float32) * factor[:, None]).to(tl.float16) if HAS_Q1 else q0
-    q_rope = (q_rope.to(tl.float32) * factor[:, None]).to(tl.float16) if HAS_ROPE else q0
-    return q0, q1, q_rope, (scale_log2 * inverse)[:, None]
-
-
-@triton.jit
 def store_columns(base, rows, exists, x, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """Store x [len(rows), C] into columns C0 .. C0 + C of rows of D contiguous elements."""
     columns = C0 + tl.arange(0, C)
@@ -142,8 +114,6 @@ def _attend(
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     if FORMAT == "fp8":
         scale_log2 *= tl.load(KV_scale)
-        if PRECISION != "ieee":
-            q0, q1, q_rope, scale_log2 = as_float16(q0, q1, q_rope, scale_log2, R1 > 0, ROPE > 0)
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
     tiles = tiles_between(origin, length, BLOCK_N)
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees

@@ -210,8 +210,15 @@ def _constants(
         "DEPENDENT": device.has_dependent_launch,
         "PRECISION": "ieee" if q_nope_abs.dtype == torch.float32 else "tf32",
         "FORMAT": tensors.kv_cache_format,
-        "WAY": device.e4m3_way,
+        "WAY": e4m3_way(device, tile),
     }
+
+
+def e4m3_way(device: Device, tile: decode_tiles.DecodeTile) -> str:
+    """How bytes of e4m3 become numbers, see e4m3.py."""
+    if device.kind == "227 KiB" and tile.block_m >= 64:
+        return "pure instruction"
+    return device.e4m3_way
 
 
 def _rope_columns(rope: int) -> int:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.arguments import cache_format
-from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, from_float32, to_float16
+from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, bytes_of, numbers_of
 from mla_plugin.kernels.launch import on_device_of
 
 _TILE = tl.constexpr(cache_format.TILE)
@@ -24,7 +24,7 @@ def _write_values(source, target, scale, D: tl.constexpr, BLOCK: tl.constexpr):
     """D numbers of one row over one scale."""
     columns = tl.arange(0, BLOCK)
     x = tl.load(source + columns, mask=columns < D, other=0.0).to(tl.float32)
-    tl.store(target + columns, from_float32(tl.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))), mask=columns < D)
+    tl.store(target + columns, bytes_of(tl.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))), mask=columns < D)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _write_tiles(source, target, POWER_OF_2: tl.constexpr):
     else:
         scales = tl.maximum(scales, _LEAST_SCALE)
     each = scales[:, None] + tl.zeros([_SCALES, _TILE], tl.float32)
-    tl.store(target + columns, from_float32(tl.div_rn(x, each)))
+    tl.store(target + columns, bytes_of(tl.div_rn(x, each)))
     tl.store((target + _SCALES * _TILE).to(tl.pointer_type(tl.float32)) + tile, scales)
 
 
@@ -89,7 +89,7 @@ def append_quantised_kernel(
 @triton.jit
 def _read_values(source, target, scale, exists, D: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
-    x = to_float16(tl.load(source + columns, mask=(columns < D) & exists, other=0), "fields").to(tl.float32)
+    x = numbers_of(tl.load(source + columns, mask=(columns < D) & exists, other=0), tl.float32, "fields")
     tl.store(target + columns, tl.where(exists, x * scale, 0.0).to(tl.bfloat16), mask=columns < D)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_of_slots
 from mla_plugin.kernels.decode.invariant.plan import load_run, run_of_chunks
-from mla_plugin.kernels.decode.kernel import as_float16, load_queries, store_columns
+from mla_plugin.kernels.decode.kernel import load_queries, store_columns
 from mla_plugin.kernels.decode.plan import key_range, tiles_between
 
 
@@ -97,8 +97,6 @@ def _attend(
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     if FORMAT == "fp8":
         scale_log2 *= tl.load(KV_scale)
-        if PRECISION != "ieee":
-            q0, q1, q_rope, scale_log2 = as_float16(q0, q1, q_rope, scale_log2, R1 > 0, ROPE > 0)
     # chunks are counted from the first key that is seen, so that left padding does not move them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
     count = tiles_between(origin, length, CHUNK)
