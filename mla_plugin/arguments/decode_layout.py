@@ -30,8 +30,7 @@ class DecodeLayout(NamedTuple):
         q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: ``TENSOR_ATTRIBUTES`` of these tensors.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
         is_joined: they are columns of one tensor.
-        causal, return_lse, kv_cache_format: as in ``DecodeTensors``.
-        kv_scale: ``TENSOR_ATTRIBUTES`` of it.
+        causal, return_lse, kv_cache_format: as in ``DecodeTensors``. The format says what ``kv_scale`` is.
     """
 
     q_nope_abs: TensorLayout
@@ -45,7 +44,6 @@ class DecodeLayout(NamedTuple):
     is_joined: bool
     causal: bool
     return_lse: bool
-    kv_scale: TensorLayout | None
     kv_cache_format: str
 
 
@@ -60,21 +58,7 @@ def _of(x: torch.Tensor) -> TensorLayout:
 
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
     """The layout of a call; its tensors are strided but need not have been checked."""
-    (
-        q_nope_abs,
-        q_rope,
-        c_kv,
-        k_rope,
-        _,
-        causal,
-        return_lse,
-        page_table,
-        seqlens_kv,
-        leftpad_kv,
-        _,
-        kv_scale,
-        kv_format,
-    ) = tensors
+    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv = tensors[:10]
     values = (
         _of(q_nope_abs),
         _of(q_rope),
@@ -87,8 +71,7 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
         are_joined(c_kv, k_rope),
         causal,
         return_lse,
-        kv_scale if kv_scale is None else _of(kv_scale),
-        kv_format,
+        tensors.kv_cache_format,
     )
     return tuple.__new__(DecodeLayout, values)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.cache_format import PLAIN, check_format, split_quantised
+from mla_plugin.arguments.cache_format import PLAIN, check_format, check_no_scale, split_quantised
 from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
@@ -136,7 +136,9 @@ def _split(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(c_kv, k_rope, kv_scale) as ``DecodeTensors`` has them."""
     if kv_cache_format == PLAIN:
-        return *decode_checks.split_cache(kv_cache, rank), kv_scale
+        if kv_scale is not None:
+            check_no_scale(kv_cache_format, kv_scale)
+        return *decode_checks.split_cache(kv_cache, rank), None
     check_format(kv_cache_format)
     return split_quantised(kv_cache, rank, kv_cache_format, kv_scale)
 
