@@ -279,7 +279,7 @@ def test_the_operator_keeps_its_word(return_lse: bool) -> None:
         decode_ops.decode_operator,
         (
             *(arguments["q_nope_abs"], arguments["q_rope"], cache[..., :R], cache[..., R:], SCALE, True, return_lse),
-            *(arguments["page_table"], arguments["seqlens_kv"], None, "direct", None, False),
+            *(arguments["page_table"], arguments["seqlens_kv"], None, None, "plain", "direct", None, False),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -149,9 +149,10 @@ def _check_token_bytes(whole: torch.Tensor, rank: int) -> None:
             f"kv_cache has shape {list(whole.shape)}, R={rank}; a token of kv_cache_format='fp8_ds_mla' has "
             f"{TOKEN_BYTES} bytes and R={RANK}, Dr={ROPE}"
         )
-    if any(step % 4 for step in (*whole.stride()[:-1], whole.storage_offset())):
+    start = 0 if torch.compiler.is_compiling() else whole.storage_offset()
+    if any(step % 4 for step in (*whole.stride()[:-1], start)):
         raise ValueError(
-            f"kv_cache has strides {whole.stride()} and begins at byte {whole.storage_offset()} of its memory; with "
+            f"kv_cache has strides {whole.stride()} and begins at byte {start} of its memory; with "
             "kv_cache_format='fp8_ds_mla' all must be multiples of 4, as the scales are float32"
         )
 
