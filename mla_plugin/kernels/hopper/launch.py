@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.forward import attention_forward_kernel
 from mla_plugin.kernels.hopper.pieces import PANEL, tile_layout
 from mla_plugin.kernels.hopper.rule import QUERIES, TILES
-from mla_plugin.kernels.launch import Address, Launch, named_strides
+from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
 
 LOADING_REGISTERS = 24
@@ -42,9 +43,6 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
     return 1
 
 
-_MAX_PLACES = 1024
-
-
 @functools.cache
 def _default_stream_counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
@@ -60,7 +58,8 @@ def _counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-class _Source(NamedTuple):
+@dataclass(frozen=True, eq=False)  # compared and hashed as itself, which is fast
+class _Source:
     """A tensor that tiles are copied from: [B, H, S, D] with strides of the first three, tiles of rows x columns."""
 
     dtype: torch.dtype
@@ -70,12 +69,13 @@ class _Source(NamedTuple):
     columns: int
 
 
+@functools.lru_cache(maxsize=4096)
 def _descriptor(address: int, source: _Source) -> TensorDescriptor:
-    dtype, shape, strides, rows, columns = source
-    element = triton.language.bfloat16 if dtype == torch.bfloat16 else triton.language.float16
-    steps = [stride if size > 1 else 8 for size, stride in zip(shape[:3], strides, strict=True)]  # of one: any will do
-    memory = Address(address, dtype)
-    return TensorDescriptor(memory, list(shape), [*steps, 1], [1, 1, rows, columns], tile_layout(element))
+    element = triton.language.bfloat16 if source.dtype == torch.bfloat16 else triton.language.float16
+    sizes = zip(source.shape, source.strides, strict=False)
+    steps = [stride if size > 1 else 8 for size, stride in sizes]  # of one: any will do
+    memory, block = Address(address, source.dtype), [1, 1, source.rows, source.columns]
+    return TensorDescriptor(memory, list(source.shape), [*steps, 1], block, tile_layout(element))
 
 
 def _sources(kind: Kind) -> tuple[_Source, _Source, _Source]:
@@ -109,7 +109,6 @@ class Forward:
         self._plan = _plan_launch(kind, tiles, is_causal) if packed else None
         self._work_size = plan.HEADER + 2 * tiles
         self._launch = _forward_launch(kind, tiles, heads, self._is_dynamic)
-        self._known: dict[tuple[int, ...], tuple[TensorDescriptor, ...]] = {}
 
     def __call__(
         self,
@@ -130,17 +129,14 @@ class Forward:
             self._plan(work, out, lse, *offsets[:3])
         elif self._is_dynamic:
             work = _counter(q.device)
-        self._launch(*self._described(q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse, work, *offsets)
-
-    def _described(self, *addresses: int) -> tuple[TensorDescriptor, ...]:
-        """Descriptors of q, k and v, made once for each place in memory."""
-        found = self._known.get(addresses)
-        if found is None:
-            if len(self._known) >= _MAX_PLACES:
-                self._known.clear()
-            made = (_descriptor(address, source) for address, source in zip(addresses, self._sources, strict=True))
-            found = self._known[addresses] = tuple(made)
-        return found
+        of_q, of_k, of_v = self._sources
+        self._launch(
+            _descriptor(q.data_ptr(), of_q),
+            _descriptor(k.data_ptr(), of_k),
+            _descriptor(v.data_ptr(), of_v),
+            *(out, lse, work),
+            *offsets,
+        )
 
 
 def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
