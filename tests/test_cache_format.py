@@ -13,7 +13,7 @@ import mla_plugin
 from mla_plugin import DecodeLengths, cache
 from mla_plugin.arguments.cache_format import byte_columns, split_quantised
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.kernels.decode import quantised_cache
+from mla_plugin.kernels.decode import e4m3, quantised_cache
 from mla_plugin.kernels.decode.e4m3 import bytes_of, numbers_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,6 +52,57 @@ def test_every_byte_is_its_number(way: str, dtype: torch.dtype) -> None:
     _numbers[(1,)](given, found, 1024, DTYPES[dtype], way)
     wanted = given.view(torch.float8_e4m3fn).to(dtype)
     assert int(wanted.isnan().sum()) == 8
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
+    assert torch.equal(found.signbit()[~wanted.isnan()], wanted.signbit()[~wanted.isnan()])
+
+
+def bits_by_hand(text: str, given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the assembly of ``bits`` makes of words of four bytes, instruction by instruction."""
+    registers: dict[str, Any] = {"$2": given.view(torch.int32).long() & 0xFFFFFFFF}
+
+    def value(name: str) -> Any:
+        return registers[name] if name in registers else int(name, 0)
+
+    def permuted(a: Any, b: Any, selector: int) -> Any:
+        found = torch.zeros_like(registers["$2"])
+        for place in range(4):
+            nibble = selector >> 4 * place & 15
+            byte = (a if nibble & 4 == 0 else b + 0 * a) >> 8 * (nibble & 3) & 0xFF
+            found |= ((byte >> 7) * 0xFF if nibble & 8 else byte) << 8 * place
+        return found
+
+    def products(a: Any, b: Any, c: Any) -> Any:
+        halves = [torch.stack([x & 0xFFFF, x >> 16], -1).to(torch.int32) for x in (a, *(c_ + 0 * a for c_ in (b, c)))]
+        x, y, z = (half.to(torch.uint16).view(dtype).double() for half in halves)
+        return (x * y + z).to(dtype)
+
+    operations = {
+        "mov.b32": lambda a: a + 0 * registers["$2"],
+        "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
+        "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
+        "shr.u32": lambda a, b: a >> b,
+        "prmt.b32": permuted,
+        "lop3.b32": lambda a, b, c, table: a & b | c if table == 0xEA else None,
+        "fma.rn.f16x2": products,
+        "fma.rn.bf16x2": products,
+    }
+    for line in text.splitlines():
+        name, _, operands = line.strip(" ;{}").partition(" ")
+        if name and name != ".reg":
+            target, *sources = operands.split(", ")
+            registers[target] = operations[name](*map(value, sources))
+    return torch.stack([registers["$0"], registers["$1"]], -2).flatten()
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [(e4m3._FLOAT16_BY_BITS, torch.float16), (e4m3._BFLOAT16_BY_BITS, torch.bfloat16)]
+)
+def test_the_assembly_of_cards_before_8_9_by_hand(text: Any, dtype: torch.dtype) -> None:
+    given = every_byte().cpu()
+    wanted = given.view(torch.float8_e4m3fn).to(dtype)
+    found = bits_by_hand(text.value, given, dtype)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
     assert torch.equal(found.signbit()[~wanted.isnan()], wanted.signbit()[~wanted.isnan()])
