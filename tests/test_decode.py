@@ -314,7 +314,8 @@ def test_the_operators_arguments() -> None:
     assert str(decode_ops.decode_operator._schema) == (
         "mla_plugin::decode(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
         "bool causal, bool return_lse, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv, "
-        "Tensor? kv_scale, str kv_cache_format, str host, str? backend, bool batch_invariant) -> (Tensor out, Tensor lse)"
+        "Tensor? kv_scale, str kv_cache_format, str host, str? backend, bool batch_invariant) "
+        "-> (Tensor out, Tensor lse)"
     )
 
 
