@@ -274,7 +274,7 @@ def test_gather_gives_rounded_products(kv_format: str, way: str) -> None:
         assert torch.equal(found, wanted)
 
 
-LENGTHS = [70, 0, 33, 129, 1]
+LENGTHS = [37, 0, 20, 1]
 
 
 def paged(kv_format: str, page_size: int, seqlen_q: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -331,7 +331,7 @@ BACKENDS += [("triton", torch.bfloat16)] if DEVICE == "cuda" else []
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize(("page_size", "seqlen_q", "heads"), [(64, 1, 5), (16, 2, 3), (1, 1, 16)])
+@pytest.mark.parametrize(("page_size", "seqlen_q", "heads"), [(64, 1, 9), (16, 2, 3), (1, 1, 1)])
 def test_decode(kv_format: str, page_size: int, seqlen_q: int, heads: int, backend: str, dtype: torch.dtype) -> None:
     check(paged(kv_format, page_size, seqlen_q, heads, dtype), backend=backend)
 
@@ -339,10 +339,10 @@ def test_decode(kv_format: str, page_size: int, seqlen_q: int, heads: int, backe
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_decode_of_a_left_padded_contiguous_cache(kv_format: str, backend: str) -> None:
-    arguments = paged(kv_format, 130, 2, 3, torch.float32)
+    arguments = paged(kv_format, 40, 2, 3, torch.float32)
     arguments["kv_cache"] = arguments["kv_cache"][arguments["page_table"][:, 0].long()].clone()
     arguments |= {"page_table": None}
-    leftpads = torch.tensor([5, 0, 33, 64, 0], dtype=torch.int32, device=DEVICE)
+    leftpads = torch.tensor([5, 0, 20, 0], dtype=torch.int32, device=DEVICE)
     for b, leftpad in enumerate(leftpads.tolist()):
         arguments["kv_cache"][b, :leftpad] = 0xFF
     check(arguments, backend=backend, leftpad_kv=leftpads)
@@ -356,7 +356,7 @@ def test_decode_of_float16_queries() -> None:
 def test_a_batch_has_the_bits_of_its_queries_alone(kv_format: str) -> None:
     arguments = paged(kv_format, 16, 2, 3, torch.float32)
     out, lse = check(arguments, backend="triton", batch_invariant=True)
-    for b, length in ((0, 70), (3, 129)):
+    for b, length in ((0, 37), (2, 20)):
         alone = {name: arguments[name][b : b + 1] for name in ("q_nope_abs", "q_rope", "page_table", "seqlens_kv")}
         alone |= {"q_nope_abs": alone["q_nope_abs"][:, 1:], "q_rope": alone["q_rope"][:, 1:]}
         found = mla_plugin.decode(**(arguments | alone), backend="triton", batch_invariant=True)
@@ -370,12 +370,12 @@ def test_the_next_step_has_other_lengths_and_another_scale_in_the_same_memory(ba
     arguments = paged("fp8", 16, 1, 3, torch.float32)
     lengths = DecodeLengths(LENGTHS, seqlens_kv=arguments["seqlens_kv"])
     before, _ = mla_plugin.decode(**(arguments | {"seqlens_kv": lengths}), backend=backend)
-    lengths.update([60, 0, 20, 129, 1])
+    lengths.update([30, 0, 20, 1])
     arguments["kv_scale"].mul_(0.5)
     arguments["q_nope_abs"].mul_(2.0)  # the same scores
     arguments["q_rope"].mul_(2.0)
     after, _ = mla_plugin.decode(**(arguments | {"seqlens_kv": lengths}), backend=backend)
-    assert torch.allclose(after[3:], 0.5 * before[3:], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(after[2:], 0.5 * before[2:], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(after[0], 0.5 * before[0], rtol=1e-2)
 
 
