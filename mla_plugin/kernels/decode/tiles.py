@@ -96,7 +96,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
     ("163 KiB", 1): (
         (320, DecodeTile(16, 64, 4, 2, 3, 3, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
-        (576, DecodeTile(16, 32, 4, 3, 4, 4, 2)),
+        (576, DecodeTile(16, 32, 4, 2, 4, 4, 2)),
         (576, DecodeTile(32, 32, 8, 3, 5, 5, 1, max_registers=255)),
     ),
     ("99 KiB", 1): (
