@@ -522,6 +522,15 @@ def test_a_wrong_argument_is_an_error(name: str) -> None:
         )
 
 
+def test_a_scale_that_requires_grad_is_an_error() -> None:
+    arguments = paged("fp8", 16, 1, 2, torch.float32)
+    arguments["kv_scale"] = torch.nn.Parameter(arguments["kv_scale"])
+    with pytest.raises(NotImplementedError, match="an argument requires grad"):
+        mla_plugin.decode(**arguments)
+    with torch.no_grad():
+        assert not mla_plugin.decode(**arguments)[0].requires_grad
+
+
 def test_float16_queries_over_a_bfloat16_rope_are_an_error() -> None:
     with pytest.raises(TypeError, match=r"q_nope_abs torch.float16.*'fp8_ds_mla' one of bfloat16, float32, float64"):
         mla_plugin.decode(**paged("fp8_ds_mla", 16, 1, 2, torch.float16))

@@ -64,6 +64,7 @@ def check_no_gradient(tensors: DecodeTensors) -> None:
         or tensors.q_rope.requires_grad
         or tensors.c_kv.requires_grad
         or tensors.k_rope.requires_grad
+        or (tensors.kv_scale is not None and tensors.kv_scale.requires_grad)
     ):
         raise NotImplementedError(
             "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
