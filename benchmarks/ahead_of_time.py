@@ -83,6 +83,12 @@ A tile is (query, head) rows x keys, in pages of 64; rank and rope are those of 
 
 {decode}
 
+### Quantised caches
+
+Of `fp8` and `fp8_ds_mla`, with queries in bfloat16.
+
+{quantised}
+
 ### With `batch_invariant=True`
 
 The same tiles in the kernel that cuts every sequence at the same keys, for the widest cache.
@@ -138,7 +144,10 @@ def _table(records: Iterable[dict[str, Any]], *names: str) -> str:
         "call": lambda r: r["call"],
         "card": lambda r: f"{CARDS[r['capability']]} (sm{r['capability']})",
         "class": lambda r: r["card"],
-        "rank, rope": lambda r: f"{'/'.join(map(str, decode_compiler.RANKS[r['columns']]))} {TYPES[r['itemsize']]}",
+        "cache": lambda r: f"`{r['kv_cache_format']}`",
+        "rank, rope": lambda r: (
+            f"{'/'.join(map(str, decode_compiler.RANKS[r['columns']]))} {decode_compiler.TYPES[r['itemsize']]}"
+        ),
         "head dims": lambda r: f"{r['head_dim_qk']}/{r['head_dim_v']} {TYPES[r['itemsize']]}",
     }
     header = (*names, *COLUMNS)
@@ -160,13 +169,15 @@ def render(found: dict[str, Any]) -> str:
         cards=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "card", "call"),
         entries=_table(entries.values(), "kernel", "class", "head dims"),
         decode=_decode_table(found, invariant=False),
+        quantised=_decode_table(found, "cache", invariant=False, quantised=True),
         invariant=_decode_table(found, invariant=True),
     )
 
 
-def _decode_table(found: dict[str, Any], *, invariant: bool) -> str:
+def _decode_table(found: dict[str, Any], *names: str, invariant: bool, quantised: bool = False) -> str:
     records = (r for r in found["decode"] if r["page_size"] == 64 and not r["descriptors"])
-    return _table((r for r in records if r["invariant"] == invariant), "card", "rank, rope")
+    kept = (r for r in records if r["invariant"] == invariant and (r["kv_cache_format"] != "plain") == quantised)
+    return _table(kept, "card", "rank, rope", *names)
 
 
 def main() -> None:

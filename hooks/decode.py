@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, ROPE, check_format
 from mla_plugin.arguments.decode import DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.arguments.layout import are_joined
@@ -20,7 +21,7 @@ class DecodeRequest:
     """One absorbed decode call over the compressed cache, without its tensors.
 
     Attributes:
-        dtype: dtype of the queries and the cache.
+        dtype: dtype of the queries, and of a cache that is not quantised.
         device_type: ``"cpu"`` or ``"cuda"``.
         batch_size: number of sequences.
         seqlen_q: query tokens of each sequence; more than 1 for speculative steps.
@@ -39,6 +40,9 @@ class DecodeRequest:
         has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
         batch_invariant: as in ``mla_plugin.decode``; a backend that does not guarantee it refuses.
+        kv_cache_format: ``"plain"``, ``"fp8"`` or ``"fp8_ds_mla"``, see ``arguments/cache_format.py``. A backend that
+            reads a quantised cache says so in ``Accepted.kv_cache_formats``; the answer of any other one counts as a
+            refusal.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: the calling framework.
     """
@@ -61,6 +65,7 @@ class DecodeRequest:
     has_joined_rows: bool = True
     return_lse: bool = False
     batch_invariant: bool = False
+    kv_cache_format: str = "plain"
     device_index: int | None = None
     host: str = "direct"
 
@@ -70,6 +75,12 @@ class DecodeRequest:
                 raise ValueError(f"{name}={getattr(self, name)}; at least {least} is needed")
         if self.page_size is not None and self.page_size < 1:
             raise ValueError(f"page_size={self.page_size}; at least 1 is needed, or None for a contiguous cache")
+        check_format(self.kv_cache_format)
+        if self.kv_cache_format == FP8_DS_MLA and (self.kv_lora_rank, self.qk_rope_head_dim) != (RANK, ROPE):
+            raise ValueError(
+                f"kv_lora_rank={self.kv_lora_rank}, qk_rope_head_dim={self.qk_rope_head_dim}; "
+                f"kv_cache_format='fp8_ds_mla' has {RANK} and {ROPE}"
+            )
 
     @classmethod
     def of(cls, tensors: DecodeTensors, *, host: str = "direct", batch_invariant: bool = False) -> DecodeRequest:
@@ -97,6 +108,7 @@ class DecodeRequest:
             has_joined_rows=are_joined(c_kv, k_rope),
             return_lse=tensors.return_lse,
             batch_invariant=batch_invariant,
+            kv_cache_format=tensors.kv_cache_format,
             host=host,
         )
 

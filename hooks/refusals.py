@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import Accepted, Refused
 
 BATCH_DEPENDENT = "batch_invariant=True, expected False: the bits of a row may depend on the rest of the batch"
 """The reason of a backend that does not guarantee ``batch_invariant``."""
+
+
+def if_it_reads_the_cache(answer: Accepted | Refused, request: AttentionRequest | DecodeRequest) -> Accepted | Refused:
+    """A backend's answer, or the refusal that it is where the cache has a format which the answer does not name.
+
+    So a backend that was written before a format existed is never given a cache of it.
+    """
+    kv_format = getattr(request, "kv_cache_format", PLAIN)
+    if isinstance(answer, Refused) or kv_format == PLAIN or kv_format in answer.kv_cache_formats:
+        return answer
+    formats = " or ".join(map(repr, (PLAIN, *answer.kv_cache_formats)))
+    return Refused((f"kv_cache_format={kv_format!r}, expected {formats}: this backend does not read such a cache",))
 
 
 def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:

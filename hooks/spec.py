@@ -32,7 +32,9 @@ def select_backend(  # type: ignore[empty-body]
     backend that raises here, or returns wrong types, is left out, and the trace says why.
 
     There are two kinds of requests, attention over expanded keys and values and decode over the compressed cache. A
-    backend that computes one kind refuses the other: ``"DecodeRequest, expected AttentionRequest"``.
+    backend that computes one kind refuses the other: ``"DecodeRequest, expected AttentionRequest"``. One that reads
+    quantised caches names their formats in ``Accepted.kv_cache_formats``; without that of the request its acceptance
+    counts as a refusal.
     """
 
 

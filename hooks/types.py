@@ -60,11 +60,14 @@ class Accepted:
         backward_by: name of the backend that runs the backward; None for the accepting backend itself. Ignored for
             built-in backends outside TransformerEngine, where forward and backward are chosen independently.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
+        kv_cache_formats: formats of quantised caches that the backend's decode reads. Where the request's format is
+            none of them, the acceptance counts as a refusal: a backend need not know of formats to refuse them.
     """
 
     priority: int = 0
     backward_by: str | None = None
     notes: tuple[str, ...] = ()
+    kv_cache_formats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):

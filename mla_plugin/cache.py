@@ -11,18 +11,29 @@ from types import ModuleType
 
 import torch
 
+from mla_plugin.arguments import cache_format
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode_checks import may_read, split_cache
 
 __all__ = ["append", "gather", "slot_mapping"]
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""One tensor [pages, page_size, R + Dr], or a pair (c_kv [pages, page_size, R], k_rope [pages, page_size, Dr])."""
+"""One tensor [pages, page_size, R + Dr], or a pair (c_kv [pages, page_size, R], k_rope [pages, page_size, Dr]).
+
+Of ``fp8_ds_mla`` one tensor [pages, page_size, 656].
+"""
 
 
 def _kernels() -> ModuleType:
     from mla_plugin.kernels.decode import cache
 
     return cache
+
+
+def _quantised_kernels() -> ModuleType:
+    from mla_plugin.kernels.decode import quantised_cache
+
+    return quantised_cache
 
 
 def _reads_values(x: torch.Tensor) -> bool:
@@ -76,7 +87,16 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
     return (pages * page_size + position % page_size).masked_fill(~exists | (pages < 0), -1)
 
 
-def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def append(
+    kv_cache: Cache,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_cache_format: str = PLAIN,
+    kv_scale: torch.Tensor | None = None,
+    power_of_2_scales: bool = False,
+) -> None:
     """Write new tokens into their slots of a paged cache, in place.
 
     A contiguous cache [B, S_max, R + Dr] counts as B pages of S_max tokens: slot = sequence * S_max + position.
@@ -84,10 +104,15 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
     Args:
         kv_cache: one tensor [pages, page_size, R + Dr], or a pair (c_kv [pages, page_size, R], k_rope [pages,
             page_size, Dr]); the last dimension is contiguous.
-        c_kv: [..., R], the new tokens' normalised latents, dtype of the cache.
+        c_kv: [..., R], the new tokens' normalised latents, dtype of the cache; bfloat16, float16 or float32 for a
+            quantised one, not float16 for ``"fp8_ds_mla"``.
         k_rope: [..., Dr], rope part of their keys, with rope applied.
         slot_mapping: int64 [...], each token's slot, without duplicates. Tokens with a negative slot are skipped, which
             lets a CUDA graph run with padding tokens.
+        kv_cache_format: as in ``decode``: ``"fp8"`` and ``"fp8_ds_mla"`` quantise the new rows, byte for byte as vLLM's
+            writers do; see ``arguments/cache_format.py``.
+        kv_scale: as in ``decode``; numbers are divided by it. Beyond 448 times its value they are cut off.
+        power_of_2_scales: ``"fp8_ds_mla"`` only: scales as FlashMLA's own writer chooses them, the powers of two.
 
     Raises:
         NotImplementedError: the cache or a new row requires grad while grad mode is on.
@@ -98,9 +123,12 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
-    pages_c, pages_k = split_cache(kv_cache, c_kv.shape[-1] if c_kv.dim() else 0)
-    tokens = slot_mapping.numel()
-    _check_rows(pages_c, pages_k, c_kv, k_rope, tokens)
+    rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
+    is_plain = kv_cache_format == PLAIN
+    if power_of_2_scales and kv_cache_format != cache_format.FP8_DS_MLA:
+        raise ValueError(f"power_of_2_scales=True with kv_cache_format={kv_cache_format!r}, expected 'fp8_ds_mla'")
+    pages_c, pages_k, kv_scale = _pages_of(kv_cache, rank, kv_cache_format, kv_scale)
+    _check_rows(pages_c, pages_k, c_kv, k_rope, tokens, kv_cache_format)
     _check_may_be_written(pages_c, pages_k, c_kv, k_rope)
     if slot_mapping.dtype != torch.int64 or slot_mapping.device != pages_c.device:
         raise TypeError(
@@ -112,10 +140,12 @@ def append(kv_cache: Cache, c_kv: torch.Tensor, k_rope: torch.Tensor, slot_mappi
         _check_slots(slots, num_slots)
     rows_c, rows_k = (x.reshape(tokens, x.shape[-1]).contiguous() for x in (c_kv, k_rope))
     if pages_c.is_cuda:
-        kernels = _kernels()
+        kernels = _kernels() if is_plain else _quantised_kernels()
         write = kernels.append_operator if torch.compiler.is_compiling() else kernels.append
-        write(pages_c, pages_k, rows_c, rows_k, slots)
+        write(pages_c, pages_k, rows_c, rows_k, slots, *(() if is_plain else (kv_scale, power_of_2_scales)))
         return
+    if not is_plain:
+        rows_c, rows_k = cache_format.quantised_rows(rows_c, rows_k, kv_scale, kv_cache_format, power_of_2_scales)
     wanted = (slots >= 0) & (slots < num_slots)
     slots = slots[wanted]
     page, row = slots // pages_c.shape[1], slots % pages_c.shape[1]
@@ -130,6 +160,8 @@ def gather(
     *,
     kv_lora_rank: int | None = None,
     max_seqlen_kv: int | None = None,
+    kv_cache_format: str = PLAIN,
+    kv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy each sequence's rows into a contiguous cache, for ``decode`` or for expansion to keys and values.
 
@@ -140,20 +172,24 @@ def gather(
         kv_lora_rank: R; required to split a cache that is one tensor.
         max_seqlen_kv: rows of the copy for each sequence; default n * page_size, which does not read the lengths.
             Rows beyond it are left out.
+        kv_cache_format, kv_scale: as for ``append``.
 
     Returns:
         c_kv [B, max_seqlen_kv, R] and k_rope [B, max_seqlen_kv, Dr], views of one tensor; rows beyond a sequence's
-        length are 0.
+        length are 0. Of a quantised cache bfloat16: the float32 product of number and scale, rounded.
 
     Raises:
         IndexError: a page is out of range. On a CUDA device only with MLA_PLUGIN_CHECK=1; without it its rows are 0.
         ValueError, TypeError: an argument is invalid.
     """
     if kv_lora_rank is None:
-        if isinstance(kv_cache, torch.Tensor):
+        if kv_cache_format == cache_format.FP8_DS_MLA:
+            kv_lora_rank = cache_format.RANK
+        elif isinstance(kv_cache, torch.Tensor):
             raise ValueError("kv_lora_rank is missing; it is needed to split a cache that is one tensor")
-        kv_lora_rank = kv_cache[0].shape[-1]
-    pages_c, pages_k = split_cache(kv_cache, kv_lora_rank)
+        else:
+            kv_lora_rank = kv_cache[0].shape[-1]
+    pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, kv_cache_format, kv_scale)
     _check_pages(pages_c, pages_k)
     _check_indices("page_table", page_table, 2, torch.int32)
     _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
@@ -171,20 +207,49 @@ def gather(
     size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
     if _reads_values(page_table):
         _check_used_pages(page_table, seqlens_kv, num_pages, page_size)
-    rope = pages_k.shape[-1]
-    out = pages_c.new_empty((batch, size if max_seqlen_kv is None else max_seqlen_kv, kv_lora_rank + rope))
+    rope, dtype = pages_k.shape[-1], pages_c.dtype
+    if kv_cache_format != PLAIN:
+        rope, dtype = _columns_of(pages_c, pages_k, kv_cache_format)[1], torch.bfloat16
+    rows = size if max_seqlen_kv is None else max_seqlen_kv
+    out = pages_c.new_empty((batch, rows, kv_lora_rank + rope), dtype=dtype)
     c_out, k_out = out[..., :kv_lora_rank], out[..., kv_lora_rank:]
     if pages_c.is_cuda:
-        kernels = _kernels()
+        kernels = _kernels() if kv_cache_format == PLAIN else _quantised_kernels()
         copy = kernels.gather_operator if torch.compiler.is_compiling() else kernels.gather
-        copy(pages_c, pages_k, page_table, seqlens_kv.clamp(max=size), c_out, k_out)
+        scale = () if kv_cache_format == PLAIN else (kv_scale,)
+        copy(pages_c, pages_k, page_table, seqlens_kv.clamp(max=size), *scale, c_out, k_out)
         return c_out, k_out
     out.zero_()
     for b, length in enumerate(seqlens_kv.clamp(max=size).tolist()):
         used = page_table[b, : -(-length // page_size)]
-        c_out[b, :length] = pages_c[used].flatten(0, 1)[:length]
-        k_out[b, :length] = pages_k[used].flatten(0, 1)[:length]
+        rows_c, rows_k = (pages[used].flatten(0, 1)[:length] for pages in (pages_c, pages_k))
+        if kv_cache_format != PLAIN:
+            rows_c, rows_k = cache_format.rows_of_bytes(rows_c, rows_k, kv_scale, kv_cache_format)
+        c_out[b, :length] = rows_c
+        k_out[b, :length] = rows_k
     return c_out, k_out
+
+
+def _pages_of(
+    kv_cache: Cache, rank: int, kv_cache_format: str, kv_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(c_kv, k_rope, kv_scale) as the kernels take them: a quantised cache in bytes."""
+    if kv_cache_format == PLAIN:
+        cache_format.check_no_scale(PLAIN, kv_scale)
+        return *split_cache(kv_cache, rank), None
+    cache_format.check_format(kv_cache_format)
+    pages_c, pages_k = cache_format.byte_columns(kv_cache, rank, kv_cache_format)
+    if kv_cache_format == cache_format.FP8:
+        return pages_c, pages_k, cache_format.scale_of(kv_scale, pages_c.device)
+    cache_format.check_no_scale(kv_cache_format, kv_scale)
+    return pages_c, pages_k, None
+
+
+def _columns_of(pages_c: torch.Tensor, pages_k: torch.Tensor, kv_cache_format: str) -> tuple[int, int]:
+    """R and Dr."""
+    if kv_cache_format == cache_format.FP8_DS_MLA:
+        return cache_format.RANK, cache_format.ROPE
+    return pages_c.shape[-1], pages_k.shape[-1]
 
 
 def _check_pages(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
@@ -202,16 +267,30 @@ def _check_pages(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
 
 
 def _check_rows(
-    pages_c: torch.Tensor, pages_k: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, tokens: int
+    pages_c: torch.Tensor,
+    pages_k: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    tokens: int,
+    kv_cache_format: str,
 ) -> None:
     _check_pages(pages_c, pages_k)
-    for name, pages, rows in (("c_kv", pages_c, c_kv), ("k_rope", pages_k, k_rope)):
-        if rows.dim() < 1 or rows.shape[-1] != pages.shape[-1] or rows.shape[:-1].numel() != tokens:
+    columns = _columns_of(pages_c, pages_k, kv_cache_format)
+    for name, pages, rows, width in zip(("c_kv", "k_rope"), (pages_c, pages_k), (c_kv, k_rope), columns, strict=True):
+        if rows.dim() < 1 or rows.shape[-1] != width or rows.shape[:-1].numel() != tokens:
             raise ValueError(
-                f"{name} has shape {list(rows.shape)}; {tokens} slots of {pages.shape[-1]} columns are given, so it "
-                f"must be [{tokens}, {pages.shape[-1]}]"
+                f"{name} has shape {list(rows.shape)}; {tokens} slots of {width} columns are given, so it must be "
+                f"[{tokens}, {width}]"
             )
-        if rows.dtype != pages.dtype or rows.device != pages.device:
+        if kv_cache_format != PLAIN:
+            taken = cache_format.ROW_DTYPES[kv_cache_format]
+            if rows.dtype not in taken or rows.device != pages.device:
+                accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in taken)
+                raise TypeError(
+                    f"{name} is {rows.dtype} on {rows.device}; with kv_cache_format={kv_cache_format!r} one of "
+                    f"{accepted} on {pages.device} is needed"
+                )
+        elif rows.dtype != pages.dtype or rows.device != pages.device:
             raise TypeError(
                 f"{name} is {rows.dtype} on {rows.device}, the cache {pages.dtype} on {pages.device}; cast or move it"
             )

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.cache_format import PLAIN, dequantised
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients
@@ -217,16 +218,27 @@ def decode(tensors: DecodeTensors, *, compute_dtype: torch.dtype = torch.float64
     lse = q.new_full(tensors.lse_shape, -torch.inf)
     leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
     for b, leftpad in enumerate(leftpads):
-        rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)
+        rows = decode_rows(tensors, b, compute_dtype)
         for i in range(seqlen_q):
             end = len(rows) - seqlen_q + i + 1 if tensors.causal else len(rows)
             if end <= leftpad:
                 continue
-            keys = rows[leftpad:end].to(compute_dtype)  # [keys, R + Dr]
+            keys = rows[leftpad:end]  # [keys, R + Dr]
             scores = (q[b, i] @ keys.T) * tensors.softmax_scale  # [H, keys]
             out[b, i] = scores.softmax(-1) @ keys[:, :rank]
             lse[b, :, i] = scores.logsumexp(-1)
     return DecodeOutput(out, lse)
+
+
+def decode_rows(tensors: DecodeTensors, sequence: int, dtype: torch.dtype) -> torch.Tensor:
+    """The keys of one sequence of a decode call in ``dtype``, a quantised cache's too: [its length, R + Dr]."""
+    c_kv, k_rope = (_cache_rows(cache, tensors, sequence) for cache in (tensors.c_kv, tensors.k_rope))
+    if tensors.kv_cache_format != PLAIN:
+        scale = tensors.kv_scale
+        assert scale is not None
+        scale = _cache_rows(scale, tensors, sequence) if scale.dim() else scale
+        c_kv, k_rope = dequantised(c_kv, k_rope, scale, tensors.kv_cache_format, dtype)
+    return torch.cat([c_kv, k_rope], -1).to(dtype)
 
 
 def _cache_rows(cache: torch.Tensor, tensors: DecodeTensors, sequence: int) -> torch.Tensor:

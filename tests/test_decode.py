@@ -279,7 +279,7 @@ def test_the_operator_keeps_its_word(return_lse: bool) -> None:
         decode_ops.decode_operator,
         (
             *(arguments["q_nope_abs"], arguments["q_rope"], cache[..., :R], cache[..., R:], SCALE, True, return_lse),
-            *(arguments["page_table"], arguments["seqlens_kv"], None, "direct", None, False),
+            *(arguments["page_table"], arguments["seqlens_kv"], None, None, "plain", "direct", None, False),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -313,8 +313,9 @@ def test_the_operators_arguments() -> None:
     """They are made of the fields of DecodeTensors; traced programs that were kept hold them in this order."""
     assert str(decode_ops.decode_operator._schema) == (
         "mla_plugin::decode(Tensor q_nope_abs, Tensor q_rope, Tensor c_kv, Tensor k_rope, float softmax_scale, "
-        "bool causal, bool return_lse, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv, str host, "
-        "str? backend, bool batch_invariant) -> (Tensor out, Tensor lse)"
+        "bool causal, bool return_lse, Tensor? page_table, Tensor? seqlens_kv, Tensor? leftpad_kv, "
+        "Tensor? kv_scale, str kv_cache_format, str host, str? backend, bool batch_invariant) "
+        "-> (Tensor out, Tensor lse)"
     )
 
 

@@ -110,7 +110,7 @@ def by_hand(arguments: Call) -> Any:
 
 
 RUNS: dict[str, Callable[[Call], Any]] = dict.fromkeys(
-    ("q_nope_abs.type", "q_nope_abs.device", "c_kv.type", "c_kv.device"), by_hand
+    ("q_nope_abs.type", "q_nope_abs.device", "c_kv.type", "c_kv.device", "kv_cache_format"), by_hand
 )
 
 
@@ -156,6 +156,13 @@ def columns() -> Call:
     return {"c_kv": cache[..., :R], "k_rope": cache[..., R:]}
 
 
+def quantised(**changes: Any) -> Call:
+    """A cache in bytes."""
+    cache = torch.arange(PAGES * PAGE * (R + DR), device=DEVICE).remainder(120).to(torch.uint8).view(PAGES, PAGE, -1)
+    scale = {"kv_scale": torch.tensor(0.1, device=DEVICE), "kv_cache_format": "fp8"}
+    return call(c_kv=cache[..., :R], k_rope=cache[..., R:], **(scale | changes))
+
+
 FLAGS: dict[str, tuple[Call, Call]] = {
     "starts_aligned": (call(backend="honest"), call(backend="honest", c_kv=off_16_bytes(call()["c_kv"]))),
     "is_joined": (
@@ -164,11 +171,17 @@ FLAGS: dict[str, tuple[Call, Call]] = {
     ),
     "causal": (call(), call(causal=False)),
     "return_lse": (call(backend="honest", return_lse=False), call(backend="honest")),
+    "kv_cache_format": (quantised(), quantised(kv_cache_format="plain")),
 }
 HINTS = typing.get_type_hints(DecodeLayout)
 FIELDS = [
-    *(f"{name}.{attribute}" for name, kind in HINTS.items() if kind is not bool for attribute in TENSOR_ATTRIBUTES),
-    *(name for name, kind in HINTS.items() if kind is bool),
+    *(
+        f"{name}.{attribute}"
+        for name, kind in HINTS.items()
+        if kind not in (bool, str)
+        for attribute in TENSOR_ATTRIBUTES
+    ),
+    *(name for name, kind in HINTS.items() if kind in (bool, str)),
 ]
 
 

@@ -26,7 +26,12 @@ from mla_plugin.compat.vllm import releases
 
 HAS = releases.installed()
 DTYPES = (torch.bfloat16, torch.float16)
-CACHE_DTYPES = ("auto", "bfloat16", "float16")
+UNQUANTISED = ("auto", "bfloat16", "float16")
+CACHE_FORMATS = {"fp8": "fp8", "fp8_e4m3": "fp8"} | ({"fp8_ds_mla": "fp8_ds_mla"} if HAS.packed else {})
+"""vLLM's names of quantised caches, and ours."""
+CACHE_DTYPES = (*UNQUANTISED, *CACHE_FORMATS)
+TOKEN_BYTES = 656
+"""Of ``fp8_ds_mla``."""
 PAGE_SIZE = 64
 MINIMUM_CAPABILITY = (8, 0)
 
@@ -79,6 +84,13 @@ class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Pages of 64 unless the user said otherwise: those of 16, vLLM's default, take up to a quarter more time."""
         return default_block_size if default_block_size % PAGE_SIZE == 0 else PAGE_SIZE
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Before vLLM 0.29: [pages, page_size, columns], in bytes where a token holds its scales."""
+        return num_blocks, block_size, TOKEN_BYTES if cache_dtype_str == "fp8_ds_mla" else head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -139,11 +151,15 @@ def _refusals(
         yield f"mla-plugin: dtype={dtype}, expected bfloat16 or float16"
     if kv_cache_dtype not in (None, *CACHE_DTYPES):
         yield (
-            f"mla-plugin: kv_cache_dtype={kv_cache_dtype!r}, expected one of {', '.join(CACHE_DTYPES)}: quantised "
-            "caches are not read yet; without MLA_PLUGIN_VLLM_OVERRIDE and --attention-backend vLLM takes its own "
-            "backend"
+            f"mla-plugin: kv_cache_dtype={kv_cache_dtype!r}, expected one of {', '.join(CACHE_DTYPES)}; without "
+            "MLA_PLUGIN_VLLM_OVERRIDE and --attention-backend vLLM takes its own backend"
         )
-    elif kv_cache_dtype in CACHE_DTYPES[1:] and kv_cache_dtype != str(dtype).removeprefix("torch."):
+    elif kv_cache_dtype == "fp8_ds_mla" and (head_size, dtype) != (576, torch.bfloat16):
+        yield (
+            f"mla-plugin: kv_cache_dtype='fp8_ds_mla' with head_size={head_size} and dtype={dtype}, expected 576 and "
+            "bfloat16, which its tokens are made of: pass fp8"
+        )
+    elif kv_cache_dtype in UNQUANTISED[1:] and kv_cache_dtype != str(dtype).removeprefix("torch."):
         yield f"mla-plugin: kv_cache_dtype={kv_cache_dtype!r} of a model in {dtype}, expected the same: pass auto"
     if has_sink:
         yield "mla-plugin: attention sinks, expected a plain softmax"
@@ -198,6 +214,7 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             kv_sharing_target_layer_name,
             **mla_arguments,
         )
+        self.supports_quant_query_input = False
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         _logger.info_once("mla-plugin %s computes MLA decode.", mla_plugin.__version__)
 
@@ -213,10 +230,11 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         Args:
             q: (q_nope_abs [T, H, R], q_rope [T, H, Dr]) or both as one tensor [T, H, R + Dr]; the T tokens are those
                 of B requests, equally many of each. H counts the heads of all ranks that share the cache.
-            kv_c_and_k_pe_cache: [pages, page_size, R + Dr], the new tokens' rows included.
+            kv_c_and_k_pe_cache: [pages, page_size, R + Dr], the new tokens' rows included; of ``fp8_ds_mla``
+                [pages, page_size, 656].
             attn_metadata: of the step; its ``decode`` has block_table [B, n] and seq_lens [B], int32. A length of 0 is
                 a request that pads the batch.
-            layer: not used; scales of quantised caches.
+            layer: its ``_k_scale``, float32 on the device, is what a cache in ``fp8`` is multiplied by.
 
         Returns:
             out [T, H, R] and, where ranks share the cache, lse [T, H], natural log, float32; otherwise None. A query
@@ -237,6 +255,7 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
                 f"{seqlen_q} query tokens of a request with decode context parallelism over {self.dcp_world_size} "
                 "ranks; one is expected: a rank does not know which of its keys are before which query"
             )
+        kv_format = CACHE_FORMATS.get(self.kv_cache_dtype, "plain")
         result = mla_plugin.decode(
             q_nope_abs.unflatten(0, (batch, seqlen_q)),
             q_rope.unflatten(0, (batch, seqlen_q)),
@@ -247,6 +266,8 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             causal=bool(attn_metadata.causal) if HAS.causal else True,
             return_lse=self.need_to_return_lse_for_decode,
             batch_invariant=self._batch_invariant,
+            kv_cache_format=kv_format,
+            kv_scale=layer._k_scale if kv_format == "fp8" else None,
         )
         if isinstance(result, tuple):
             out, lse = result

@@ -18,14 +18,16 @@ class Has(NamedTuple, Generic[T]):
         causal: the metadata of a step say whether its queries see only what is before them; otherwise they do.
         chunk: prefill gets a chunk of the context as an object; otherwise as an index into the metadata's lists.
         names: the registries take new names; otherwise their one free name is CUSTOM.
+        packed: prefill of dense models reads its context from caches of ``fp8_ds_mla``.
     """
 
     causal: T
     chunk: T
     names: T
+    packed: T
 
 
-SINCE = Has(causal="0.27", chunk="0.28", names="0.32")
+SINCE = Has(causal="0.27", chunk="0.28", names="0.32", packed="0.28")
 """The first release that has each."""
 
 

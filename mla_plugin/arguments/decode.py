@@ -163,8 +163,8 @@ class DecodeTensors(NamedTuple):
         q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. The last dimension of every tensor is
             contiguous; other strides may be anything.
         q_rope: [B, S_q, H, Dr].
-        c_kv: [B, S_kv, R], or [pages, page_size, R] with a page table.
-        k_rope: [B, S_kv, Dr], or [pages, page_size, Dr].
+        c_kv: [B, S_kv, R], or [pages, page_size, R] with a page table; uint8 in a quantised cache.
+        k_rope: [B, S_kv, Dr], or [pages, page_size, Dr]; uint8 in ``fp8``, bfloat16 in ``fp8_ds_mla``.
         softmax_scale: multiplies the scores before the softmax.
         causal: as in ``DecodeRequest``.
         return_lse: as in ``DecodeRequest``; without it a backend may leave lse None.
@@ -173,6 +173,8 @@ class DecodeTensors(NamedTuple):
             matter as long as they are finite.
         leftpad_kv: int32 [B]; keys before it are masked.
         lengths: where ``seqlens_kv`` came from, when it came as ``DecodeLengths``.
+        kv_scale: of a quantised cache, float32: no dimension in ``fp8``, [.., .., 4] beside c_kv in ``fp8_ds_mla``.
+        kv_cache_format: as in ``DecodeRequest``.
     """
 
     q_nope_abs: torch.Tensor
@@ -186,6 +188,8 @@ class DecodeTensors(NamedTuple):
     seqlens_kv: torch.Tensor | None = None
     leftpad_kv: torch.Tensor | None = None
     lengths: DecodeLengths | None = None
+    kv_scale: torch.Tensor | None = None
+    kv_cache_format: str = "plain"
 
     @property
     def capacity(self) -> int:

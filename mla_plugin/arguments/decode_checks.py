@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mla_plugin import environment
+from mla_plugin.arguments import cache_format
 from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.options import HOSTS
@@ -63,6 +64,7 @@ def check_no_gradient(tensors: DecodeTensors) -> None:
         or tensors.q_rope.requires_grad
         or tensors.c_kv.requires_grad
         or tensors.k_rope.requires_grad
+        or (tensors.kv_scale is not None and tensors.kv_scale.requires_grad)
     ):
         raise NotImplementedError(
             "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
@@ -159,10 +161,42 @@ def _check_shapes(tensors: DecodeTensors) -> None:
 
 def _check_dtypes(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None:
     dtype = tensors.q_nope_abs.dtype
+    if tensors.kv_cache_format != cache_format.PLAIN:
+        _check_quantised(tensors, dtypes)
+        return
+    cache_format.check_no_scale(cache_format.PLAIN, tensors.kv_scale)
     if dtype not in dtypes or any(x.dtype != dtype for x in tensors[1:4]):
         given = ", ".join(f"{name} {x.dtype}" for name, x in zip(tensors._fields, tensors[:4], strict=False))
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{given}; one of {accepted} is needed, the same for all four: cast them")
+
+
+def _check_quantised(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None:
+    """Dtypes of the queries; the cache and its scales are what ``split_quantised`` made of them."""
+    q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
+    kv_format, kv_scale = tensors.kv_cache_format, tensors.kv_scale
+    cache_format.check_format(kv_format)
+    taken = [dtype for dtype in dtypes if kv_format == cache_format.FP8 or dtype != torch.float16]
+    if q_nope_abs.dtype not in taken or q_rope.dtype != q_nope_abs.dtype:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in taken)
+        raise TypeError(
+            f"q_nope_abs {q_nope_abs.dtype}, q_rope {q_rope.dtype}; with kv_cache_format={kv_format!r} one of "
+            f"{accepted} is needed, the same for both"
+        )
+    rope_dtype = torch.uint8 if kv_format == cache_format.FP8 else torch.bfloat16
+    if c_kv.dtype != torch.uint8 or k_rope.dtype != rope_dtype:
+        raise TypeError(
+            f"c_kv {c_kv.dtype}, k_rope {k_rope.dtype}; with kv_cache_format={kv_format!r} they are torch.uint8 and "
+            f"{rope_dtype}"
+        )
+    shape = torch.Size(()) if kv_format == cache_format.FP8 else (*c_kv.shape[:2], cache_format.SCALES)
+    if kv_scale is None or kv_scale.dtype != torch.float32 or kv_scale.shape != shape:
+        given = "None" if kv_scale is None else f"{kv_scale.dtype} {list(kv_scale.shape)}"
+        raise ValueError(f"kv_scale is {given}; float32 {list(shape)} is needed with {kv_format!r}")
+    if kv_format == cache_format.FP8_DS_MLA and k_rope.shape[-1] != cache_format.ROPE:
+        raise ValueError(f"k_rope has Dr={k_rope.shape[-1]}; {cache_format.ROPE} is needed with {kv_format!r}")
+    if kv_scale.device != q_nope_abs.device:
+        raise ValueError(f"kv_scale on {kv_scale.device}, q_nope_abs on {q_nope_abs.device}; one device is needed")
 
 
 def _check_blocks(tensors: DecodeTensors) -> None:

@@ -30,7 +30,7 @@ class DecodeLayout(NamedTuple):
         q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: ``TENSOR_ATTRIBUTES`` of these tensors.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
         is_joined: they are columns of one tensor.
-        causal, return_lse: as in ``DecodeTensors``.
+        causal, return_lse, kv_cache_format: as in ``DecodeTensors``. The format says what ``kv_scale`` is.
     """
 
     q_nope_abs: TensorLayout
@@ -44,6 +44,7 @@ class DecodeLayout(NamedTuple):
     is_joined: bool
     causal: bool
     return_lse: bool
+    kv_cache_format: str
 
 
 def starts_aligned(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
@@ -57,7 +58,7 @@ def _of(x: torch.Tensor) -> TensorLayout:
 
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
     """The layout of a call; its tensors are strided but need not have been checked."""
-    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
+    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv = tensors[:10]
     values = (
         _of(q_nope_abs),
         _of(q_rope),
@@ -70,6 +71,7 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
         are_joined(c_kv, k_rope),
         causal,
         return_lse,
+        tensors.kv_cache_format,
     )
     return tuple.__new__(DecodeLayout, values)
 

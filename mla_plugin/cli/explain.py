@@ -14,6 +14,7 @@ import torch
 
 from mla_plugin import device, environment
 from mla_plugin.arguments.attention import BIAS_TYPES
+from mla_plugin.arguments.cache_format import FORMATS
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.arguments.options import HOSTS
@@ -180,6 +181,7 @@ def _add_decode(group: Any) -> None:
     group.add_argument("--contiguous", action="store_true", help="a contiguous cache instead of pages")
     group.add_argument("--no-host-lengths", action="store_true", help="only the device knows the lengths")
     group.add_argument("--leftpad", action="store_true", help="a left-padded batch")
+    group.add_argument("--kv-cache-format", choices=FORMATS, default="plain", help="of the cache; plain by default")
 
 
 def _add_platform(group: Any) -> None:
@@ -269,6 +271,7 @@ def decode_request_of(arguments: argparse.Namespace, device_type: str) -> Decode
         has_host_lengths=not arguments.no_host_lengths,
         has_leftpad_kv=arguments.leftpad,
         batch_invariant=arguments.batch_invariant,
+        kv_cache_format=arguments.kv_cache_format,
         host=arguments.host,
     )
 

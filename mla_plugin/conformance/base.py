@@ -18,6 +18,7 @@ from mla_plugin.device import platform
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BackendManager, get_manager
+from mla_plugin.hooks.refusals import if_it_reads_the_cache
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 CaseT = TypeVar("CaseT")
@@ -110,7 +111,8 @@ class Suite:
 
     def _answer(self, request: AttentionRequest | DecodeRequest) -> Any:
         answers = self._manager().caller("select_backend", self.backend)(request=request, platform=self.platform())
-        return answers[0] if len(answers) == 1 else None
+        answer = answers[0] if len(answers) == 1 else None
+        return if_it_reads_the_cache(answer, request) if isinstance(answer, Accepted | Refused) else answer
 
     def _repeats(self, name: str) -> bool:
         """Whether a case makes a second call and one through the library: for a slow backend one case in four does."""

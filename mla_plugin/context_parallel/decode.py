@@ -162,6 +162,8 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
         seqlens_kv=seqlens_kv,
         leftpad_kv=None if tensors.leftpad_kv is None else local(tensors.leftpad_kv),
         lengths=lengths,
+        kv_scale=tensors.kv_scale,
+        kv_cache_format=tensors.kv_cache_format,
     )
 
 
@@ -243,14 +245,14 @@ def _terms(tensors: DecodeTensors, host: str, backend: str | None, group: Group,
     q = tensors.q_nope_abs
     key = (
         *("decode", tuple(q.shape), q.dtype, tensors.q_rope.shape[-1], float(tensors.softmax_scale), tensors.causal),
-        *("none" if tensors.leftpad_kv is None else "given", interleave, backend, host),
+        *("none" if tensors.leftpad_kv is None else "given", interleave, backend, host, tensors.kv_cache_format),
     )
     return terms_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
 
 
 _COMPARED = (
     *("q_nope_abs.shape", "dtype", "qk_rope_head_dim", "softmax_scale", "causal"),
-    *("leftpad_kv", "cp_interleave", "backend", "host"),
+    *("leftpad_kv", "cp_interleave", "backend", "host", "kv_cache_format"),
 )
 
 

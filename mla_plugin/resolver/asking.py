@@ -13,6 +13,7 @@ from mla_plugin import device, environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, BackendManager, describe_error, get_manager
+from mla_plugin.hooks.refusals import if_it_reads_the_cache
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 logger = logging.getLogger("mla_plugin")
@@ -48,7 +49,7 @@ def ask(
         names: of all backends, for checking ``backward_by``.
     """
     try:
-        return _plain_answer(select_backend(request=request, platform=platform), names)
+        return if_it_reads_the_cache(_plain_answer(select_backend(request=request, platform=platform), names), request)
     except (Exception, SystemExit) as error:  # a broken package must not take the host down
         if name in BUILTIN_BACKENDS:
             raise
@@ -82,6 +83,8 @@ def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
         return _wrong(f"Accepted(backward_by={reprlib.repr(backward_by)})", f"None or a backend's name: {known}")
     if not _are_texts(accepted.notes):
         return _wrong(f"Accepted(notes={reprlib.repr(accepted.notes)})", "a tuple of strings")
+    if not _are_texts(accepted.kv_cache_formats):
+        return _wrong(f"Accepted(kv_cache_formats={reprlib.repr(accepted.kv_cache_formats)})", "a tuple of strings")
     return accepted
 
 

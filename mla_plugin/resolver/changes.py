@@ -109,6 +109,7 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("is_training", False, "no backward (torch.no_grad(), --inference)"),
     ("deterministic", False, "a backward that need not be deterministic"),
     ("batch_invariant", False, "bits that may depend on the batch (batch_invariant=False)"),
+    ("kv_cache_format", "plain", "a cache that is not quantised (kv_cache_format='plain')"),
     ("return_lse", False, "no log-sum-exp (return_lse=False)"),
     ("window_size", (-1, -1), "no sliding window"),
     ("pad_between_seqs", False, "no padding between the sequences"),

@@ -51,6 +51,8 @@ def describe_request(request: DecodeRequest) -> str:
         f"kv_lora_rank {request.kv_lora_rank}, rope {request.qk_rope_head_dim}",
         cache,
     ]
+    if request.kv_cache_format != "plain":
+        parts.append(f"kv_cache_format {request.kv_cache_format}")
     if request.profile is not None and request.has_seqlens_kv:
         parts.append(f"mean length about {request.profile.mean}, the longest {request.profile.spread} times as long")
     flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse", "batch_invariant")

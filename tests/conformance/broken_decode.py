@@ -18,7 +18,7 @@ CACHE = "        return cache[b, :length]"
 TOP = "            top = scores.amax(-1, keepdim=True)"
 KEYS = "            v, r = values[start:end], ropes[start:end]"
 ALLOCATE = "    out = t.q_nope_abs.new_zeros(t.q_nope_abs.shape)"
-ACCEPT = "    return Accepted()"
+ACCEPT = '    return Accepted(kv_cache_formats=("fp8", "fp8_ds_mla"))'
 
 BROKEN = [
     broken("scale_baked_in", SCALE, SCALE.replace("t.softmax_scale", "0.1353")),
@@ -162,14 +162,14 @@ BROKEN = [
         RETURN,
         "    STATE['n'] = STATE.get('n', 0) + 1\n    out = out * (0.9 if STATE['n'] % 10 == 0 else 1.0)\n" + RETURN,
     ),
-    broken("lse_rounded", LSE, LSE.replace(".to(lse.dtype)", ".to(t.c_kv.dtype).to(lse.dtype)")),
+    broken("lse_rounded", LSE, LSE.replace(".to(lse.dtype)", ".to(t.q_nope_abs.dtype).to(lse.dtype)")),
     broken("lse_base_two", LSE, LSE.replace("top + total.log()", "(top + total.log()) * 1.4427")),
     broken("lse_without_scale", LSE, LSE.replace("top + total.log()", "top / t.softmax_scale + total.log()")),
     broken("out_half_a_percent", OUT, OUT.replace("/ total", "/ total * 1.005")),
     broken(
         "out_half_a_percent_in_bf16",
         OUT,
-        OUT.replace("/ total", "/ total * (1.005 if t.c_kv.dtype == torch.bfloat16 else 1.0)"),
+        OUT.replace("/ total", "/ total * (1.005 if t.q_nope_abs.dtype == torch.bfloat16 else 1.0)"),
     ),
     broken("nan_above_80", TOP, TOP + " * 0.0"),
     broken(
@@ -212,5 +212,26 @@ BROKEN = [
     ),
     broken(
         "queries_scaled_in_place", TAKE, TAKE + "\n    t.q_rope.mul_(1.0)\n    t.q_nope_abs.mul_(0.5).mul_(2.0000002)"
+    ),
+    broken(
+        "fp8_scale_ignored",
+        "            values = values * t.kv_scale.to(exact)",
+        "            values = values * 0.0123",
+    ),
+    broken(
+        "fp8_scale_kept_from_the_first_call",
+        "            values = values * t.kv_scale.to(exact)",
+        "            t = t._replace(kv_scale=STATE.setdefault('scale', t.kv_scale.clone()))\n            values = values * t.kv_scale.to(exact)",
+    ),
+    broken("fp8_rope_without_its_scale", "            ropes = ropes * t.kv_scale.to(exact)", "            pass"),
+    broken(
+        "fp8_ds_mla_scale_of_the_first_tile",
+        "            values = (tiles * scales[..., None]).flatten(-2)",
+        "            values = (tiles * scales[..., :1, None]).flatten(-2)",
+    ),
+    broken(
+        "fp8_ds_mla_scales_of_one_token",
+        "            values = (tiles * scales[..., None]).flatten(-2)",
+        "            values = (tiles * (scales if length < 100 else scales[:1])[..., None]).flatten(-2)",
     ),
 ]

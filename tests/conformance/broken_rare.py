@@ -234,7 +234,7 @@ DECODE = [
     ),
     broken(
         "default_dtype_lse",
-        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.promote_types(t.c_kv.dtype, torch.float32))",
+        "    lse = torch.full((batch, heads, seqlen_q), -torch.inf, dtype=torch.promote_types(t.q_nope_abs.dtype, torch.float32))",
         "    lse = torch.full((batch, heads, seqlen_q), -torch.inf)",
     ),
     broken("version_counter", of_decode.TAKE, of_decode.TAKE + "\n    STATE['v'] = t.c_kv._version"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,15 @@ from mla_plugin.kernels.tiles import CARDS
 from tests.kernels.compiler import Program, print_results
 
 RANKS = {576: (512, 64), 320: (256, 64)}  # (R, Dr) that take all columns of an entry
-TYPES = {2: "bf16", 4: "fp32"}
+_WAYS = {80: "bits", 86: "bits"}
+TYPES = {1: "bf16", 2: "bf16", 4: "fp32"}
 
 
 @dataclass(frozen=True)
 class Job:
     """One entry of the tile table, compiled for one card and one kind of cache (page_size 0: contiguous).
 
-    ``invariant``: for ``batch_invariant``.
+    ``invariant``: for ``batch_invariant``. ``kv_cache_format``: of the cache.
     """
 
     capability: int
@@ -28,19 +30,24 @@ class Job:
     page_size: int
     descriptors: bool = False
     invariant: bool = False
+    kv_cache_format: str = "plain"
 
     @property
     def name(self) -> str:
         tile = self.tile
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
+        if self.itemsize == 1:
+            cache = f"{self.kv_cache_format} {cache}"
         way = ("descriptors" if self.descriptors else "pointers") + (" invariant" if self.invariant else "")
         return f"sm{self.capability} {self.columns}x{self.itemsize} {tile.block_m}x{tile.block_n} {cache} {way}"
 
 
 def jobs() -> list[Job]:
     """Every entry for every card it is for; the largest caches also contiguous, in small pages, through descriptors."""
-    found = []
+    found = list(_quantised())
     for (kind, itemsize), entries in DECODE.items():
+        if itemsize == 1:
+            continue
         for columns, tile in entries:
             for capability in CARDS[kind]:
                 found.append(Job(capability, itemsize, columns, tile, 64))
@@ -58,8 +65,23 @@ def jobs() -> list[Job]:
     return found
 
 
+def _quantised() -> Iterator[Job]:
+    """Every entry for quantised caches, for every card; the largest ones in both formats, and in small pages."""
+    for (kind, itemsize), entries in DECODE.items():
+        for columns, tile in entries if itemsize == 1 else ():
+            for capability in CARDS[kind]:
+                yield Job(capability, 1, columns, tile, 64, kv_cache_format="fp8")
+                if columns == 576:
+                    yield Job(capability, 1, columns, tile, 64, kv_cache_format="fp8_ds_mla")
+            if columns == 576:
+                for kv_format in ("fp8", "fp8_ds_mla"):
+                    yield Job(CARDS[kind][0], 1, columns, tile, 1, kv_cache_format=kv_format)
+
+
 def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
+    from mla_plugin.kernels.decode.device import Device
+    from mla_plugin.kernels.decode.launch import e4m3_way
     from mla_plugin.kernels.tile_math import split_head_dim
 
     rank, rope = RANKS[job.columns]
@@ -68,13 +90,21 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     types = dict.fromkeys(("Q_nope_abs", "Q_rope", "C_kv", "K_rope"), f"*{dtype}")
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{dtype}", "Out": f"*{dtype}", "Lse": "*fp32"}
     types["softmax_scale"] = "fp32"
-    constants: dict[str, Any] = {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None}
+    is_plain, is_ds_mla = job.kv_cache_format == "plain", job.kv_cache_format == "fp8_ds_mla"
+    device = Device("227 KiB" if job.capability == 100 else "", 1, True, True, _WAYS.get(job.capability, "instruction"))
+    constants: dict[str, Any] = {"FORMAT": job.kv_cache_format, "WAY": e4m3_way(device, tile)}
+    if is_plain:
+        constants["KV_scale"] = None
+    else:
+        types |= {"C_kv": "*u8", "K_rope": "*bf16" if is_ds_mla else "*u8", "KV_scale": "*fp32"}
+    constants |= {"desc_c0": None, "desc_c1": None, "desc_k": None, "leftpad_kv": None}
     if job.descriptors:
         del constants["desc_c0"], constants["desc_k"]
         types["desc_c0"] = f"tensordesc<{dtype}[1, {tile.block_n}, {first}]>"
         types["desc_k"] = f"tensordesc<{dtype}[1, {tile.block_n}, {rope}]>"
     stages = stages_for(tile, job.page_size)
-    constants |= {"stride_cn": rank + rope, "stride_kn": rank + rope, "PAGE_SIZE": job.page_size, "STAGES": stages}
+    rows = (656, 328) if is_ds_mla else (rank + rope, rank + rope)
+    constants |= {"stride_cn": rows[0], "stride_kn": rows[1], "PAGE_SIZE": job.page_size, "STAGES": stages}
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
     constants["PLANNED"] = tile.planned

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.hooks.types": set(),
     "mla_plugin.hooks.attention": {"arguments", "hooks.types"},
     "mla_plugin.hooks.decode": {"arguments", "hooks.types"},
-    "mla_plugin.hooks.refusals": {"hooks.attention"},
+    "mla_plugin.hooks.refusals": {"arguments", "hooks.types", "hooks.attention", "hooks.decode"},
     "mla_plugin.hooks.spec": {"hooks", *VALUES},
     "mla_plugin.hooks.registry": {"hooks", "hooks.spec"},
     "mla_plugin.hooks.manager": {"hooks", "hooks.registry", "environment"},

@@ -32,7 +32,7 @@ def check_batch_invariance(suite: DecodeConformance) -> None:
     """
     seen = set()
     for case in suite.cases():
-        kind = (case.page_size is None, case.seqlen_q > 1)
+        kind = (case.page_size is None, case.seqlen_q > 1, case.kv_cache_format)
         is_plain = case.causal and case.has_seqlens_kv and case.leftpads is None and not case.is_large
         if not is_plain or kind in seen or not suite._accepts(case):
             continue

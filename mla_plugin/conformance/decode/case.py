@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, quantised_rows, split_quantised
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
@@ -14,6 +15,8 @@ from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.hooks.decode import DecodeRequest
 
 CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
+SCALE = 0.0123
+"""About that of caches in ``fp8``."""
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -53,6 +56,7 @@ class DecodeCase:
         page_order: ``ascending`` pages of a sequence follow one another, as in a cache that is still empty;
             ``descending`` ones come from the end of a list of free pages.
         spare_pages: pages of the cache that no sequence uses, half of them before those that one does.
+        kv_cache_format: as in ``DecodeRequest``; a quantised cache is contiguous or transposed.
     """
 
     name: str
@@ -83,6 +87,7 @@ class DecodeCase:
     shares_pages: bool = False
     page_order: Literal["shuffled", "ascending", "descending"] = "shuffled"
     spare_pages: int = 3
+    kv_cache_format: str = PLAIN
 
     def __str__(self) -> str:
         return self.name
@@ -115,6 +120,7 @@ class DecodeCase:
             "shared_pages": self.shares_pages,
             "pair_of_caches": not self.is_packed,
             f"scores_{self.scores}": self.scores != "normal",
+            f"kv_cache_format={self.kv_cache_format}": self.kv_cache_format != PLAIN,
         }
         named = {"all", DTYPE_NAMES[self.dtype], f"ranks={self.rank}/{self.rope}", f"page_size={self.page_size}"}
         named |= {f"queries={self.seqlen_q}", f"heads={self.num_heads}"}
@@ -153,6 +159,9 @@ class DecodeCase:
     @property
     def has_aligned_rows(self) -> bool:
         """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
+        if self.kv_cache_format != PLAIN:
+            widths = (self.rank + self.rope,) if self.is_packed else (self.rank, self.rope)
+            return self.kv_cache_format == FP8_DS_MLA or all(width % 16 == 0 for width in widths)
         extra, of_rope = (8 if storage == "sliced_dims" else 0 for storage in self._cache_storages)
         whole = self.rank + self.rope
         steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + of_rope or 1)
@@ -179,8 +188,9 @@ class DecodeCase:
             profile=self._profile,
             has_leftpad_kv=self.leftpads is not None,
             has_aligned_rows=self.has_aligned_rows,
-            has_joined_rows=self.is_packed or not self.rope,
+            has_joined_rows=self.kv_cache_format != FP8_DS_MLA and (self.is_packed or not self.rope),
             return_lse=self.return_lse,
+            kv_cache_format=self.kv_cache_format,
         )
 
     @property
@@ -208,9 +218,7 @@ class DecodeCase:
         common = self.capacity if self._has_one_cache else shared
         tokens[:, :common] = tokens[:1, :common].clone()
         cache, page_table = (tokens, None) if self.page_size is None else self._in_pages(draw, tokens, poison)
-        whole_or_parts = [(cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])]
-        stored = [self._cache(draw, *each) for each in zip(whole_or_parts[0], self._cache_storages, strict=False)]
-        c_kv, k_rope = (stored[0][..., : self.rank], stored[0][..., self.rank :]) if self.is_packed else stored
+        c_kv, k_rope, kv_scale = self._stored(draw, cache)
         parts = [queries] if self.is_packed else [queries[..., : self.rank], queries[..., self.rank :]]
         storages = (self.query_storage, self.rope_storage or self.query_storage)
         placed = [draw.placed(x.contiguous(), how, LAYOUTS["bshd"]) for x, how in zip(parts, storages, strict=False)]
@@ -232,7 +240,30 @@ class DecodeCase:
             seqlens_kv=seqlens_kv,
             leftpad_kv=leftpad_kv,
             lengths=lengths,
+            kv_scale=kv_scale,
+            kv_cache_format=self.kv_cache_format,
         )
+
+    def _stored(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """c_kv, k_rope and kv_scale with the numbers of ``cache``, which a quantised one rounds."""
+        if self.kv_cache_format != PLAIN:
+            return self._quantised(draw, cache)
+        whole_or_parts = (cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])
+        stored = [self._cache(draw, *each) for each in zip(whole_or_parts, self._cache_storages, strict=False)]
+        if self.is_packed:
+            return stored[0][..., : self.rank], stored[0][..., self.rank :], None
+        return stored[0], stored[1], None
+
+    def _quantised(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scale = SCALE * (0.5 + draw.uniform(())) if self.kv_cache_format == FP8 else None
+        rows = cache.flatten(0, 1)
+        parts = quantised_rows(rows[:, : self.rank], rows[:, self.rank :], scale, self.kv_cache_format, False)
+        found = [torch.cat(parts, -1)] if self.is_packed else list(parts)
+        found = [x.view(*cache.shape[:2], x.shape[-1]) for x in found]
+        if self.cache_storage == "transposed":
+            found = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in found]
+        whole = found[0] if self.is_packed else (found[0], found[1])
+        return split_quantised(whole, self.rank, self.kv_cache_format, scale)
 
     def _cache(self, draw: Draw, values: torch.Tensor, storage: CacheStorage) -> torch.Tensor:
         """The cache, or one of the pair; what lies between is NaN."""

@@ -141,6 +141,28 @@ def _rare_memory() -> Iterator[DecodeCase]:
     yield DecodeCase("sliced_q_rope", seqlen_q=2, num_heads=16, page_size=16, **unlike)
 
 
+@functools.cache
+def quantised_cases() -> tuple[DecodeCase, ...]:
+    """Calls over quantised caches, for backends that read them."""
+    return tuple(_quantised())
+
+
+def _quantised() -> Iterator[DecodeCase]:
+    fp8: dict[str, Any] = {"kv_cache_format": "fp8"}
+    yield DecodeCase("fp8-paged-bf16", dtype=torch.bfloat16, rank=512, page_size=64, has_host_lengths=True, **fp8)
+    yield DecodeCase("fp8-paged-fp16-queries_3", dtype=torch.float16, seqlen_q=3, page_size=16, num_heads=17, **fp8)
+    yield DecodeCase("fp8-pages_of_1-fp32", rank=72, rope=8, page_size=1, seqlen_q=2, causal=False, **fp8)
+    yield DecodeCase("fp8-pair_of_contiguous_caches-leftpad", is_packed=False, leftpads=(5, 1, 0, 130), **fp8)
+    transposed: dict[str, Any] = {"cache_storage": "transposed", "page_size": 16, "shares_pages": True}
+    yield DecodeCase("fp8-transposed", rank=128, rope=0, num_heads=1, **transposed, **fp8)
+    ds_mla: dict[str, Any] = {"kv_cache_format": "fp8_ds_mla", "rank": 512}
+    yield DecodeCase("fp8_ds_mla-paged-bf16", dtype=torch.bfloat16, page_size=64, num_heads=16, **ds_mla)
+    yield DecodeCase("fp8_ds_mla-paged-fp32-queries_2", seqlen_q=2, has_host_lengths=True, **transposed, **ds_mla)
+    full: dict[str, Any] = {"lengths": (67, 67), "has_seqlens_kv": False}
+    yield DecodeCase("fp8_ds_mla-full_cache-bf16", dtype=torch.bfloat16, return_lse=False, **full, **ds_mla)
+    yield DecodeCase("fp8_ds_mla-contiguous-leftpad", leftpads=(5, 1, 0, 130), num_heads=2, **ds_mla)
+
+
 def _large() -> Iterator[DecodeCase]:
     for name, sizes in REAL.items():
         for page_size in (None, 64):

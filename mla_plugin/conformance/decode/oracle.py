@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance.budget import Roundings, Yardstick
-from mla_plugin.reference import _cache_rows
+from mla_plugin.reference import decode_rows
 
 
 def expected(tensors: DecodeTensors) -> tuple[Yardstick, Yardstick]:
@@ -20,24 +21,29 @@ def expected(tensors: DecodeTensors) -> tuple[Yardstick, Yardstick]:
     lse_error = torch.zeros_like(lse)
     leftpads = [0] * batch if tensors.leftpad_kv is None else tensors.leftpad_kv.tolist()
     for b, leftpad in enumerate(leftpads):
-        rows = torch.cat([_cache_rows(cache, tensors, b) for cache in (tensors.c_kv, tensors.k_rope)], -1)
+        rows = decode_rows(tensors, b, torch.float64)
         for i in range(seqlen_q):
             end = len(rows) - seqlen_q + i + 1 if tensors.causal else len(rows)
             if end <= leftpad:
                 continue
-            keys = rows[leftpad:end].double()
-            found = _attend(q[b, i], keys, rank, tensors.softmax_scale, roundings)
+            keys = rows[leftpad:end]
+            found = _attend(q[b, i], keys, rank, tensors.softmax_scale, roundings, tensors.kv_cache_format != PLAIN)
             out[b, i], out_variance[b, i], lse[b, :, i], lse_error[b, :, i] = found
     return Yardstick(out, out_variance.sqrt()), Yardstick(lse, lse_error)
 
 
 def _attend(
-    q: torch.Tensor, keys: torch.Tensor, rank: int, softmax_scale: float, roundings: Roundings
+    q: torch.Tensor, keys: torch.Tensor, rank: int, softmax_scale: float, roundings: Roundings, is_quantised: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One query token: q [H, R + Dr], keys [S_kv, R + Dr] to out, its variance, lse and its error."""
+    """One query token: q [H, R + Dr], keys [S_kv, R + Dr] to out, its variance, lse and its error.
+
+    The numbers of a quantised cache may be rounded to the dtype of the queries.
+    """
     values = keys[:, :rank]
     scores = (q @ keys.T) * softmax_scale
     sums = roundings.sum * (softmax_scale * (q.abs() @ keys.abs().T) + scores.abs())
+    if is_quantised:
+        sums += roundings.step * softmax_scale * (q.square() @ keys.square().T).sqrt()
     weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     out = weights @ values
     spread = weights.square() * ((2 * roundings.step * scores).square() + sums.square())
@@ -45,6 +51,8 @@ def _attend(
     squares = values.square()
     variance = rounded @ squares + (roundings.step * out).square() + roundings.tiny**2
     variance += (spread @ squares - 2 * out * (spread @ values) + out.square() * spread.sum(-1, keepdim=True)).clamp(0)
+    if is_quantised:
+        variance += (roundings.step * weights).square() @ squares
     common = roundings.sum * (1 + lse.abs())[:, None]  # of exp(score - lse), when nothing divides by the sum again
     variance += (roundings.sum * (weights @ values.abs())).square() + (common * out).square()
     return out, variance, lse, (weights * sums).sum(-1) + roundings.sum * (lse.abs() + 1)

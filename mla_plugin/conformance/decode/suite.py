@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, TOKEN_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance import checks
@@ -15,7 +16,7 @@ from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.decode import values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
-from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for
+from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for, quantised_cases
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared
 from mla_plugin.hooks.attention import AttentionRequest
@@ -36,8 +37,9 @@ class DecodeConformance(Suite):
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
         small = self._once(lambda: decode_cases_for(self._accepts, is_quick=self.quick), decode_cases())
+        quantised = tuple(case for case in quantised_cases() if self._accepts(case))
         on_cuda = torch.device(self.device).type == "cuda" and not self.quick
-        return small + (decode_cases(large=True) if on_cuda else ())
+        return small + quantised + (decode_cases(large=True) if on_cuda else ())
 
     def _accepts(self, case: DecodeCase) -> bool:
         return self.takes(case.request(self.device))
@@ -162,7 +164,7 @@ class DecodeConformance(Suite):
             result = decode(
                 tensors.q_nope_abs,
                 tensors.q_rope,
-                (tensors.c_kv, tensors.k_rope),
+                _whole(tensors),
                 softmax_scale=tensors.softmax_scale,
                 page_table=tensors.page_table,
                 seqlens_kv=tensors.lengths or tensors.seqlens_kv,
@@ -170,6 +172,8 @@ class DecodeConformance(Suite):
                 causal=tensors.causal,
                 return_lse=tensors.return_lse,
                 backend=self.backend,
+                kv_cache_format=tensors.kv_cache_format,
+                kv_scale=tensors.kv_scale if tensors.kv_cache_format == FP8 else None,
             )
         out, lse = result if isinstance(result, tuple) else (result, None)
         _check_output(case, tensors, DecodeOutput(out, lse))
@@ -215,6 +219,14 @@ class DecodeConformance(Suite):
         if not isinstance(output, DecodeOutput):
             checks.fail(f"forward returns a DecodeOutput for DecodeTensors, not {type(output).__name__}")
         return output
+
+
+def _whole(tensors: DecodeTensors) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The cache as ``mla_plugin.decode`` takes it."""
+    if tensors.kv_cache_format != FP8_DS_MLA:
+        return tensors.c_kv, tensors.k_rope
+    c_kv = tensors.c_kv  # the first bytes of each token
+    return c_kv.as_strided((*c_kv.shape[:2], TOKEN_BYTES), c_kv.stride())
 
 
 def _with_lengths(case: DecodeCase, lengths: tuple[int, ...]) -> DecodeCase:

@@ -13,7 +13,8 @@ from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.kernels.decode import launch
 
-_FIELDS = {name: hint for name, hint in OPERATOR_FIELDS.items() if name != "return_lse"}
+_FIXED = ("return_lse", "kv_scale", "kv_cache_format")
+_FIELDS = {name: hint for name, hint in OPERATOR_FIELDS.items() if name not in _FIXED}
 
 _library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
 _library.define(f"decode_attention{schema_of(_FIELDS)} -> (Tensor out, Tensor lse)")

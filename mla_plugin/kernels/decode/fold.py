@@ -8,9 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import tiles
+from mla_plugin.kernels.decode.e4m3 import numbers_of
 
 PAGES_OF_A_TILE = tl.constexpr(tiles.PAGES_OF_A_TILE)
+TILE = tl.constexpr(cache_format.TILE)
+SCALES = tl.constexpr(cache_format.SCALES)
 
 
 @triton.jit
@@ -38,6 +42,37 @@ def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
+def _load_scales(
+    base,
+    block,
+    row,
+    keys,
+    rows,
+    lowest,
+    last,
+    stride_block,
+    stride_row: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFTPAD: tl.constexpr,
+):
+    """The scales of BLOCK_N keys of ``fp8_ds_mla``: [BLOCK_N, SCALES], 0 where not seen; strides in bytes."""
+    tiles = tl.arange(0, SCALES)
+    if PAGE_SIZE % BLOCK_N == 0:
+        if stride_row * BLOCK_N >= 2**31:
+            rows = rows.to(tl.int64)
+        base += tl.cast(block, tl.int64) * (stride_block // 4) + tl.cast(row, tl.int64) * (stride_row // 4)
+        pointers = base + (rows[:, None] * (stride_row // 4) + tiles[None, :])
+    else:
+        offsets = block.to(tl.int64) * (stride_block // 4) + row.to(tl.int64) * (stride_row // 4)
+        pointers = base + offsets[:, None] + tiles[None, :]
+    exists = keys[:, None] < last
+    if LEFTPAD:
+        exists = exists & (keys[:, None] >= lowest)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
 def _load_keys(
     base,
     descriptor,
@@ -56,11 +91,16 @@ def _load_keys(
     BLOCK_N: tl.constexpr,
     LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
+    KV_scale,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """Columns C0 .. C0 + C of BLOCK_N keys: [BLOCK_N, C]; ``rows`` are 0 .. BLOCK_N - 1.
 
     FULL tiles come through the descriptor; others by pointers, and keys outside ``lowest`` .. ``last`` are 0 whatever
-    memory holds.
+    memory holds. Bytes of e4m3 become numbers of DTYPE: of ``fp8`` without their scale, which is the same for all; of
+    ``fp8_ds_mla`` with those that KV_scale has of this key.
     """
     if FULL:
         return descriptor.load([block, row, C0]).reshape(BLOCK_N, C)
@@ -80,7 +120,17 @@ def _load_keys(
             exists = exists & (keys[:, None] >= lowest)
         if C0 + C > D:
             exists = exists & (columns[None, :] < D)
-        return tl.load(pointers, mask=exists, other=0.0)
+        x = tl.load(pointers, mask=exists, other=0.0)
+        if x.dtype != tl.uint8:
+            return x.to(DTYPE)
+        elif FORMAT != "fp8_ds_mla":
+            return numbers_of(x, DTYPE, WAY)
+        else:
+            x = numbers_of(x, tl.float32, WAY).reshape(BLOCK_N, C // TILE, TILE)
+            scales = _load_scales(
+                KV_scale, block, row, keys, rows, lowest, last, stride_block, stride_row, PAGE_SIZE, BLOCK_N, LEFTPAD
+            )
+            return (x * scales[:, :, None]).reshape(BLOCK_N, C).to(DTYPE)
 
 
 @triton.jit
@@ -143,11 +193,15 @@ def fold_keys(
     PRECISION: tl.constexpr,
     LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
+    KV_scale,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
 
     FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
     """
+    DTYPE: tl.constexpr = q0.dtype
     # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
@@ -156,19 +210,19 @@ def fold_keys(
         # fmt: off
         c0 = _load_keys(
             C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
         )  # [BLOCK_N, R0]
         s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
         if R1 > 0:
             c1 = _load_keys(
                 C_kv, desc_c1, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
             )  # [BLOCK_N, R1]
             s = _add_product(s, q1, c1.T, PRECISION)
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
-                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
             )  # [BLOCK_N, ROPE]
             s = _add_product(s, q_rope, k.T, PRECISION)
         # fmt: on
@@ -219,6 +273,9 @@ def fold_on_hopper(
     STAGES: tl.constexpr,
     LEFTPAD: tl.constexpr,
     FULL: tl.constexpr,
+    KV_scale,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum, sums.
 
@@ -232,6 +289,7 @@ def fold_on_hopper(
 
     The halves of the sum stay apart in ``sums``, [BLOCK_M, 2]: together they would be exchanged in every tile.
     """
+    DTYPE: tl.constexpr = q0.dtype
     # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
@@ -240,12 +298,12 @@ def fold_on_hopper(
         # fmt: off
         c = _load_keys(
             C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
         )  # [BLOCK_N, R0]
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
-                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
             )  # [BLOCK_N, ROPE]
             s_rope = tl.dot(q_rope, k.T) * scale_log2
         # fmt: on

@@ -45,6 +45,7 @@ def _attend(
     page_table,
     seqlens_kv,
     leftpad_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -88,6 +89,8 @@ def _attend(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
 ):
     """Attention of BLOCK_M rows of sequence ``b`` to one piece of its keys; returns the sequence's tiles.
 
@@ -109,6 +112,8 @@ def _attend(
     if ROPE > 0:
         q_rope_base = Q_rope + b64 * stride_rb
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+    if FORMAT == "fp8":
+        scale_log2 *= tl.load(KV_scale)
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
     tiles = tiles_between(origin, length, BLOCK_N)
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
@@ -141,28 +146,28 @@ def _attend(
             acc0, row_max, row_sum, sums = fold_on_hopper(
                 acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True, KV_scale, FORMAT, WAY,
             )
             row_sum += tl.sum(sums, 1)
         else:
             acc0, acc1, row_max, row_sum = fold_keys(
                 acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                 first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True, KV_scale, FORMAT, WAY,
             )
         first = full_last
     if HOPPER:
         acc0, row_max, row_sum, sums = fold_on_hopper(
             acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
             first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False,
+            R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False, KV_scale, FORMAT, WAY,
         )
         row_sum += tl.sum(sums, 1)
     else:
         acc0, acc1, row_max, row_sum = fold_keys(
             acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
             first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
+            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False, KV_scale, FORMAT, WAY,
         )
     # fmt: on
     if DEPENDENT and is_end:
@@ -172,6 +177,8 @@ def _attend(
     exists = (rows < num_rows) & (low < high)
     empty = row_sum == 0.0
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
+    if FORMAT == "fp8":
+        inverse *= tl.load(KV_scale)
     lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
     acc0 *= inverse[:, None]
     acc1 *= inverse[:, None] if R1 > 0 else 1.0
@@ -210,6 +217,7 @@ def decode_kernel(
     page_table,
     seqlens_kv,
     leftpad_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -249,6 +257,8 @@ def decode_kernel(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
     """One program: BLOCK_M (query, head) rows over some tiles of keys.
@@ -277,11 +287,11 @@ def decode_kernel(
         b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
         begin += overhead
         begin += _attend(
-            Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
+            Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse,
             desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts,
             b, tile, begin, size, part, b == last_b - 1,
             stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
             stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
-            PRECISION, DEPENDENT,
+            PRECISION, DEPENDENT, FORMAT, WAY,
         )
     # fmt: on

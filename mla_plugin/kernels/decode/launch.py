@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,28 +10,29 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
 from mla_plugin.arguments.decode_layout import Known, starts_aligned
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
+from mla_plugin.kernels.decode.device import Device as Device
+from mla_plugin.kernels.decode.device import device_of as device_of
 from mla_plugin.kernels.decode.kernel import decode_kernel
 from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.descriptors import descriptor
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
-from mla_plugin.kernels.tiles import card
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEPT = "triton"  # where a layout's launches are kept
 _GIVEN = (
-    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Parts"),
-    *("Out", "Lse"),
+    *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "KV_scale"),
+    *("Parts", "Out", "Lse"),
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
-_INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 _NO_DESCRIPTORS = (None, None, None)
 _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
@@ -41,29 +41,6 @@ _COMBINE_FEW_ROWS = 1024  # of all sequences
 # passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
 _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # tiles that a sequence's start counts as in a run
-
-
-class Device(NamedTuple):
-    """What the launch must know of a device."""
-
-    kind: str
-    processors: int
-    has_descriptors: bool
-    has_dependent_launch: bool  # a kernel may start before the one before it has ended
-
-
-@functools.cache
-def device_of(device: torch.device) -> Device:
-    """What the launch must know of it."""
-    if _INTERPRETED:
-        return Device("Hopper", 8, False, False)
-    if device.type != "cuda":
-        raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
-    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
-    capability = (properties.major, properties.minor)
-    kind = card(capability, properties.shared_memory_per_block_optin)
-    is_hopper_or_newer = capability >= (9, 0)
-    return Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer)
 
 
 def choose_parts(row_tiles: int, slots: int) -> int:
@@ -214,7 +191,7 @@ def _constants(
     tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
 ) -> dict[str, object]:
     """What ``decode_kernel`` is compiled for, but for the strides of rows."""
-    c_kv, rank, rope = tensors.c_kv, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
+    q_nope_abs, rank, rope = tensors.q_nope_abs, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
     first, second = split_head_dim(rank)
     is_hopper = device.kind == "Hopper"
     return {
@@ -227,12 +204,21 @@ def _constants(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "STAGES": decode_tiles.stages_for(tile, page_size),
-        "CAUSAL": tensors.causal and tensors.q_nope_abs.shape[1] > 1,
+        "CAUSAL": tensors.causal and q_nope_abs.shape[1] > 1,
         "TMA": by_descriptors,
-        "HOPPER": is_hopper and tile.block_m >= 64 and second == 0 and c_kv.element_size() == 2,
+        "HOPPER": is_hopper and tile.block_m >= 64 and second == 0 and q_nope_abs.element_size() == 2,
         "DEPENDENT": device.has_dependent_launch,
-        "PRECISION": "ieee" if c_kv.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if q_nope_abs.dtype == torch.float32 else "tf32",
+        "FORMAT": tensors.kv_cache_format,
+        "WAY": e4m3_way(device, tile),
     }
+
+
+def e4m3_way(device: Device, tile: decode_tiles.DecodeTile) -> str:
+    """How bytes of e4m3 become numbers, see e4m3.py."""
+    if device.kind == "227 KiB" and tile.block_m >= 64:
+        return "pure instruction"
+    return device.e4m3_way
 
 
 def _rope_columns(rope: int) -> int:
@@ -241,7 +227,9 @@ def _rope_columns(rope: int) -> int:
 
 def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.DecodeTile:
     """The table's tile for so many rows."""
-    return decode_tiles.tile_for(device.kind, tensors.c_kv.element_size(), sum(_widths(tensors)), rows)
+    itemsize = tensors.q_nope_abs.element_size()  # float32 products need their own tiles whatever the cache is
+    itemsize = itemsize if itemsize == 4 else tensors.c_kv.element_size()
+    return decode_tiles.tile_for(device.kind, itemsize, sum(_widths(tensors)), rows)
 
 
 def _widths(tensors: DecodeTensors) -> tuple[int, int, int]:
@@ -259,6 +247,7 @@ def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: decode_til
     c_kv, k_rope = tensors.c_kv, tensors.k_rope
     return (
         device.has_descriptors
+        and tensors.kv_cache_format == PLAIN
         and starts_aligned(c_kv, k_rope)
         and tensors.leftpad_kv is None
         and _tiles_fit_descriptors(tile, page_size_of(tensors), c_kv, k_rope)
@@ -307,7 +296,7 @@ def launches_of(
         descriptor_widths=_widths(tensors) if by_descriptors else None,
         block_n=tile.block_n,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(q_nope_abs.dtype, q_nope_abs.device, tensors.leftpad_kv is None, *code),
+        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *code),
     )
 
 
@@ -331,7 +320,7 @@ def make_launches(tensors: DecodeTensors) -> Launches:
         plan = _plan_launch(device, batch, tensors.capacity, parts, rows, rank, tile.block_n)
     if parts > 1 and key_tiles > 1:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
-    workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.c_kv.element_size())
+    workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
     constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
     code = (combine and combine.arguments[-4:-1], *constants.values())
     return launches_of(tensors, tile, by_descriptors, workspace, (Round(plan, attend, combine),), code)
@@ -367,7 +356,7 @@ def decode(
 
     ``known`` is of their layout; under the name ``kept`` it holds the launches that ``make`` makes.
     """
-    q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, _, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors
+    q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, _, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors[:11]
     launches = known.kept.get(kept)
     if launches is None:
         check_tensors(tensors, DTYPES)
@@ -381,7 +370,7 @@ def decode(
     if known.has_no_query:
         return out, lse
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
-    inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv)
+    inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, tensors.kv_scale)
     descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
     parts = q_nope_abs.new_empty(launches.workspace)
     given = (

@@ -77,6 +77,34 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
         (576, DecodeTile(32, 32, 8, 2, 3, 3, 1)),
     ),
+    # caches of e4m3: queries of 2 bytes; half of the memory for a tile in flight, and a tile of numbers beside them
+    ("Hopper", 1): (
+        (320, DecodeTile(16, 64, 4, 4, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 4, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 3, 3, 3, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 4, 6, 6, 2)),
+        (576, DecodeTile(64, 64, 8, 2, 2, 3, 1, planned=True)),
+    ),
+    ("227 KiB", 1): (
+        (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (320, DecodeTile(64, 64, 8, 2, 2, 2, 1, planned=True)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(32, 32, 8, 3, 5, 5, 1, max_registers=255)),
+        (576, DecodeTile(64, 32, 8, 2, 2, 2, 1, planned=True)),
+    ),
+    ("163 KiB", 1): (
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 2)),
+        (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
+        (576, DecodeTile(16, 32, 4, 2, 4, 4, 2)),
+        (576, DecodeTile(32, 32, 8, 3, 5, 5, 1, max_registers=255)),
+    ),
+    ("99 KiB", 1): (
+        (320, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
+        (320, DecodeTile(32, 64, 8, 2, 3, 3, 1)),
+        (576, DecodeTile(16, 32, 4, 2, 3, 3, 1)),
+        (576, DecodeTile(32, 32, 8, 2, 3, 3, 1, max_registers=255)),
+    ),
     # float32 products run on the ordinary units: small tiles keep the unrolled products short
     ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
     ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),

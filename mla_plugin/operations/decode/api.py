@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.cache_format import PLAIN, check_format, check_no_scale, split_quantised
 from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
@@ -31,6 +32,8 @@ def decode(
     backend: str | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
+    kv_cache_format: str = "plain",
+    kv_scale: torch.Tensor | None = None,
     host: str = "direct",
     cp_group: ProcessGroup | DeviceMesh | None = None,
     cp_interleave: int = 1,
@@ -60,6 +63,13 @@ def decode(
         return_lse: also return the log-sum-exp.
         batch_invariant: the bits of a query's out and lse must not depend on what is beside it: the other sequences and
             its place among them, the width of the page table, whether it came alone or as one of S_q.
+        kv_cache_format: ``"plain"``: the cache is in the dtype of the queries. ``"fp8"``: uint8 or float8_e4m3fn,
+            R + Dr bytes a token, as a pair or as one tensor (vLLM's ``fp8``). ``"fp8_ds_mla"``: uint8 or float8_e4m3fn,
+            one tensor of 656 bytes a token, which hold scales for each 128 numbers of c_kv and a bfloat16 k_rope (R
+            512, Dr 64; FlashMLA, vLLM's ``fp8_ds_mla``); queries in bfloat16, float32 or float64.
+            ``mla_plugin.cache.append`` writes all three.
+        kv_scale: float32, one element, on the cache's device: what the bytes of ``"fp8"`` are multiplied by. It is read
+            on the device alone, so a captured graph follows its value.
         host: who asks; for adapters.
         cp_group: ranks that share the cache's tokens (context parallelism), a ProcessGroup or a one-dimensional
             DeviceMesh. Each passes the same queries of all heads and the same ``seqlens_kv``, which is then needed, and
@@ -81,7 +91,7 @@ def decode(
     decode_checks.check_options(softmax_scale, causal, return_lse, batch_invariant=batch_invariant)
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(q_nope_abs)
-    c_kv, k_rope = decode_checks.split_cache(kv_cache, q_nope_abs.shape[-1])
+    c_kv, k_rope, kv_scale = _split(kv_cache, q_nope_abs.shape[-1], kv_cache_format, kv_scale)
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
@@ -99,6 +109,8 @@ def decode(
         seqlens_kv=seqlens_kv,
         leftpad_kv=leftpad_kv,
         lengths=lengths,
+        kv_scale=kv_scale,
+        kv_cache_format=kv_cache_format,
     )
     if cp_group is not None and (name := _group_name(cp_group)) is not None:
         out, lse = _over_group(tensors, host, backend, batch_invariant, name, cp_interleave)
@@ -114,6 +126,21 @@ def decode(
     decode_checks.check_no_gradient(tensors)
     output = run(tensors, known, host, backend, batch_invariant)
     return output if return_lse else output.out  # type: ignore[return-value]
+
+
+def _split(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    rank: int,
+    kv_cache_format: str,
+    kv_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(c_kv, k_rope, kv_scale) as ``DecodeTensors`` has them."""
+    if kv_cache_format == PLAIN:
+        if kv_scale is not None:
+            check_no_scale(kv_cache_format, kv_scale)
+        return *decode_checks.split_cache(kv_cache, rank), None
+    check_format(kv_cache_format)
+    return split_quantised(kv_cache, rank, kv_cache_format, kv_scale)
 
 
 def _group_name(cp_group: ProcessGroup | DeviceMesh) -> str | None:
@@ -173,7 +200,8 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(said["q_nope_abs"])
     seqlen_q, rank = said["q_nope_abs"].shape[1], said["q_nope_abs"].shape[-1]
-    c_kv, k_rope = decode_checks.split_cache(said.pop("kv_cache"), rank)
+    cache = _split(said.pop("kv_cache"), rank, said["kv_cache_format"], said.pop("kv_scale"))
+    c_kv, k_rope, said["kv_scale"] = cache
     lengths = said["seqlens_kv"] if isinstance(said["seqlens_kv"], DecodeLengths) else None
     if lengths is not None:
         said["seqlens_kv"] = lengths.seqlens_kv

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, dequantised
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
@@ -28,9 +29,11 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
-    """Take every decode request of a CPU or a CUDA device but ``batch_invariant``."""
+    """Take every decode request of a CPU or a CUDA device but ``batch_invariant``, quantised caches too."""
     reasons = tuple(refusals(request, platform))
-    return Refused(reasons) if reasons else Accepted(notes=("products of plain PyTorch in float32",))
+    if reasons:
+        return Refused(reasons)
+    return Accepted(notes=("products of plain PyTorch in float32",), kv_cache_formats=(FP8, FP8_DS_MLA))
 
 
 def forward(tensors: DecodeTensors) -> DecodeOutput:
@@ -63,6 +66,20 @@ def _rows(cache: torch.Tensor, tensors: DecodeTensors, first: int, last: int, le
     return cache[used].flatten(1, 2)[:, :length]
 
 
+def _keys(
+    tensors: DecodeTensors, first: int, last: int, length: int, compute: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """c_kv and k_rope of some sequences in ``compute``: [last - first, length, columns]."""
+    c_kv, k_rope = (_rows(cache, tensors, first, last, length) for cache in (tensors.c_kv, tensors.k_rope))
+    if tensors.kv_cache_format == PLAIN:
+        return c_kv.to(compute), k_rope.to(compute)
+    scale = tensors.kv_scale
+    assert scale is not None  # checked
+    if scale.dim():
+        scale = _rows(scale, tensors, first, last, length)
+    return dequantised(c_kv, k_rope, scale, tensors.kv_cache_format, compute)
+
+
 def _visible(tensors: DecodeTensors, first: int, last: int, length: int) -> torch.Tensor:
     """Which query sees which key: bool [last - first, S_q, length]."""
     seqlen_q, device = tensors.q_nope_abs.shape[1], tensors.q_nope_abs.device
@@ -87,10 +104,7 @@ def _attend(
     visible = _visible(tensors, first, last, length)
     seen = visible.any(1)[..., None]  # [G, length, 1]
     # a row that nobody sees may hold NaN, and 0 * NaN is NaN
-    c_kv, k_rope = (
-        _rows(cache, tensors, first, last, length).to(compute).masked_fill(~seen, 0.0)
-        for cache in (tensors.c_kv, tensors.k_rope)
-    )
+    c_kv, k_rope = (keys.masked_fill(~seen, 0.0) for keys in _keys(tensors, first, last, length, compute))
     scores = (q_nope_abs @ c_kv.transpose(1, 2) + q_rope @ k_rope.transpose(1, 2)) * tensors.softmax_scale
     seqlen_q, heads = tensors.q_nope_abs.shape[1:3]
     scores = scores.unflatten(1, (seqlen_q, heads)).masked_fill(~visible[:, :, None], -torch.inf)

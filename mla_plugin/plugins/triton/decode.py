@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from mla_plugin import environment
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
@@ -36,6 +39,8 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
             f"batch_invariant=True with leftpad_kv and page_size={request.page_size}, expected a contiguous cache: "
             "chunks begin at the first key that is seen, which in pages is no tile's first"
         )
+    if request.kv_cache_format == FP8_DS_MLA and request.dtype == torch.float16:
+        yield "dtype=torch.float16 with kv_cache_format='fp8_ds_mla', expected bfloat16 or float32"
     if columns(request) > MAX_COLUMNS:
         yield (
             f"kv_lora_rank={request.kv_lora_rank} and qk_rope_head_dim={request.qk_rope_head_dim} take "
@@ -46,7 +51,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take every layout of the cache, any page size, several query tokens and left padding."""
     reasons = tuple(refusals(request, platform))
-    return Refused(reasons) if reasons else Accepted()
+    return Refused(reasons) if reasons else Accepted(kv_cache_formats=(FP8, FP8_DS_MLA))
 
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:

@@ -144,6 +144,17 @@ def test_what_is_taken(capability, page_size, dtype):
     assert reasons(capability, block_size=page_size, dtype=dtype, use_batch_invariant=True) == []
     assert reasons(capability, head_size=320, dtype=dtype, kv_cache_dtype=str(dtype).removeprefix("torch.")) == []
     assert (reasons(capability, use_non_causal=True) == []) == HAS.causal
+    for name in ("fp8", "fp8_e4m3"):
+        assert reasons(capability, dtype=dtype, kv_cache_dtype=name) == []
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_tokens_that_hold_their_scales_are_taken_where_prefill_reads_them(capability):
+    found = reasons(capability, kv_cache_dtype="fp8_ds_mla")
+    assert found == [] if HAS.packed else "mla-plugin: kv_cache_dtype='fp8_ds_mla', expected one of" in found[-1]
+    shape = MLAPluginBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8_ds_mla")
+    assert shape == (7, 64, 656)
+    assert MLAPluginBackend.get_kv_cache_shape(7, 64, 1, 576, "fp8") == (7, 64, 576)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
@@ -157,8 +168,12 @@ def test_cards_before_ampere_are_refused(capability):
 @pytest.mark.parametrize(
     ("changed", "ours"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8', expected one of auto, bfloat16, float16: quantised"),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype='fp8_ds_mla', expected"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype='fp8_e5m2', expected one of auto, bfloat16, float16, fp8, fp8_e4m3",
+        ),
+        ({"kv_cache_dtype": "fp8_ds_mla", "head_size": 320}, "kv_cache_dtype='fp8_ds_mla'"),
+        ({"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, "kv_cache_dtype='fp8_ds_mla'"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype='float16' of a model in torch.bfloat16, expected the same"),
         ({"dtype": torch.float32}, "dtype=torch.float32, expected bfloat16 or float16"),
         ({"use_sparse": True}, "sparse attention (DSA), expected dense"),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin.compat.vllm import decode
 from tests.compat.float64 import attend, close
 from tests.compat.vllm.parts import NOPE, RANK, ROPE, Layer, V, compiled_operators
@@ -47,6 +48,43 @@ def test_decode(seqlen_q, dtype, is_pair):
     again, nothing = layer.impl.forward_mqa(given, layer.cache, metadata, None)
     assert nothing is None
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("name", sorted(decode.CACHE_FORMATS))
+def test_decode_over_a_quantised_cache(name, seqlen_q):
+    """As vLLM hands it over: fp8 as float8_e4m3fn, fp8_ds_mla, which has DeepSeek's widths alone, in bytes."""
+    layer = Layer(3, torch.bfloat16, 24, speculative=seqlen_q - 1)
+    lengths, heads, scale = [47, 130, 0], layer.heads, torch.tensor(0.02)
+    table, _ = layer.fill(lengths)
+    kv_format = decode.CACHE_FORMATS[name]
+    rank, width = (512, 656) if kv_format == "fp8_ds_mla" else (RANK, RANK + ROPE)
+    quantised = {"kv_cache_format": kv_format, "kv_scale": scale if kv_format == "fp8" else None}
+    kept = torch.full((24, 16, width), 0x7F, dtype=torch.uint8)
+    rows = [torch.randn(length, 576).to(torch.bfloat16) for length in lengths]
+    for b, kv in enumerate(rows):
+        positions = torch.arange(len(kv))
+        slots = table[b, positions // 16].long() * 16 + positions % 16
+        mla_plugin.cache.append(kept, kv[:, :rank], kv[:, rank:], slots, **quantised)
+    impl = layer.impl
+    assert not impl.supports_quant_query_input
+    impl.kv_cache_dtype, impl.need_to_return_lse_for_decode = name, True
+    impl.kv_lora_rank, impl.qk_rope_head_dim = rank, 576 - rank
+    q = torch.randn(seqlen_q * 3, heads, 576).to(torch.bfloat16)
+    given = kept.view(torch.float8_e4m3fn) if kv_format == "fp8" else kept
+    metadata = layer.metadata(table, lengths, [seqlen_q] * 3)
+    out, lse = impl.forward_mqa(q, given, metadata, SimpleNamespace(_k_scale=scale))
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    held = mla_plugin.cache.gather(kept, table, seq_lens, kv_lora_rank=rank, **quantised)
+    wanted, wanted_lse = [], []
+    for b, (x, kv) in enumerate(zip(q.split(seqlen_q), rows, strict=True)):
+        found = torch.cat([part[b, : lengths[b]] for part in held], -1)
+        assert len(kv) == 0 or (found - kv).abs().max() < 0.2
+        keys = found[:, None].expand(-1, heads, -1)
+        for each, part in zip((wanted, wanted_lse), attend(x, keys, keys[..., :rank], layer.scale), strict=True):
+            each.append(part)
+    close(out, torch.cat(wanted), torch.bfloat16)
+    torch.testing.assert_close(lse.double(), torch.cat(wanted_lse), atol=2e-2, rtol=1e-3)
 
 
 @pytest.mark.skipif(not decode.HAS.causal, reason="before vLLM 0.27 every step is causal")
@@ -134,8 +172,8 @@ def test_a_step_of_decode_and_prefill(dtype):
         ("sliding_window", 64),
         ("logits_soft_cap", 30.0),
         ("attn_type", "encoder"),
-        ("kv_cache_dtype", "fp8"),
-        ("kv_cache_dtype", "fp8_ds_mla"),
+        ("kv_cache_dtype", "fp8_e5m2"),
+        ("kv_cache_dtype", "nvfp4_ds_mla"),
     ],
 )
 def test_a_layer_that_cannot_be_computed(name, value):

@@ -34,11 +34,11 @@ def test_a_release(version):
 @pytest.mark.parametrize(
     ("version", "has"),
     [
-        ("0.25.1", (False, False, False)),
-        ("0.27.0", (True, False, False)),
-        ("0.28.0rc1", (True, True, False)),
-        ("0.32.1.dev7+g1234567.cpu", (True, True, True)),
-        ("1.0", (True, True, True)),
+        ("0.25.1", (False, False, False, False)),
+        ("0.27.0", (True, False, False, False)),
+        ("0.28.0rc1", (True, True, False, True)),
+        ("0.32.1.dev7+g1234567.cpu", (True, True, True, True)),
+        ("1.0", (True, True, True, True)),
     ],
 )
 def test_what_a_release_has(version, has):

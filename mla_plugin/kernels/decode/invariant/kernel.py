@@ -30,6 +30,7 @@ def _attend(
     page_table,
     seqlens_kv,
     leftpad_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -72,6 +73,8 @@ def _attend(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Attention of BLOCK_M rows of sequence ``b`` to those of its chunks in [start, end); returns all its chunks.
@@ -92,6 +95,8 @@ def _attend(
     if ROPE > 0:
         q_rope_base = Q_rope + b64 * stride_rb
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
+    if FORMAT == "fp8":
+        scale_log2 *= tl.load(KV_scale)
     # chunks are counted from the first key that is seen, so that left padding does not move them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
     count = tiles_between(origin, length, CHUNK)
@@ -123,26 +128,26 @@ def _attend(
                 acc0, row_max, row_sum, sums = fold_on_hopper(
                     acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                     first, lowest, full_stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, True,
+                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, True, KV_scale, FORMAT, WAY,
                 )
             else:
                 acc0, acc1, row_max, row_sum = fold_keys(
                     acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                     first, lowest, full_stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, True,
+                    R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, True, KV_scale, FORMAT, WAY,
                 )
             first = full_stop
         if HOPPER:
             acc0, row_max, row_sum, sums = fold_on_hopper(
                 acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, False,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, False, KV_scale, FORMAT, WAY,
             )
         else:
             acc0, acc1, row_max, row_sum = fold_keys(
                 acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                 first, lowest, stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, False,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, False, KV_scale, FORMAT, WAY,
             )
         # fmt: on
         if HOPPER:
@@ -153,6 +158,8 @@ def _attend(
         exists = out_rows < num_rows
         empty = row_sum == 0.0
         inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
+        if FORMAT == "fp8":
+            inverse *= tl.load(KV_scale)
         lse_log2 = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
         acc0 *= inverse[:, None]
         acc1 *= inverse[:, None] if R1 > 0 else 1.0
@@ -184,6 +191,7 @@ def chunks_kernel(
     page_table,
     seqlens_kv,
     leftpad_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -224,6 +232,8 @@ def chunks_kernel(
     HOPPER: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WAY: tl.constexpr,
     PLANNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -250,11 +260,11 @@ def chunks_kernel(
     for sequence in range(first_b, last_b):
         b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
         slot += _attend(
-            Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, Parts, Out, Lse,
+            Q_nope_abs, Q_rope, C_kv, K_rope, page_table, seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse,
             desc_c0, desc_c1, desc_k, softmax_scale, batch, num_heads, seqlen_q, capacity, slots,
             b, tile, slot, start, end,
             stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
             stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
-            PRECISION, DEPENDENT, CHUNK,
+            PRECISION, DEPENDENT, FORMAT, WAY, CHUNK,
         )
     # fmt: on

@@ -1,0 +1,98 @@
+"""Decode over quantised caches at real sizes, compiled, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mla_plugin
+from mla_plugin import cache
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, paged
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("fp8", "fp8_ds_mla")
+SCALE = 0.0123
+
+
+def quantised(inputs: Inputs, kv_format: str) -> tuple[dict[str, object], Inputs]:
+    """The call over the cache that ``append`` writes, and with the numbers that it then holds."""
+    given: dict[str, object] = {"kv_cache_format": kv_format}
+    if kv_format == "fp8":
+        given["kv_scale"] = torch.tensor(SCALE, device="cuda")
+    batch, seqlen_kv, _ = inputs.tokens.shape
+    pages, page_size = inputs.c_kv.shape[:2]
+    width = 576 if kv_format == "fp8" else 656
+    kept = torch.full((pages, page_size, width), 0x7F, dtype=torch.uint8, device="cuda")
+    assert inputs.page_table is not None
+    assert inputs.seqlens_kv is not None
+    positions = torch.arange(seqlen_kv, device="cuda").expand(batch, -1)
+    found = inputs.page_table.clamp(0, pages - 1).long().gather(1, positions // page_size)
+    slots = (found * page_size + positions % page_size).masked_fill(positions >= inputs.seqlens_kv[:, None], -1)
+    cache.append(kept, inputs.tokens[..., :512], inputs.tokens[..., 512:], slots, **given)
+    found = kept[found, positions % page_size]
+    if kv_format == "fp8":
+        tokens = found.view(torch.float8_e4m3fn).double() * float(torch.tensor(SCALE))
+    else:  # its numbers are rounded to bfloat16, as those of gather are
+        rows = cache.gather(kept, inputs.page_table, inputs.seqlens_kv, max_seqlen_kv=seqlen_kv, **given)
+        tokens = torch.cat(rows, -1)
+    return {"kv_cache": kept, **given}, replace(inputs, tokens=tokens)
+
+
+def run(call: dict[str, object], inputs: Inputs, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    q = {"q_nope_abs": inputs.q_nope_abs, "q_rope": inputs.q_rope}
+    return mla_plugin.decode(**q, **call, **inputs.options(), causal=is_causal, return_lse=True, backend="triton")
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(("heads", "seqlen_q", "page_size"), [(16, 1, 64), (128, 1, 64), (128, 2, 16), (7, 3, 1)])
+def test_models(heads: int, seqlen_q: int, page_size: int, kv_format: str) -> None:
+    """As good as PyTorch over the same numbers in bfloat16."""
+    shape = (4, seqlen_q, heads, 512, 64, 2100)
+    call, inputs = quantised(paged(shape, page_size, torch.bfloat16, [2100, 65, 0, 1000]), kv_format)
+    out, lse = run(call, inputs, True)
+    assert_as_good_as_pytorch(out, lse, inputs, True)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_graph_follows_the_cache_and_its_scale(heads: int, kv_format: str) -> None:
+    shape, lengths = (4, 1, heads, 512, 64, 1500), [1500, 700, 64, 0]
+    call, inputs = quantised(paged(shape, 64, torch.bfloat16, lengths), kv_format)
+    run(call, inputs, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(call, inputs, True)
+    other_call, other = quantised(paged(shape, 64, torch.bfloat16, [5, 0, 1499, 1000], seed=1), kv_format)
+    assert inputs.page_table is not None
+    assert inputs.seqlens_kv is not None
+    for name in ("q_nope_abs", "q_rope", "page_table", "seqlens_kv"):
+        getattr(inputs, name).copy_(getattr(other, name))
+    call["kv_cache"].copy_(other_call["kv_cache"])
+    if kv_format == "fp8":
+        call["kv_scale"].mul_(0.5)
+        other_call["kv_scale"] = call["kv_scale"].clone()
+    graph.replay()
+    wanted = run(other_call, other, True)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_batch_has_the_bits_of_its_queries_alone(kv_format: str) -> None:
+    call, inputs = quantised(paged((3, 1, 128, 512, 64, 1500), 64, torch.bfloat16, [1500, 3, 700]), kv_format)
+    more = {"softmax_scale": inputs.softmax_scale, "batch_invariant": True, "return_lse": True, "backend": "triton"}
+    q = (inputs.q_nope_abs, inputs.q_rope)
+    both = mla_plugin.decode(*q, page_table=inputs.page_table, seqlens_kv=inputs.seqlens_kv, **call, **more)
+    assert inputs.page_table is not None
+    assert inputs.seqlens_kv is not None
+    for b in range(3):
+        one = slice(b, b + 1)
+        found = mla_plugin.decode(
+            *(x[one] for x in q), page_table=inputs.page_table[one], seqlens_kv=inputs.seqlens_kv[one], **call, **more
+        )
+        assert torch.equal(found[0][0], both[0][b])
+        assert torch.equal(found[1][0], both[1][b])
