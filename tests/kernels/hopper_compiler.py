@@ -111,10 +111,10 @@ def columns(ptx: str) -> list[list[int]]:
 
 def program(job: Job) -> Program:
     """The kernel for this job."""
+    from mla_plugin.kernels.hopper.launch import LOADING_REGISTERS
     from triton.experimental.gluon import language as gl
 
     from mla_plugin.kernels.hopper.forward import attention_forward_kernel
-    from mla_plugin.kernels.hopper.launch import LOADING_REGISTERS
     from mla_plugin.kernels.hopper.rule import QUERIES, TILES
 
     tile = TILES[job.head_dim_qk, job.head_dim_v]

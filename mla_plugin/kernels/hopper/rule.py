@@ -81,6 +81,21 @@ def plain_kernel_for(kind: Kind) -> str | None:
     for name, (shape, strides) in zip("qkv", tensors, strict=True):
         if 0 in shape:
             return f"{name} is empty: {tuple(shape)}"
-        if any(size > 1 and (stride <= 0 or stride % 8) for size, stride in zip(shape[:-1], strides, strict=False)):
+        if not _can_be_copied(shape, strides):
             return f"{name} has strides {strides}, the copy engine needs positive multiples of 8"
+    return None
+
+
+def _can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(shape[:-1], strides, strict=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def plain_backward_for(kind: Kind, dout_strides: tuple[int, ...]) -> str | None:
+    """The same for a call's backward, which reads q, k, v as the forward does, and dout."""
+    reason = plain_kernel_for(kind)
+    if reason is not None:
+        return reason
+    if not _can_be_copied(kind.q_shape, dout_strides):
+        return f"dout has strides {dout_strides}, the copy engine needs positive multiples of 8"
     return None

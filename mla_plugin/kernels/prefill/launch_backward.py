@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
+from mla_plugin.kernels.hopper.rule import plain_backward_for
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
@@ -122,10 +123,8 @@ def backward(
     Arguments as ``forward``, with its out and lse and their gradients, of any strides. A query that sees no key
     contributes nothing, even if its gradient is not finite.
     """
-    dq, dk = output_like(q, q.shape[-1], packing.layout), output_like(k, q.shape[-1], packing.layout)
-    dv = output_like(v, v.shape[-1], packing.layout)
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, dout = map(with_aligned_rows, (q, k, v, dout))
     out = with_contiguous_rows(out)
     inputs, offsets = (q, k, v, dout), packing.offsets()
@@ -133,6 +132,9 @@ def backward(
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()
+    is_plain = plain_backward_for(kind.call, kind.dout_strides) is not None
+    memory = functools.partial(output_like, layout=packing.layout) if is_plain else _memory_like
+    dq, dk, dv = memory(q, q.shape[-1]), memory(k, k.shape[-1]), memory(v, v.shape[-1])
 
     def call_kv(tile: tiles.Tile) -> _Call:
         return _kv_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dk, dv, *offsets)
@@ -142,7 +144,9 @@ def backward(
 
     with on_device_of(q):
         calls: list[_Call] = [(_delta_launch(kind), (out, dout, lse, dlse, *rows))]
-        if tuned:
+        if not is_plain:
+            calls += _hopper()(kind.call, kind.dout_strides).calls(inputs, rows, (dq, dk, dv), offsets)
+        elif tuned:
             _run(*calls.pop())  # what is measured needs the row statistics
             calls += [
                 _measured("backward_kv", call_kv, q, v, packing),
@@ -150,12 +154,25 @@ def backward(
             ]
         else:
             calls += [call_kv(static_tile("backward_kv", q, v)), call_q(static_tile("backward_q", q, v))]
-        if q.is_cuda and kind.code not in _compiled:
+        if is_plain and q.is_cuda and kind.code not in _compiled:
             compile_together(calls, q.device)
             _compiled.add(kind.code)
         for call in calls:
             _run(*call)
     return dq, dk, dv
+
+
+@functools.cache
+def _hopper() -> Callable[..., Any]:
+    """Gives the Hopper kernels' launches for a kind of call; Gluon is imported only where it is used."""
+    from mla_plugin.kernels.hopper.launch_backward import backward_of
+
+    return backward_of
+
+
+def _memory_like(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Memory for a gradient of which every row is written."""
+    return x.new_empty((*x.shape[:-1], head_dim))
 
 
 def _run(launch: Launch, arguments: tuple[object, ...]) -> None:

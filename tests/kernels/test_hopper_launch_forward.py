@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mla_plugin.kernels.hopper.launch import Forward, heads_together
 
 from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.hopper import launch, plan
-from mla_plugin.kernels.hopper.launch import Forward, heads_together
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 
 CAUSAL, OPEN = Band(-1, 0, True), Band(-1, -1, True)
