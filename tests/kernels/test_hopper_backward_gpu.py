@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import plain_backward_for
+from mla_plugin.kernels.hopper.rule import plain_dkv_for
 from mla_plugin.kernels.prefill.launch_backward import backward
 from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
@@ -41,7 +41,7 @@ def gradients(
     out, lse = forward(*given)
     if dout is None:
         dout = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
-    assert plain_backward_for(Kind.of(q, k, v, scale, packing), dout.stride()) is None
+    assert plain_dkv_for(Kind.of(q, k, v, scale, packing), dout.stride()) is None
     return backward(q, k, v, out, lse, dout, dlse, scale, packing)
 
 

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
@@ -20,6 +21,9 @@ from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
 _KEYS = 2 * ROWS.value
 """Of a key tile: two warpgroups of 64."""
 _Call = tuple[Launch, tuple[object, ...]]
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Offsets = tuple[torch.Tensor | None, ...]
 
 
 class Backward:
@@ -36,7 +40,7 @@ class Backward:
             same, bottom_right = kind.same_lengths, kind.band.bottom_right
             self._plan_q = plan.launch(kind, "q", QUERIES, plan.rank(is_causal, bottom_right and not same))
             self._plan_kv = plan.launch(kind, "kv", _KEYS, plan.rank(is_causal, not (bottom_right or same)))
-        self._sizes = plan.HEADER + 2 * tiles_q, plan.HEADER + 2 * tiles_kv
+        self._size_q, self._size_kv = plan.HEADER + 2 * tiles_q, plan.HEADER + 2 * tiles_kv
         dout_shape = (*kind.q_shape[:-1], kind.v_shape[-1])
         tensors = (
             *((kind.q_shape, kind.q_strides), (kind.k_shape, kind.k_strides)),
@@ -47,38 +51,41 @@ class Backward:
         self._launch_q = _launch_q(kind, tiles_q, self._is_dynamic)
         self._launch_kv = _launch_kv(kind, tiles_kv, self._is_dynamic)
 
-    def calls(
-        self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        rows: tuple[torch.Tensor, torch.Tensor],
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        offsets: tuple[torch.Tensor | None, ...],
-    ) -> list[_Call]:
-        """The launches in their order; the tensors start at multiples of 16 bytes.
+    def calls_kv(self, inputs: _Inputs, rows: _Pair, gradients: _Pair, offsets: _Offsets) -> list[_Call]:
+        """The launches that write dk and dv, in their order; the tensors start at multiples of 16 bytes.
 
         Every row of the gradients is written, those of no sequence too.
 
         Args:
             inputs: q, k, v, dout.
             rows: lse in log2, and delta.
-            gradients: memory for dq, dk, dv.
+            gradients: memory for dk and dv.
             offsets: see ``Packing.offsets``.
         """
-        dq, dk, dv = gradients
-        lse, delta = rows
         found: list[_Call] = []
-        work_q = work_kv = None
+        work = self._work(inputs[0], self._size_kv)
         if self._is_packed:
-            lengths_q, lengths_kv, starts_q, starts_kv = offsets
-            work_q, work_kv = (lse.new_empty(size, dtype=torch.int32) for size in self._sizes)
-            found.append((self._plan_kv, (work_kv, dk, dv, None, lengths_kv, lengths_q, starts_kv)))
-            found.append((self._plan_q, (work_q, dq, None, None, lengths_q, lengths_kv, starts_q)))
-        elif self._is_dynamic:
-            work_q = work_kv = counter(lse.device)
-        described = self._descriptors.of(*(x.data_ptr() for x in inputs))
-        found.append((self._launch_kv, (*described, lse, delta, dk, dv, work_kv, *offsets)))
-        found.append((self._launch_q, (*described, lse, delta, dq, work_q, *offsets)))
+            lengths_q, lengths_kv, _, starts_kv = offsets
+            found.append((self._plan_kv, (work, *gradients, None, lengths_kv, lengths_q, starts_kv)))
+        found.append((self._launch_kv, (*self._described(inputs), *rows, *gradients, work, *offsets)))
         return found
+
+    def calls_q(self, inputs: _Inputs, rows: _Pair, dq: torch.Tensor, offsets: _Offsets) -> list[_Call]:
+        """The same for dq."""
+        found: list[_Call] = []
+        work = self._work(inputs[0], self._size_q)
+        if self._is_packed:
+            found.append((self._plan_q, (work, dq, None, None, *offsets[:3])))
+        found.append((self._launch_q, (*self._described(inputs), *rows, dq, work, *offsets)))
+        return found
+
+    def _work(self, q: torch.Tensor, size: int) -> torch.Tensor | None:
+        if self._is_packed:
+            return q.new_empty(size, dtype=torch.int32)
+        return counter(q.device) if self._is_dynamic else None
+
+    def _described(self, inputs: _Inputs) -> tuple[TensorDescriptor, ...]:
+        return self._descriptors.of(*(x.data_ptr() for x in inputs))
 
 
 def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
@@ -135,11 +142,11 @@ def _launch_q(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
 
 def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
     """``tiles``: of all sequences at most, dense of one."""
-    heads, group = _heads(kind, kind.num_kv_heads), kind.num_heads // kind.num_kv_heads
-    q_bytes = group * kind.pick(kind.q_shape)[2] * _row_bytes(kind)
+    heads, q_bytes = _heads(kind, kind.num_kv_heads), kind.pick(kind.q_shape)[2] * _row_bytes(kind)
     fixed = _fixed(kind, tiles, kind.num_kv_heads, is_dynamic)
     fixed |= named_strides("dk", "bhn", kind.layout.contiguous_strides(kind.k_shape))
     fixed |= named_strides("dv", "bhn", kind.layout.contiguous_strides(kind.v_shape))
+    # of the heads of q that share one of k and v, a program reads one after the other
     fixed |= {"together": heads_together(heads, 1, q_bytes, l2_cache_bytes(kind.device))}
     given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DK", "DV", "Work", *OFFSETS)
     return Launch(attention_backward_kv_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})
@@ -147,5 +154,5 @@ def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
 
 @functools.lru_cache(maxsize=4096)
 def backward_of(kind: Kind, dout_strides: tuple[int, ...]) -> Backward:
-    """The prepared call of a kind for which ``plain_backward_for`` has no reason."""
+    """The prepared call of a kind for which ``plain_dkv_for`` has no reason."""
     return Backward(kind, dout_strides)

@@ -11,7 +11,7 @@ import triton
 
 from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
-from mla_plugin.kernels.hopper.rule import plain_backward_for
+from mla_plugin.kernels.hopper.rule import plain_dkv_for, plain_dq_for
 from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
@@ -132,9 +132,10 @@ def backward(
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()
-    is_plain = plain_backward_for(kind.call, kind.dout_strides) is not None
-    memory = functools.partial(output_like, layout=packing.layout) if is_plain else _memory_like
-    dq, dk, dv = memory(q, q.shape[-1]), memory(k, k.shape[-1]), memory(v, v.shape[-1])
+    is_plain_kv = plain_dkv_for(kind.call, kind.dout_strides) is not None
+    is_plain_q = plain_dq_for(kind.call, kind.dout_strides) is not None
+    dq = _memory_like(q, is_plain_q, packing.layout)
+    dk, dv = (_memory_like(x, is_plain_kv, packing.layout) for x in (k, v))
 
     def call_kv(tile: tiles.Tile) -> _Call:
         return _kv_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dk, dv, *offsets)
@@ -142,19 +143,17 @@ def backward(
     def call_q(tile: tiles.Tile) -> _Call:
         return _q_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dq, *offsets)
 
+    def plain(kernel: str, call: Callable[[tiles.Tile], _Call]) -> _Call:
+        return _measured(kernel, call, q, v, packing) if tuned else call(static_tile(kernel, q, v))
+
     with on_device_of(q):
         calls: list[_Call] = [(_delta_launch(kind), (out, dout, lse, dlse, *rows))]
-        if not is_plain:
-            calls += _hopper()(kind.call, kind.dout_strides).calls(inputs, rows, (dq, dk, dv), offsets)
-        elif tuned:
+        if tuned:
             _run(*calls.pop())  # what is measured needs the row statistics
-            calls += [
-                _measured("backward_kv", call_kv, q, v, packing),
-                _measured("backward_q", call_q, q, v, packing),
-            ]
-        else:
-            calls += [call_kv(static_tile("backward_kv", q, v)), call_q(static_tile("backward_q", q, v))]
-        if is_plain and q.is_cuda and kind.code not in _compiled:
+        hopper: Any = None if is_plain_kv else _hopper()(kind.call, kind.dout_strides)
+        calls += hopper.calls_kv(inputs, rows, (dk, dv), offsets) if hopper else [plain("backward_kv", call_kv)]
+        calls += [plain("backward_q", call_q)] if is_plain_q else hopper.calls_q(inputs, rows, dq, offsets)
+        if q.is_cuda and kind.code not in _compiled:
             compile_together(calls, q.device)
             _compiled.add(kind.code)
         for call in calls:
@@ -170,9 +169,9 @@ def _hopper() -> Callable[..., Any]:
     return backward_of
 
 
-def _memory_like(x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Memory for a gradient of which every row is written."""
-    return x.new_empty((*x.shape[:-1], head_dim))
+def _memory_like(x: torch.Tensor, is_plain: bool, layout: Layout) -> torch.Tensor:
+    """Memory for the gradient of x; the Hopper kernels write every row, padding too."""
+    return output_like(x, x.shape[-1], layout) if is_plain else x.new_empty(x.shape)
 
 
 def _run(launch: Launch, arguments: tuple[object, ...]) -> None:

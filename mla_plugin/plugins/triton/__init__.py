@@ -81,13 +81,19 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
-    """Which forward kernel runs, on the cards that have more than one."""
-    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_kernel_because
+    """Which kernels run, on the cards that have more than one set."""
+    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_dq_because, plain_kernel_because
 
     if platform.device_type == "cuda" and platform.compute_capability == CAPABILITY:
         widths = request.head_dim_qk, request.head_dim_v
         reason = plain_kernel_because(CAPABILITY, platform.version("triton"), request.dtype, *widths)
-        yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
+        plain_dq = plain_dq_because(*widths)
+        if reason is not None:
+            yield f"forward and backward by the plain kernels: {reason}"
+        elif plain_dq is not None:
+            yield f"forward, dK and dV by the Hopper kernels, dQ by the plain kernel: {plain_dq}"
+        else:
+            yield "forward and backward by the Hopper kernels"
 
 
 @functools.cache
