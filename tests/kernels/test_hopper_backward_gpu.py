@@ -47,15 +47,33 @@ def gradients(
 
 def check(given: Draw) -> None:
     found = [x.cpu().double() for x in gradients(given.on("cuda"), *given.gradients_on("cuda"))]
-    clean = [x.nan_to_num(0.0) for x in (given.q, given.k, given.v, given.dout)]
-    _, _, *wanted = attend(given.call, *clean, given.dlse)
-    bound = 1e-2 if given.q.dtype == torch.bfloat16 else 2e-3
+    q, k, v, dout = (x.nan_to_num(0.0) for x in (given.q, given.k, given.v, given.dout))
+    out, _, *wanted = attend(given.call, q, k, v, dout, given.dlse)
+    allowed = of_rounded_out(given, out)
+    bound = 1e-2 if q.dtype == torch.bfloat16 else 2e-3
     for name, x, exact in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         assert torch.isfinite(x).all(), name
         difference, norm = (x - exact).norm(dim=-1), exact.norm(dim=-1)
         typical = norm.square().mean().sqrt()  # a row whose terms cancel is as exact as the others, not more so
-        assert (difference <= bound * (norm + typical)).all(), (name, (difference / (norm + typical)).max())
-        assert (x[norm == 0] == 0).all() or name == "dq", name
+        assert (difference <= bound * (norm + typical) + allowed[name]).all(), name
+    unseen = wanted[2].norm(dim=-1) == 0  # keys that no query sees, and rows of no sequence
+    assert (found[1][unseen] == 0).all()
+    assert (found[2][unseen] == 0).all()
+    assert (found[0][out.norm(dim=-1) == 0] == 0).all()
+
+
+def of_rounded_out(given: Draw, out: torch.Tensor) -> dict[str, torch.Tensor | float]:
+    """What dq and dk differ by where delta is taken from an out of two bytes: an error of delta goes to both.
+
+    A query that sees one key has gradients of exactly 0, but delta is rounded and dP is not.
+    """
+    q, k, v, dout = (x.nan_to_num(0.0).double() for x in (given.q, given.k, given.v, given.dout))
+    unit = 2.0**-8 if given.q.dtype == torch.bfloat16 else 2.0**-11
+    error = unit * (out * dout).norm(dim=-1)
+    weighted_keys = attend(given.call, q, k, k, torch.zeros_like(q), None)[0]
+    for_keys = attend(given.call, q, k, v[..., :1], (error * q.norm(dim=-1))[..., None], None)[4][..., 0]
+    scale = given.call.scale
+    return {"dq": scale * error * weighted_keys.norm(dim=-1), "dk": scale * for_keys, "dv": 0.0}
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
