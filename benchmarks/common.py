@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import triton
+
+from benchmarks import checkout
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "mla-plugin"
@@ -121,16 +122,13 @@ def write(name: str, content: dict[str, Any], commit: str | None = None) -> Path
     """
     gpu = torch.cuda.get_device_name()
     one = torch.ones(1, device="cuda")
-    command = ["git", "rev-parse", "HEAD"]
-    if commit is None:
-        commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
     record = {
         "benchmark": name,
         "gpu": gpu,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "commit": commit.strip(),
+        "commit": checkout.commit(commit),
         "add_us": host_microseconds(lambda: one.add_(1)),
         **content,
     }

@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 import mla_plugin
+from benchmarks import checkout
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
@@ -295,7 +295,6 @@ def main() -> None:
     random.seed(0)
     record = {"times": [timed(x) for x in TIMES], "memory": [memory(x) for x in MEMORY], "host": host()}
     show(record)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False).stdout
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     record = {
         "benchmark": "cpu",
@@ -305,7 +304,7 @@ def main() -> None:
         "torch": torch.__version__,
         "cpu": cpu[1] if cpu else platform.machine(),
         "threads": torch.get_num_threads(),
-        "commit": commit.strip(),
+        "commit": checkout.commit(),
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")

@@ -15,11 +15,11 @@ it. FlashAttention 2's own function gets a V that is padded already; ``fa2`` pad
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 import mla_plugin
+from benchmarks import checkout
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Plan, hookimpl, resolve
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import Residuals
@@ -187,6 +188,9 @@ def backward(call: Callable[[], object], inputs: Sequence[torch.Tensor]) -> floa
 
 def main() -> None:
     """Time, print, write; exit 1 where choosing costs more than it may."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", help="recorded in the result; default: of this checkout")
+    options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (1, 512, 16) if device == "cuda" else (1, 16, 2)
     q, k, v = (
@@ -211,9 +215,6 @@ def main() -> None:
     for name, shared in of_backends.items():
         print(f"{name}: " + ", ".join(f"{part} {value:.1f} us" for part, value in shared.items()))
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout
     record = {
         "benchmark": "dispatch",
         "unit": "microseconds",
@@ -226,7 +227,7 @@ def main() -> None:
         "gpu": card,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit.strip(),
+        "commit": checkout.commit(options.commit),
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"dispatch_{card.replace(' ', '_')}.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import mla_plugin
+from benchmarks import checkout
 from mla_plugin.compat.megatron import MLACoreAttention
 
 RESULTS = Path(__file__).parent / "results"
@@ -199,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="DeepSeek-V2-Lite's and V3's")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--commit", help="recorded in the result; default: of this checkout")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
@@ -206,15 +207,13 @@ def main() -> None:
     refused = {name: reason for name, reason in found.items() if reason is not None}
     rows = [measure(case, heads, refused, options.rounds) for heads in options.heads for case in CASES]
     gpu = torch.cuda.get_device_name()
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
     record = {
         "benchmark": "megatron_v_width",
         "gpu": gpu,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "megatron-core": megatron.core.__version__,
-        "commit": commit.strip(),
+        "commit": checkout.commit(options.commit),
         "rows": rows,
         "refused": refused,
     }

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import checkout
 from mla_plugin import resolve
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionRequest, Residuals
@@ -199,7 +200,6 @@ def main() -> None:
             check(way, call)
         results[call] = {way: {length: point(way, call, length) for length in LENGTHS} for way in WAYS}
         _show(call, results[call])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     record = {
         "benchmark": "memory",
         "unit": "MiB of peak resident set above the inputs, forward and backward; null exceeds the limit",
@@ -215,7 +215,7 @@ def main() -> None:
         "torch": torch.__version__,
         "cpu": _cpu(),
         "threads": 1,
-        "commit": commit.strip(),
+        "commit": checkout.commit(),
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")

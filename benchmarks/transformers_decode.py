@@ -22,7 +22,6 @@ import contextlib
 import copy
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 from transformers.cache_utils import Cache
 
 import mla_plugin
+from benchmarks import checkout
 from mla_plugin.compat.transformers import latent
 
 RESULTS = Path(__file__).parent / "results"
@@ -257,6 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--commit", help="recorded in the result; default: of this checkout")
     options = parser.parse_args()
     if options.tiny:
         options.contexts, options.layers, options.steps = [64, 256], 2, 4
@@ -281,15 +282,13 @@ def main() -> None:
             crossings.append(found)
             print(json.dumps(found), flush=True)
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    command = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent, check=False).stdout
     record = {
         "benchmark": "transformers_decode",
         "gpu": gpu,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "cuda": torch.version.cuda,
-        "commit": commit.strip(),
+        "commit": checkout.commit(options.commit),
         "model": {**(TINY if options.tiny else DEEPSEEK_V3), "num_hidden_layers": options.layers, "dtype": "bfloat16"},
         "steps": options.steps,
         "rows": rows,

@@ -20,9 +20,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _is_quick(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "quick")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The lane of a minute imports nothing that it leaves out: Megatron-Core alone takes six seconds."""
-    return True if config.option.markexpr == "quick" and quick.is_left_out(collection_path) else None
+    return True if _is_quick(config) and quick.is_left_out(collection_path) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """After every parametrization."""
+    if _is_quick(metafunc.config):
+        quick.keep_one_call(metafunc)
 
 
 @pytest.hookimpl(tryfirst=True)

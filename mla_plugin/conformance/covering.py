@@ -27,6 +27,8 @@ class _Coverage:
     def __init__(self, aspects: Callable[[Row], Mapping[str, Any]]) -> None:
         self._aspects = aspects
         self._bits: dict[Any, int] = {}
+        self._of_aspects: dict[tuple[Any, ...], Marks] = {}
+        self._gains: dict[tuple[int, ...], int] = {}  # of aspects, of which few rows differ in; until missing changes
         self.missing: dict[int, int] = {}
 
     def _bit(self, thing: Any) -> int:
@@ -36,31 +38,44 @@ class _Coverage:
             number = bits[thing] = len(bits)
         return number
 
-    def marks(self, row: Row) -> tuple[Marks, Marks]:
-        """(numbers of the levels, their set of bits), and the same of pairs of aspects and of aspects."""
-        bit = self._bit
-        levels = tuple(map(bit, row.items()))
-        aspects = [bit((self._aspects, name, value)) for name, value in self._aspects(row).items()]
-        pairs = tuple([bit(first << 32 | second) for first, second in itertools.combinations(aspects, 2)])
-        return (levels, _set_of(levels)), (pairs, _set_of(aspects))
+    def _levels(self, row: Row) -> Marks:
+        """Numbers of the levels, and their set of bits."""
+        numbers = tuple(map(self._bit, row.items()))
+        return numbers, _set_of(numbers)
+
+    def _pairs(self, row: Row) -> Marks:
+        """Numbers of the pairs of aspects, and the set of the aspects' own bits."""
+        found = tuple(self._aspects(row).items())
+        marks = self._of_aspects.get(found)
+        if marks is None:
+            aspects = [self._bit((self._aspects, name, value)) for name, value in found]
+            pairs = tuple(self._bit(first << 32 | second) for first, second in itertools.combinations(aspects, 2))
+            marks = self._of_aspects[found] = pairs, _set_of(aspects)
+        return marks
 
     def add(self, row: Row) -> None:
         """What the row covers is possible, so it is to be covered."""
-        for numbers, bits in self.marks(row):
+        self._gains.clear()
+        for numbers, bits in (self._levels(row), self._pairs(row)):
             for number in numbers:
                 self.missing[number] = self.missing.get(number, 0) | bits & ~(1 << number)
 
     def gain(self, row: Row) -> int:
         """How much of what is missing the row covers."""
-        missing, found = self.missing, 0
-        for numbers, bits in self.marks(row):
-            for number in numbers:
-                found += (missing.get(number, 0) & bits).bit_count()
-        return found
+        pairs = self._pairs(row)
+        of_pairs = self._gains.get(pairs[0])
+        if of_pairs is None:
+            of_pairs = self._gains[pairs[0]] = self._count(pairs)
+        return self._count(self._levels(row)) + of_pairs
+
+    def _count(self, marks: Marks) -> int:
+        missing, (numbers, bits) = self.missing, marks
+        return sum([(missing.get(number, 0) & bits).bit_count() for number in numbers])
 
     def remove(self, row: Row) -> None:
         """The row has been chosen."""
-        for numbers, bits in self.marks(row):
+        self._gains.clear()
+        for numbers, bits in (self._levels(row), self._pairs(row)):
             for number in numbers:
                 self.missing[number] &= ~bits
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla_plugin.kernels.descriptors import encoding_once
 
 _HERE = contextlib.nullcontext()
 
@@ -21,26 +21,6 @@ def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(x.device)
     return _HERE
-
-
-class Address:
-    """Replaces a tensor in a cached descriptor, which must not keep its memory alive."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._address = address
-
-    def data_ptr(self) -> int:
-        """As ``Tensor.data_ptr``."""
-        return self._address
-
-
-@functools.lru_cache(maxsize=4096)
-def descriptor(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    """A tensor descriptor of some memory; ``strides`` without the last, which is 1. Making one takes 10 us."""
-    return TensorDescriptor(Address(address, dtype), list(shape), [*strides, 1], list(block))
 
 
 def named_strides(tensor: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
@@ -117,13 +97,17 @@ def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     general = compiled[grid]
     run, function, metadata, knobs = compiled.run, compiled.function, compiled.packed_metadata, triton.knobs.runtime
     device = torch.cuda.current_device()
+    direct = encoding_once(run, grid, function, metadata)
 
     def launch(*arguments: object) -> None:
         if _has_calls(knobs.launch_enter_hook) or _has_calls(knobs.launch_exit_hook):
             general(*arguments)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if direct is None:
             run(*grid, stream, function, metadata, None, None, None, *arguments)
+        else:
+            direct(stream, arguments)
 
     return launch
 

@@ -109,6 +109,8 @@ def fail_unread(way: str, hook: str) -> list[str] | None:
     said, plugin = [], Fails(hook, 0)
     with pytest.MonkeyPatch.context() as patch:
         left_unread(patch)
+        # the first call of a kind waits for the other ranks' statuses
+        mla_plugin.attention(**small(3), cp_group=group, cp_comm_type=way).sum().backward()
         if rank == 1:
             get_manager().register(plugin, "fails")
         for _ in range(2):  # steps of a program that goes on after an error

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments import decode_layout
-from mla_plugin.kernels import launch, mla_decode_attention, tiles
+from mla_plugin.kernels import mla_decode_attention, tiles
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
@@ -243,18 +243,6 @@ def test_a_fake_tensor_goes_through_the_operator() -> None:
         )
     assert isinstance(out, torch._subclasses.FakeTensor)
     assert out.shape == (2, 1, 4, 64)
-
-
-def test_a_descriptor_keeps_no_cache_alive() -> None:
-    """Cached by address, with a stand-in for the tensor; the launch reads address and dtype from it."""
-    first = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    again = launch.descriptor(4096, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    other = launch.descriptor(8192, torch.bfloat16, (9, 64, 512), (64 * 576, 576), (1, 64, 512))
-    assert first is again
-    assert first.base.data_ptr() == 4096
-    assert first.base.dtype == torch.bfloat16
-    assert other.base.data_ptr() == 8192
-    assert not isinstance(first.base, torch.Tensor)
 
 
 class Recorder:

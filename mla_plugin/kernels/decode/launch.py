@@ -18,13 +18,13 @@ from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
 from mla_plugin.kernels.decode.kernel import decode_kernel
 from mla_plugin.kernels.decode.plan import plan_kernel
-from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides
+from mla_plugin.kernels.descriptors import descriptor
+from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import card
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_KEPT = "triton"
-"""Where a layout's launches are kept."""
+_KEPT = "triton"  # where a layout's launches are kept
 _GIVEN = (
     *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "Parts"),
     *("Out", "Lse"),

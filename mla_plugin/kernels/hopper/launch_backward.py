@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
-from mla_plugin.kernels.hopper.descriptors import Descriptors, Source
+from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.pieces import PANEL, ROWS
 from mla_plugin.kernels.hopper.rule import QUERIES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
@@ -46,8 +46,7 @@ class Backward:
             *((kind.q_shape, kind.q_strides), (kind.k_shape, kind.k_strides)),
             *((kind.v_shape, kind.v_strides), (dout_shape, dout_strides)),
         )
-        sources = [Source.of(kind, *tensor, ROWS.value, PANEL.value) for tensor in tensors]
-        self._descriptors = Descriptors(sources)
+        self._sources = [Source.of(kind, *tensor, ROWS.value, PANEL.value) for tensor in tensors]
         self._launch_q = _launch_q(kind, tiles_q, self._is_dynamic)
         self._launch_kv = _launch_kv(kind, tiles_kv, self._is_dynamic)
 
@@ -84,8 +83,8 @@ class Backward:
             return q.new_empty(size, dtype=torch.int32)
         return counter(q.device) if self._is_dynamic else None
 
-    def _described(self, inputs: _Inputs) -> tuple[TensorDescriptor, ...]:
-        return self._descriptors.of(*(x.data_ptr() for x in inputs))
+    def _described(self, inputs: _Inputs) -> list[TensorDescriptor]:
+        return [descriptor(x.data_ptr(), source) for x, source in zip(inputs, self._sources, strict=True)]
 
 
 def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from mla_plugin.kernels.hopper import plan
-from mla_plugin.kernels.hopper.descriptors import Descriptors, Source
+from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.forward import attention_forward_kernel
 from mla_plugin.kernels.hopper.pieces import PANEL
 from mla_plugin.kernels.hopper.rule import QUERIES, TILES
@@ -38,7 +38,7 @@ class Forward:
         tiles = triton.cdiv(kind.seqlen_q, QUERIES)
         if packed:
             tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
-        self._descriptors = Descriptors(_sources(kind))
+        self._sources = _sources(kind)
         self._is_dynamic = packed or is_causal  # where tiles differ in length, who is ready takes the next
         is_shifted = kind.band.bottom_right and not kind.same_lengths
         rank = plan.rank(is_causal, is_shifted)
@@ -65,7 +65,14 @@ class Forward:
             self._plan(work, out, None, lse, *offsets[:3])
         elif self._is_dynamic:
             work = counter(q.device)
-        self._launch(*self._descriptors.of(q.data_ptr(), k.data_ptr(), v.data_ptr()), out, lse, work, *offsets)
+        of_q, of_k, of_v = self._sources
+        self._launch(
+            descriptor(q.data_ptr(), of_q),
+            descriptor(k.data_ptr(), of_k),
+            descriptor(v.data_ptr(), of_v),
+            *(out, lse, work),
+            *offsets,
+        )
 
 
 def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:

@@ -11,8 +11,9 @@ import triton
 
 from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
+from mla_plugin.kernels.descriptors import descriptor
 from mla_plugin.kernels.hopper.rule import plain_dkv_for, plain_dq_for
-from mla_plugin.kernels.launch import Launch, compile_together, descriptor, named_strides, on_device_of
+from mla_plugin.kernels.launch import Launch, compile_together, named_strides, on_device_of
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.prefill.backward_rows import delta_kernel

@@ -114,6 +114,12 @@ def _unshared(x: torch.Tensor, num_kv_heads: int, num_sequences: int) -> torch.T
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    """``wide_forward`` without the columns that it adds to out."""
+    out, lse = wide_forward(q, k, v, terms)
+    return out[..., : v.shape[3]] if out.shape[3] > v.shape[3] else out, lse
+
+
+def wide_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch.
 
     Args:
@@ -123,9 +129,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
         terms: scale and band (open or causal) are read, the rest must be absent.
 
     Returns:
-        out [n, H, S_q, head_dim_v] and lse [n, H, S_q], float32 or float64; a row without keys has 0 and -inf. Where
-        the kernel may have lost NaN, the blocks' mathematics gives all of a sequence's result; a query and a value of
-        zeros in a row that sees one key look the same, and are right both ways.
+        out [n, H, S_q, head_dim_v or more] and lse [n, H, S_q], float32 or float64; a row without keys has 0 and -inf.
+        What is in out's further columns means nothing. Where the kernel may have lost NaN, the blocks' mathematics
+        gives all of a sequence's result; a query and a value of zeros in a row that sees one key look the same, and are
+        right both ways.
     """
     given_q, given_k, given_v = q, k, v
     dtype = lse_dtype(q.dtype)
@@ -138,7 +145,6 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
     if len(parts) == 1 and parts[0].has_all_queries:
         out, lse = _attend(q, k, v, parts[0], scale)
         lost = _lost_nan(out, lse)
-        out = out[..., :head_dim_v] if head_dim > head_dim_v else out
     else:
         out = q.new_zeros(*q.shape[:3], head_dim_v)
         lse = q.new_full(q.shape[:3], -torch.inf)
@@ -150,7 +156,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
             merge(out[rows], lse[rows], part_out[..., :head_dim_v], part_lse)
     for i in dict.fromkeys(lost):
         one = slice(i, i + 1)
-        out[one], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
+        out[one][..., :head_dim_v], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
     lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
     return out, lse
 

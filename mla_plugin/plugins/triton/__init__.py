@@ -84,16 +84,20 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Which kernels run, on the cards that have more than one set."""
     from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_dq_because, plain_kernel_because
 
-    if platform.device_type == "cuda" and platform.compute_capability == CAPABILITY:
-        widths = request.head_dim_qk, request.head_dim_v
-        reason = plain_kernel_because(CAPABILITY, platform.version("triton"), request.dtype, *widths)
-        plain_dq = plain_dq_because(*widths)
+    if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
+        return
+    widths = request.head_dim_qk, request.head_dim_v
+    given = (CAPABILITY, platform.version("triton"), request.dtype, *widths)
+    reason = plain_kernel_because(*given, batch_invariant=request.batch_invariant)
+    yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
+    if request.is_training:
+        reason, reason_dq = plain_kernel_because(*given), plain_dq_because(*widths)
         if reason is not None:
-            yield f"forward and backward by the plain kernels: {reason}"
-        elif plain_dq is not None:
-            yield f"forward, dK and dV by the Hopper kernels, dQ by the plain kernel: {plain_dq}"
+            yield f"backward by the plain kernels: {reason}"
+        elif reason_dq is not None:
+            yield f"dK and dV by the Hopper kernel, dQ by the plain kernel: {reason_dq}"
         else:
-            yield "forward and backward by the Hopper kernels"
+            yield "backward by the Hopper kernels"
 
 
 @functools.cache
@@ -135,15 +139,16 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return decode.forward(tensors, batch_invariant=plan.request.batch_invariant)
     launch_forward, _ = _launches()
     # a row's bits follow the tile, which the table chooses by dtype and widths alone, measurements by the lengths too
-    tuned = environment.is_autotuning_requested() and not plan.request.batch_invariant
+    batch_invariant = plan.request.batch_invariant
     out, lse = launch_forward.forward(
         tensors.q,
         tensors.k,
         tensors.v,
         tensors.softmax_scale,
         _packing(plan.request, tensors),
-        tuned=tuned,
+        tuned=environment.is_autotuning_requested() and not batch_invariant,
         kept=tensors.kept,
+        batch_invariant=batch_invariant,
     )
     return AttentionOutput(out, lse)
 
