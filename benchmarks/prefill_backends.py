@@ -12,7 +12,8 @@ two passes are compared apart. Milliseconds of the GPU, from events around short
 shuffled order, because a GPU's clock drifts and a model never runs one kernel for a long time. A pass whose error
 against float64, in the first and the last head, is more than twice that of plain PyTorch in bfloat16 is not timed.
 dk and dv are not looked at. ``--again`` times the backends that are installed; ``--merge`` keeps the one named, times
-what the others took when the kept result was measured over what they took now, so that both are of one GPU's state.
+what the others took when the kept result was measured over what they took now, so that both are of one GPU's state. A
+time that was not taken again is of code that has changed: it is set aside as ``superseded``.
 ``choice`` is what the resolver takes for the forward and for the backward. Writes
 benchmarks/results/prefill_backends_<gpu>.json after each shape, prints a table last.
 """
@@ -289,7 +290,7 @@ def measure_again(backend: str, options: argparse.Namespace) -> None:
 
 
 def merge(again: dict[str, Any]) -> None:
-    """Into the kept results of the same GPU."""
+    """Into the kept results of the same GPU; what was not measured again is set aside in ``superseded``."""
     backend = again["backend"]
     now = {_case_of(row): row for row in again["rows"]}
     kinds = [kind for kind in ("forward", "backward") if kind in again["rows"][0]]
@@ -301,6 +302,8 @@ def merge(again: dict[str, Any]) -> None:
             common = [kept[other] / found[other] for other in kept if other in found and other != backend]
             if backend in found and common:
                 kept[backend] = found[backend] * statistics.geometric_mean(common)
+            elif backend in kept:
+                row.setdefault("superseded", {})[f"{backend} {kind}"] = kept.pop(backend)
         record["again"] = {f"{backend} {kind}": again["commit"] for kind in kinds}
         path.write_text(json.dumps(record, indent=1) + "\n")
 
