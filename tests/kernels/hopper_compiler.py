@@ -1,4 +1,4 @@
-"""Compile the Hopper kernel without a Hopper card: ``python -m tests.kernels.hopper_compiler`` prints what it takes."""
+"""Compile the Hopper kernels without such a card: ``python -m tests.kernels.hopper_compiler`` prints what they take."""
 
 from __future__ import annotations
 
@@ -20,28 +20,33 @@ class Job:
         head_dim_qk, head_dim_v: a pair of ``rule.TILES``.
         dtype: Triton's name.
         call: ``full``, ``causal`` and ``window`` over dense batches, ``packed`` causal with lengths.
+        kernel: ``forward``, ``backward_kv`` or ``backward_q``.
     """
 
     head_dim_qk: int = 192
     head_dim_v: int = 128
     dtype: str = "bf16"
     call: str = "causal"
+    kernel: str = "forward"
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
-        return f"{self.head_dim_qk}/{self.head_dim_v} {self.dtype} {self.call}"
+        return f"{self.kernel} {self.head_dim_qk}/{self.head_dim_v} {self.dtype} {self.call}"
 
 
 JOBS = (
     *(Job(call="full"), Job(call="window"), Job(call="packed")),
     *(Job(128, 128, "fp16"), Job(64, 64)),
+    *(Job(call=call, kernel="backward_kv") for call in ("window", "packed")),
+    *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
+    *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
 )
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that has no other in it, but for waits, and has matrix instructions: counts of its instructions.
+    """A loop with matrix instructions that has no other such loop in it: counts of its instructions.
 
     Attributes:
         products, waits: matrix instructions, and where a warpgroup waits for some.
@@ -65,7 +70,7 @@ class Found:
         spills: spilled stores.
         products, waits: matrix instructions, and where a warpgroup waits for some.
         undefined_reads: see assembly.py.
-        loops: those over key tiles.
+        loops: those over key tiles, or over query tiles for dK and dV.
         columns: for each descriptor in the order of its first use, the first column of each copy.
     """
 
@@ -83,21 +88,26 @@ def _count(instructions: list[Instruction], *opcodes: str) -> int:
 
 
 def loops(program: list[Instruction]) -> list[Loop]:
-    """The loops over key tiles."""
-    found = []
+    """The loops over tiles."""
+    found: dict[tuple[int, int], Loop] = {}
     for end in program:
         if end.target is None or end.target >= end.address:
             continue
         body = [x for x in program if end.target <= x.address <= end.address]
         exponentials = _count(body, "MUFU.EX2")
-        # the loop over query tiles and what the assembler moves out of line have the exponentials of several tiles
+        # the loop over a program's tiles and what the assembler moves out of line have the exponentials of several
         if not 0 < exponentials < 100 or not _count(body, "HGMMA") or _count(body, "EXIT", "STG"):
             continue
         is_masked = _count(body, "FSEL") > exponentials // 2
         local = _count(body, "STL", "LDL")
         waits = _count(body, "WARPGROUP.DEPBAR")
-        found.append(Loop(_count(body, "HGMMA"), waits, exponentials, local, is_masked))
-    return found
+        found[end.target, end.address] = Loop(_count(body, "HGMMA"), waits, exponentials, local, is_masked)
+    places = list(found)
+    return [
+        loop
+        for (start, end), loop in found.items()
+        if not any(start <= a and b <= end for a, b in places if (a, b) != (start, end))
+    ]
 
 
 def columns(ptx: str) -> list[list[int]]:
@@ -111,28 +121,56 @@ def columns(ptx: str) -> list[list[int]]:
 
 def program(job: Job) -> Program:
     """The kernel for this job."""
+    from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
+    from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
+    from mla_plugin.kernels.hopper.forward import attention_forward_kernel
+    from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+
+    packed = job.call == "packed"
+    constants: dict[str, Any] = {"REGISTERS": LOADING_REGISTERS}
+    constants |= {"DYNAMIC": job.call in ("causal", "packed"), "PACKED": packed, "HAS_LENGTHS": packed}
+    constants |= {"BOTTOM_RIGHT": True, "HAS_LEFT": job.call == "window", "HAS_RIGHT": job.call != "full"}
+    if job.kernel == "forward":
+        kernel, described, others, own = attention_forward_kernel, *_of_forward(job)
+    else:
+        kernel = attention_backward_kv_kernel if job.kernel == "backward_kv" else attention_backward_q_kernel
+        described, others, own = _of_backward(job)
+    types = {name: _descriptor(job, *tile) for name, tile in described.items()} | others
+    types |= {"Work": "*i32", "softmax_scale": "fp32"}
+    offsets = [name for name in kernel.arg_names if name.startswith("cu_seqlens")]
+    types |= dict.fromkeys(offsets, "*i32")
+    constants |= own | ({} if packed else dict.fromkeys(offsets))
+    if not (packed or constants["DYNAMIC"]):
+        constants["Work"] = None
+    return Program(90, kernel, types, constants, {"num_warps": 4})
+
+
+def _descriptor(job: Job, rows: int, columns: int) -> str:
     from triton.experimental.gluon import language as gl
 
-    from mla_plugin.kernels.hopper.forward import attention_forward_kernel
-    from mla_plugin.kernels.hopper.launch import LOADING_REGISTERS
+    return f"tensordesc<{job.dtype}[1, 1, {rows}, {columns}],{gl.NVMMASharedLayout(128, 16, 4)!r}>"
+
+
+_Arguments = tuple[dict[str, tuple[int, int]], dict[str, str], dict[str, Any]]
+"""Rows and columns of descriptors, types of the other tensors, constants."""
+
+
+def _of_forward(job: Job) -> _Arguments:
     from mla_plugin.kernels.hopper.rule import QUERIES, TILES
 
     tile = TILES[job.head_dim_qk, job.head_dim_v]
-    layout = gl.NVMMASharedLayout(128, 16, 4)
-    packed = job.call == "packed"
-    types = {"Out": f"*{job.dtype}", "Lse": "*fp32", "Work": "*i32", "softmax_scale": "fp32"}
-    for name, rows, columns in (("Q", QUERIES // 2, 64), ("K", tile.keys, 64), ("V", tile.keys, job.head_dim_v)):
-        types[name] = f"tensordesc<{job.dtype}[1, 1, {rows}, {columns}],{layout!r}>"
-    offsets = [name for name in attention_forward_kernel.arg_names if name.startswith("cu_seqlens")]
-    types |= dict.fromkeys(offsets, "*i32")
-    constants: dict[str, Any] = {} if packed else dict.fromkeys(offsets)
-    constants |= {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "QK_PANELS": job.head_dim_qk // 64}
-    constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages, "REGISTERS": LOADING_REGISTERS}
-    constants |= {"DYNAMIC": job.call in ("causal", "packed"), "PACKED": packed, "HAS_LENGTHS": packed}
-    constants |= {"BOTTOM_RIGHT": True, "HAS_LEFT": job.call == "window", "HAS_RIGHT": job.call != "full"}
-    if not (packed or constants["DYNAMIC"]):
-        constants["Work"] = None
-    return Program(90, attention_forward_kernel, types, constants, {"num_warps": 4})
+    described = {"Q": (QUERIES // 2, 64), "K": (tile.keys, 64), "V": (tile.keys, job.head_dim_v)}
+    constants = {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "QK_PANELS": job.head_dim_qk // 64}
+    constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages}
+    return described, {"Out": f"*{job.dtype}", "Lse": "*fp32"}, constants
+
+
+def _of_backward(job: Job) -> _Arguments:
+    described = dict.fromkeys(("Q", "K", "V", "DOut"), (64, 64))
+    outputs = ("DK", "DV") if job.kernel == "backward_kv" else ("DQ",)
+    others = {"Lse": "*fp32", "Delta": "*fp32"} | dict.fromkeys(outputs, f"*{job.dtype}")
+    first = min(job.head_dim_qk, 128)
+    return described, others, {"QK0": first, "QK1": job.head_dim_qk - first, "V_PANELS": job.head_dim_v // 64}
 
 
 def measured(job: Job) -> dict[str, Any]:

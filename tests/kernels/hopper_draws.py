@@ -1,4 +1,4 @@
-"""Random calls that the Hopper forward takes: ``draw(seed)`` is one of them.
+"""Random calls that the Hopper kernels take: ``draw(seed)`` is one of them.
 
 Lengths lie around the tiles' 64 and 128 rows; rows of no sequence hold NaN; the tensors lie in memory in many ways.
 """
@@ -30,6 +30,8 @@ class Draw:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
 
     def on(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
         """The arguments of ``forward``, the tensors lying in memory as here."""
@@ -40,6 +42,10 @@ class Draw:
         packing = Packing(**{name: getattr(self.packing, name) for name in plain}, **offsets)
         q, k, v = (_moved(x, device) for x in (self.q, self.k, self.v))
         return q, k, v, self.call.scale, packing
+
+    def gradients_on(self, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients of out and lse."""
+        return _moved(self.dout, device), None if self.dlse is None else self.dlse.to(device)
 
 
 def _moved(x: torch.Tensor, device: str) -> torch.Tensor:
@@ -129,4 +135,7 @@ def draw(seed: int, layout: str | None = None, **fixed: object) -> Draw:
         return x.masked_fill_(outside, torch.nan)
 
     q, k = tensor("q", kv_heads * group, head_dim_qk), tensor("kv", kv_heads, head_dim_qk)
-    return Draw(call, packing, q, k, tensor("kv", kv_heads, head_dim_v))
+    v, dout = tensor("kv", kv_heads, head_dim_v), tensor("q", kv_heads * group, head_dim_v)
+    lse_shape = packing.layout.lse_shape(q.shape)
+    dlse = torch.randn(lse_shape, generator=torch.Generator().manual_seed(seed)) if rng.random() < 0.5 else None
+    return Draw(call, packing, q, k, v, dout, dlse)

@@ -57,7 +57,14 @@ def test_what_an_instruction_reads(reader: str, registers: set[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "writer", ["R2UR UR4, R0", "ULDC.64 UR4, c[0x0][0x208]", "@UP0 UMOV UR4, 0x1", "S2UR UR4, SR_CTAID.X"]
+    "writer",
+    [
+        "R2UR UR4, R0",
+        "@P1 R2UR P0, UR4, R0",
+        "ULDC.64 UR4, c[0x0][0x208]",
+        "@UP0 UMOV UR4, 0x1",
+        "S2UR UR4, SR_CTAID.X",
+    ],
 )
 def test_what_writes(writer: str) -> None:
     assert undefined_reads(assembly(writer, "FMUL R40, R51, UR4", "EXIT")) == []

@@ -1,4 +1,4 @@
-"""The Hopper kernel compiled without a Hopper card: what it takes, and that nothing makes its products wait."""
+"""The Hopper kernels compiled without a Hopper card: what they take, and that nothing makes their products wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import triton
 
-from mla_plugin.kernels.hopper.rule import TILES, TRITON_VERSIONS
+from mla_plugin.kernels.hopper.rule import TILES, TRITON_VERSIONS, plain_dq_because
 from tests.kernels.compiler import PER_BLOCK, ROOT
 from tests.kernels.hopper_compiler import JOBS, Job
 
@@ -23,7 +23,11 @@ pytestmark = [
     ),
 ]
 
-SPILLS = 60  # of numbers that are the same for a whole query tile, outside of the loops over keys
+# spilled stores in all, and spilled loads and stores in a step of a loop without and with a mask: of numbers that are
+# the same for a whole tile
+SPILLS = {"forward": 60, "backward_kv": 160, "backward_q": 60}
+LOCAL = {"forward": (2, 2), "backward_kv": (20, 44), "backward_q": (2, 28)}
+KERNELS = list(SPILLS)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +41,17 @@ def compiled(triton_cache: Path) -> dict[str, Any]:
     return {result.pop("name"): result for result in found}
 
 
-def test_every_pair_of_head_dimensions_is_compiled() -> None:
-    assert {(job.head_dim_qk, job.head_dim_v) for job in JOBS} == set(TILES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_pair_of_head_dimensions_is_compiled(kernel: str) -> None:
+    pairs = {pair for pair in TILES if kernel != "backward_q" or plain_dq_because(*pair) is None}
+    assert {(job.head_dim_qk, job.head_dim_v) for job in JOBS if job.kernel == kernel} == pairs
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_it_fits(job: Job, compiled: dict[str, Any]) -> None:
     found = compiled[job.name]
     assert found["shared"] <= PER_BLOCK[90]
-    assert found["spills"] <= SPILLS
+    assert found["spills"] <= SPILLS[job.kernel]
     assert found["undefined_reads"] == []
 
 
@@ -53,20 +59,46 @@ def test_it_fits(job: Job, compiled: dict[str, Any]) -> None:
 def test_products_are_not_serialised(job: Job, compiled: dict[str, Any]) -> None:
     """Where the assembler cannot keep products in flight, it waits after each of them (its warning C7512)."""
     found = compiled[job.name]
-    tile = TILES[job.head_dim_qk, job.head_dim_v]
-    steps = (job.head_dim_qk + tile.keys) // 16  # products of 16 columns: of the scores, and of the values
-    kinds_of_loops = {"full": 1, "causal": 2, "packed": 2, "window": 3}[job.call]
-    assert len(found["loops"]) == 2 * kinds_of_loops  # of both warpgroups
-    assert sum(not loop["is_masked"] for loop in found["loops"]) == 2
+    expected = {"forward": forward_loop, "backward_kv": kv_loop, "backward_q": q_loop}[job.kernel](job)
+    kinds = {"full": 1, "causal": 2, "packed": 2, "window": 3}[job.call]
+    if job.kernel == "backward_kv":  # masked before and after the others
+        kinds = 3
+    is_loop_less = job.kernel == "backward_kv" and job.call == "full"  # at most one tile before: no loop
+    assert len(found["loops"]) == 2 * (kinds - is_loop_less)  # of both warpgroups
     for loop in found["loops"]:
-        assert (loop["products"], loop["waits"]) == (steps, 2)
-        assert loop["exponentials"] == tile.keys * 64 // 128 + 2
-        assert loop["local"] <= 2
-    assert found["waits"] == 2 * (2 + 2 * kinds_of_loops)
+        assert (loop["products"], loop["waits"], loop["exponentials"]) == expected
+    locals_of = sorted(loop["local"] for loop in found["loops"])
+    without, with_mask = LOCAL[job.kernel]
+    assert max(locals_of[:2]) <= without
+    assert max(locals_of) <= with_mask
+    around = {"forward": 2, "backward_kv": 4, "backward_q": 3}[job.kernel]  # the first tile, and the last product
+    assert found["waits"] == 2 * (around + kinds * expected[1])
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job.kernel == "forward"], ids=lambda job: job.name)
+def test_one_loop_has_no_mask(job: Job, compiled: dict[str, Any]) -> None:
+    assert sum(not loop["is_masked"] for loop in compiled[job.name]["loops"]) == 2
+
+
+def forward_loop(job: Job) -> tuple[int, int, int]:
+    """Products of 16 columns, waits and exponentials of a step."""
+    keys = TILES[job.head_dim_qk, job.head_dim_v].keys
+    return (job.head_dim_qk + keys) // 16, 2, keys * 64 // 128 + 2
+
+
+def kv_loop(job: Job) -> tuple[int, int, int]:
+    parts = 2 if job.head_dim_qk == 192 else 1  # of dK
+    return (job.head_dim_qk + job.head_dim_v + 64 + 64 * parts) // 16, 4, 64 * 64 // 128
+
+
+def q_loop(job: Job) -> tuple[int, int, int]:
+    parts = 2 if job.head_dim_qk == 192 else 1  # of dQ
+    return (job.head_dim_qk + job.head_dim_v + 64 * parts) // 16, 3, 64 * 64 // 128
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_every_column_is_copied_once(job: Job, compiled: dict[str, Any]) -> None:
-    """Q for both warpgroups, K and V: copies of 64 columns."""
+    """For both warpgroups Q, of the backward Q and dO or K and V; then the tiles that they share. 64 columns a copy."""
     of_queries, of_values = list(range(0, job.head_dim_qk, 64)), list(range(0, job.head_dim_v, 64))
-    assert compiled[job.name]["columns"] == [2 * of_queries, of_queries, of_values]
+    own = [2 * of_queries] if job.kernel == "forward" else [2 * of_queries, 2 * of_values]
+    assert compiled[job.name]["columns"] == [*own, of_queries, of_values]

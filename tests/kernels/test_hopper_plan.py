@@ -43,9 +43,10 @@ def test_every_tile_once_and_the_longest_first(seed: int, rank: str) -> None:
     work = torch.full((plan.HEADER + 2 * capacity,), -7, dtype=torch.int32, device=DEVICE)
     out = torch.full((rows, heads, width), 7.0, device=DEVICE)
     lse = torch.full((heads, rows), 7.0, device=DEVICE)
+    second = torch.full((rows, 5), 7.0, device=DEVICE) if seed % 2 else None
     plan.plan_kernel[(count + 1, rng.choice((1, 3)))](
-        *(work, out, lse, offsets(lengths_q), offsets(lengths_kv), starts, count, rows, heads, heads * width),
-        *(QUERIES, rank, plan.TILES_AT_ONCE, plan.SEQUENCES_AT_ONCE, 16),
+        *(work, out, second, lse, offsets(lengths_q), offsets(lengths_kv), starts, count, rows, heads),
+        *(heads * width, 5, QUERIES, rank, plan.TILES_AT_ONCE, plan.SEQUENCES_AT_ONCE, 16),
     )
     wanted = expected(lengths_q, lengths_kv, rank)
     assert work[: plan.HEADER].tolist() == [0, len(wanted)]
@@ -58,6 +59,7 @@ def test_every_tile_once_and_the_longest_first(seed: int, rank: str) -> None:
     assert (out[~is_gap] == 7).all()
     assert (lse[:, is_gap] == -torch.inf).all()
     assert (lse[:, ~is_gap] == 7).all()
+    assert second is None or ((second[is_gap] == 0).all() and (second[~is_gap] == 7).all())
 
 
 def test_no_sequence() -> None:
@@ -66,8 +68,37 @@ def test_no_sequence() -> None:
     out, lse = torch.full((rows, heads, width), 7.0, device=DEVICE), torch.full((heads, rows), 7.0, device=DEVICE)
     none = offsets([])
     plan.plan_kernel[(1, 2)](
-        work, out, lse, none, none, none, 0, rows, heads, heads * width, QUERIES, "length", 32, 64, 16
+        work, out, None, lse, none, none, none, 0, rows, heads, heads * width, 0, QUERIES, "length", 32, 64, 16
     )
     assert work.tolist() == [0, 0]
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("bottom_right", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_key_tiles_with_most_queries_come_first(seed: int, bottom_right: bool) -> None:
+    """Listed with queries and keys exchanged, as the backward's launch does; in 128ths, as the list counts."""
+    rng = random.Random(seed)
+    lengths_q = [rng.choice((0, 1, 128, 300, 1000, 6000)) for _ in range(7)]
+    lengths_kv = [max(0, length + rng.choice((0, 0, -200, 129, 3000))) for length in lengths_q]
+    starts = offsets(lengths_kv)
+    rows = int(starts[-1])
+    work = torch.full((plan.HEADER + 2 * plan.capacity(rows, 7, QUERIES),), -7, dtype=torch.int32, device=DEVICE)
+    dk = torch.full((rows, 3), 7.0, device=DEVICE)
+    plan.plan_kernel[(8, 2)](
+        *(work, dk, None, None, starts, offsets(lengths_q), starts, 7, rows, 1, 3, 0, QUERIES),
+        *(plan.rank(True, is_shifted=not bottom_right), plan.TILES_AT_ONCE, plan.SEQUENCES_AT_ONCE, 4),
+    )
+    tiles = work[plan.HEADER : plan.HEADER + 2 * int(work[1])].view(-1, 2).tolist()
+    wanted = [(tile, b) for b, length in enumerate(lengths_kv) for tile in range(-(-length // QUERIES))]
+    assert sorted(map(tuple, tiles)) == sorted(wanted)
+
+    def queries(tile: int, b: int) -> int:
+        """Of the tile's first key; tiles count from the end."""
+        first_key = (-(-lengths_kv[b] // QUERIES) - 1 - tile) * QUERIES
+        diagonal = lengths_kv[b] - lengths_q[b] if bottom_right else 0
+        return lengths_q[b] - first_key + diagonal
+
+    found = [queries(*tile) for tile in tiles]
+    assert all(found[j] < found[i] + 2 * QUERIES for i in range(len(found)) for j in range(i, len(found)))

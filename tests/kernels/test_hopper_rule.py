@@ -10,9 +10,10 @@ import torch
 
 from mla_plugin import AttentionTensors, Plan, Platform
 from mla_plugin.arguments.mask import Band
+from mla_plugin.hooks.attention import Residuals
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.hopper import rule
-from mla_plugin.kernels.prefill import launch_forward
+from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 from mla_plugin.plugins import triton
 from tests.requests import A100, H100, mla_request
@@ -59,9 +60,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The rule as on a Hopper card with Triton 3.6."""
     monkeypatch.setattr(rule, "_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.6.0")
-    rule.plain_kernel_for.cache_clear()
+    caches = (rule.plain_kernel_for, rule.plain_dkv_for, rule.plain_dq_for)
+    for cached in caches:
+        cached.cache_clear()
     yield
-    rule.plain_kernel_for.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kind:
@@ -150,19 +154,120 @@ def test_bits_that_may_not_depend_on_strides_come_from_the_plain_kernel(
     assert len(launched) == 1
 
 
+NEEDS = "torch.float32, the Hopper kernel needs bfloat16 or float16"
+PLAIN = "backward by the plain kernels, with MLA_PLUGIN_HOPPER_BACKWARD=1 by the Hopper"
+
+
+@pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize(
-    ("platform", "dtype", "note"),
+    ("platform", "changes", "notes"),
     [
-        (H100, torch.bfloat16, ("forward by the Hopper kernel",)),
+        (H100, {}, ("forward by the Hopper kernel", f"{PLAIN} kernels")),
         (
             H100,
-            torch.float32,
-            ("forward by the plain kernel: torch.float32, the Hopper kernel needs bfloat16 or float16",),
+            {"dtype": torch.float32},
+            (f"forward by the plain kernel: {NEEDS}", f"backward by the plain kernels: {NEEDS}"),
         ),
-        (A100, torch.bfloat16, ()),
+        (
+            H100,
+            {"head_dim_qk": 64, "head_dim_v": 64},
+            (
+                "forward by the Hopper kernel",
+                f"{PLAIN} kernel of dK and dV",
+            ),
+        ),
+        (A100, {}, ()),
     ],
 )
-def test_the_backend_says_which_kernel_runs(platform: Platform, dtype: torch.dtype, note: tuple[str, ...]) -> None:
-    accepted = triton.select_backend(mla_request(dtype=dtype), platform)
+def test_the_backend_says_which_kernels_run(
+    platform: Platform, changes: dict, notes: tuple[str, ...], is_training: bool
+) -> None:
+    accepted = triton.select_backend(mla_request(is_training=is_training, **changes), platform)
     assert isinstance(accepted, Accepted)
-    assert accepted.notes == note
+    assert accepted.notes == (notes if is_training else notes[:1])
+
+
+STRIDED = torch.zeros(2, 8, 4, 132, dtype=torch.bfloat16)[..., :128]
+
+
+@pytest.mark.parametrize(
+    ("dout", "reason"),
+    [
+        (torch.zeros(2, 8, 4, 128, dtype=torch.bfloat16), None),
+        (torch.zeros(2, 8, 4, 136, dtype=torch.bfloat16)[..., :128], None),
+        (STRIDED, r"dout has strides .*multiples of 8"),
+        (torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16).expand(2, 8, 4, 128), r"dout has strides .*multiples of 8"),
+    ],
+)
+def test_dout_can_be_copied_by_tiles(dout: torch.Tensor, reason: str | None, hopper: None) -> None:
+    for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
+        found = rule_of(kind(*tensors()), dout.stride())
+        assert found is None if reason is None else re.match(reason, found)
+
+
+def test_what_the_forward_does_not_take_the_backward_does_not(hopper: None) -> None:
+    given = tensors(v=torch.zeros(2, 8, 1, 128, dtype=torch.bfloat16).expand(2, 8, 4, 128))
+    for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
+        assert rule_of(kind(*given), (4096, 512, 128, 1)).startswith("v has strides")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("widths", [(192, 128), (64, 64)])
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_backward_launches_the_kernels_that_the_rule_says(
+    widths: tuple[int, int], is_packed: bool, tuned: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the Hopper kernels write is not filled beforehand; dQ of 64/64 comes from the plain kernel."""
+    launched = []
+
+    class Launches:
+        def calls_kv(self, inputs, rows, gradients, offsets):
+            return [(lambda *_: [x.fill_(3.0) for x in gradients], ())]
+
+        def calls_q(self, inputs, rows, dq, offsets):
+            return [(lambda *_: dq.fill_(4.0), ())]
+
+    def plain(name):
+        return lambda kind, tile: lambda *arguments: launched.append(name)
+
+    filled = []
+    monkeypatch.setattr(launch_backward, "_hopper", lambda: lambda kind, strides: Launches())
+    monkeypatch.setattr(launch_backward, "_kv_launch", plain("kv"))
+    monkeypatch.setattr(launch_backward, "_q_launch", plain("q"))
+    monkeypatch.setattr(launch_backward, "_delta_launch", lambda kind: lambda *_: launched.append("delta"))
+    monkeypatch.setattr(
+        launch_backward, "output_like", lambda x, width, layout: filled.append(width) or torch.zeros_like(x)
+    )
+    rows = (10, 4) if is_packed else (2, 8, 4)
+    q, k = (torch.zeros(*rows, widths[0], dtype=torch.bfloat16) for _ in range(2))
+    v, out, dout = (torch.zeros(*rows, widths[1], dtype=torch.bfloat16) for _ in range(3))
+    packing = Packing("bshd", 8, 8)
+    if is_packed:
+        cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
+        packing = Packing("thd", 6, 6, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    lse = torch.zeros(packing.layout.lse_shape(q.shape))
+    dq, dk, dv = launch_backward.backward(q, k, v, out, lse, dout, None, 0.1, packing, tuned, hopper=True)
+    assert (dk == 3).all()
+    assert (dv == 3).all()
+    has_plain_dq = widths == (64, 64)
+    assert (dq == (0 if has_plain_dq else 4)).all()
+    assert launched == ["delta", *(["q"] if has_plain_dq else [])]
+    assert filled == ([64] if has_plain_dq else [])
+
+
+@pytest.mark.parametrize("value", [None, "0", "1"])
+def test_the_hopper_backward_runs_on_request_alone(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def backward(*arguments, hopper, **options):
+        asked.append(hopper)
+        return arguments[:3]
+
+    monkeypatch.setattr(launch_backward, "backward", backward)
+    if value is not None:
+        monkeypatch.setenv("MLA_PLUGIN_HOPPER_BACKWARD", value)
+    q, k, v = tensors()
+    request = mla_request(is_training=True, max_seqlen_q=8, max_seqlen_kv=8)
+    residuals = Residuals(AttentionTensors(q, k, v, 0.1), v, torch.zeros(2, 4, 8))
+    triton.backward(Plan(request, H100, "triton", "triton"), residuals, v, None)
+    assert asked == [value == "1"]

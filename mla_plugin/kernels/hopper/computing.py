@@ -19,18 +19,13 @@ from mla_plugin.kernels.hopper.pieces import (
     kv_tiles,
     matrix_layout,
     product_layout,
-    scalar_layout,
+    read_record,
     store_layout,
+    synchronize,
 )
 
-_synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 _CLEANED = gl.constexpr(16)
 """Rows of V that are cleaned at a time."""
-
-
-@gluon.jit
-def _read(records, field):
-    return gl.max(records.index(field).load(scalar_layout(4)), 0)
 
 
 @gluon.jit
@@ -149,7 +144,7 @@ def _clean(v_tiles, stage, first, BLOCK_N: gl.constexpr, V_COLUMNS: gl.constexpr
             exists = rows < first - block * _CLEANED
             part.store(gl.where(exists[:, None], part.load(layout), 0.0))
     fence_async_shared()
-    _synchronize()
+    synchronize()
 
 
 @gluon.jit
@@ -196,14 +191,14 @@ def compute(
     tile = 0
     step = 0
     mbarrier.wait(r_full.index(0), 0)
-    start_m = _read(records, 0)
+    start_m = read_record(records, 0)
     while start_m >= 0:
         at = record % RECORDS * FIELDS
-        b = _read(records, at + 1)
-        head = _read(records, at + 2)
-        start_q = _read(records, at + 3)
-        seqlen_q = _read(records, at + 4)
-        seqlen_kv = _read(records, at + 5)
+        b = read_record(records, at + 1)
+        head = read_record(records, at + 2)
+        start_q = read_record(records, at + 3)
+        seqlen_q = read_record(records, at + 4)
+        seqlen_kv = read_record(records, at + 5)
         mbarrier.arrive(r_empty.index(record % RECORDS))
         last, whole_last, whole_first, first = kv_tiles(
             start_m, seqlen_q, seqlen_kv, window_left, window_right, BLOCK_N, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
@@ -285,4 +280,4 @@ def compute(
         )
         record += 1
         mbarrier.wait(r_full.index(record % RECORDS), record // RECORDS & 1)
-        start_m = _read(records, record % RECORDS * FIELDS)
+        start_m = read_record(records, record % RECORDS * FIELDS)

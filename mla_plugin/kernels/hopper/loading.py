@@ -10,7 +10,7 @@ from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, kv_ti
 
 
 @gluon.jit
-def _work(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
+def work_of(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
     """Query tile, sequence and head of a ticket; ``together`` heads advance side by side through their tiles.
 
     Packed sequences have their tiles listed by plan.py, dense ones begin with the last, under a causal mask longest.
@@ -28,7 +28,7 @@ def _work(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _sequence(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr):
+def sequence_of(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr):
     """First row and length of a sequence, as ``tile_math.sequence``; rows are below 2**31."""
     start = 0
     length = seqlen
@@ -40,7 +40,7 @@ def _sequence(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS: 
 
 
 @gluon.jit
-def _publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv):
+def publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv):
     """Tell both computing warpgroups about a query tile; a negative ``start_m`` says that there is none left."""
     layout: gl.constexpr = scalar_layout(1)
     slot = record % RECORDS
@@ -53,6 +53,19 @@ def _publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen
     records.index(at + 4).store(gl.full([1], seqlen_q, gl.int32, layout))
     records.index(at + 5).store(gl.full([1], seqlen_kv, gl.int32, layout))
     mbarrier.arrive(r_full.index(slot))
+
+
+@gluon.jit
+def next_ticket(ticket, Work, num_tickets, DYNAMIC: gl.constexpr):
+    """The program's next ticket; there are none from ``num_tickets`` on."""
+    if DYNAMIC:
+        taken = gl.atomic_add(Work, 1)
+        if taken == num_tickets - 1:  # all programs have learnt that there is no more: 0 for the next launch
+            gl.store(Work, 0)
+        ticket = gl.num_programs(0) + taken
+    else:
+        ticket += gl.num_programs(0)
+    return ticket
 
 
 @gluon.jit
@@ -97,11 +110,11 @@ def load(
     tile = 0
     step = 0
     while ticket < num_tickets:
-        m, b, head = _work(ticket, Work, num_tiles, num_heads, together, PACKED)
+        m, b, head = work_of(ticket, Work, num_tiles, num_heads, together, PACKED)
         start_m = m * 2 * ROWS
-        start_q, seqlen_q = _sequence(b, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, PACKED, HAS_LENGTHS)
-        start_kv, seqlen_kv = _sequence(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
-        _publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv)
+        start_q, seqlen_q = sequence_of(b, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, PACKED, HAS_LENGTHS)
+        start_kv, seqlen_kv = sequence_of(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
+        publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv)
         record += 1
         last, _, _, first = kv_tiles(
             start_m, seqlen_q, seqlen_kv, window_left, window_right, BLOCK_N, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
@@ -134,11 +147,5 @@ def load(
                 v_source, [row, head // group, start_n, 0], v_full.index(stage), v_tiles.index(stage)
             )
             step += 1
-        if DYNAMIC:
-            taken = gl.atomic_add(Work, 1)
-            if taken == num_tickets - 1:  # all programs have learnt that there is no more: 0 for the next launch
-                gl.store(Work, 0)
-            ticket = gl.num_programs(0) + taken
-        else:
-            ticket += gl.num_programs(0)
-    _publish(records, record, r_full, r_empty, -1, 0, 0, 0, 0, 0)
+        ticket = next_ticket(ticket, Work, num_tickets, DYNAMIC)
+    publish(records, record, r_full, r_empty, -1, 0, 0, 0, 0, 0)

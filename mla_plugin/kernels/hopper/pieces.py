@@ -8,11 +8,15 @@ from triton.experimental.gluon import language as gl
 from mla_plugin.kernels import tile_math
 
 _tile_bounds = gluon.jit(tile_math.tile_bounds.fn)
+rows_with_keys = gluon.jit(tile_math.rows_with_keys.fn)
+synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 PANEL = gl.constexpr(64)
 """Columns that one copy brings: 128 bytes, the widest swizzle. A row of 192 columns is three panels."""
 ROWS = gl.constexpr(64)
 """Queries of a warpgroup; two of them share the keys and values."""
+STAGES = gl.constexpr(3)
+"""Tiles of 64 rows that a backward kernel's shared memory holds of each tensor it walks through."""
 RECORDS = gl.constexpr(2)
 """Query tiles that the loading warp may be ahead with its records."""
 FIELDS = gl.constexpr(8)
@@ -55,6 +59,12 @@ def store_layout(columns):
 
 
 @gluon.jit
+def read_record(records, field):
+    """A number that the loading warp has written, as a scalar of a computing warpgroup."""
+    return gl.max(records.index(field).load(scalar_layout(4)), 0)
+
+
+@gluon.jit
 def kv_tiles(
     start_m,
     seqlen_q,
@@ -85,3 +95,43 @@ def kv_tiles(
     whole_last = gl.maximum(gl.minimum(whole_high // BLOCK_N, last - 1), first)
     whole_first = gl.minimum(gl.maximum(whole_low // BLOCK_N, first), whole_last)
     return last, whole_last, whole_first, first
+
+
+@gluon.jit
+def query_tiles(
+    start_n,
+    seqlen_q,
+    seqlen_kv,
+    window_left,
+    window_right,
+    BLOCK_N: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+):
+    """Query tiles of 64 rows of a key tile: (first, whole_first, whole_last, last, lowest, highest).
+
+    In [first, last) some row sees a key; [whole_first, whole_last) need no mask. Tile first is always masked, so
+    whole_first > first. Without any tile last == first. Rows in [lowest, highest) see a key of the sequence.
+    """
+    diagonal = 0
+    if BOTTOM_RIGHT:
+        diagonal = seqlen_kv - seqlen_q
+    lowest, highest = rows_with_keys(seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+    low, whole_low, whole_high, high = lowest, lowest, highest, highest
+    if HAS_RIGHT:
+        reach = start_n - diagonal - window_right  # the first query that sees the tile's first key
+        low = gl.maximum(low, reach)
+        whole_low = gl.maximum(low, reach + BLOCK_N - 1)
+    if HAS_LEFT:
+        reach = start_n - diagonal + window_left + 1  # the first query that no longer sees it
+        whole_high = gl.minimum(high, reach)
+        high = gl.minimum(high, reach + BLOCK_N - 1)
+    first = low // ROWS
+    last = gl.cdiv(gl.maximum(high, 0), ROWS)
+    if start_n >= seqlen_kv:  # keys of a dense batch behind the end of their sequence
+        last = 0
+    last = gl.maximum(last, first)
+    whole_first = gl.minimum(gl.maximum(gl.cdiv(whole_low, ROWS), first + 1), last)
+    whole_last = gl.maximum(gl.minimum(gl.maximum(whole_high, 0) // ROWS, last), whole_first)
+    return first, whole_first, whole_last, last, lowest, highest

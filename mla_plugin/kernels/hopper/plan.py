@@ -1,12 +1,17 @@
-"""Before the forward of packed sequences: lists their query tiles on the device, the longest first.
+"""Before a kernel of packed sequences: lists their query tiles, or key tiles, on the device, the longest first.
 
-It also fills the rows of out and lse that belong to no sequence.
+It also fills the rows of the outputs that belong to no sequence.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import triton
 import triton.language as tl
+
+from mla_plugin.kernels.launch import Launch
+from mla_plugin.kernels.prefill.packing import Kind
 
 TILES_AT_ONCE = 32
 SEQUENCES_AT_ONCE = 64
@@ -38,13 +43,19 @@ def _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES: tl.cons
 
 
 @triton.jit
-def _fill_gap(Out, Lse, first, last, row_size, num_heads, num_rows, COLUMNS: tl.constexpr):
-    """Rows first to last - 1: 0 in Out [num_rows, row_size], -inf in Lse [num_heads, num_rows]."""
+def _fill_gap(X, first, last, row_size, COLUMNS: tl.constexpr):
+    """0 in rows first to last - 1 of X [num_rows, row_size]."""
     for row in range(first + tl.program_id(1), last, tl.num_programs(1)):
-        base = Out + tl.cast(row, tl.int64) * row_size
+        base = X + tl.cast(row, tl.int64) * row_size
         for start in range(0, row_size, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
-            tl.store(base + column, tl.zeros([COLUMNS], Out.dtype.element_ty), mask=column < row_size)
+            tl.store(base + column, tl.zeros([COLUMNS], X.dtype.element_ty), mask=column < row_size)
+
+
+@triton.jit
+def _fill_lse_gap(Lse, first, last, num_heads, num_rows):
+    """-inf in rows first to last - 1 of Lse [num_heads, num_rows]."""
+    for row in range(first + tl.program_id(1), last, tl.num_programs(1)):
         for start in range(0, num_heads, 128):
             head = start + tl.arange(0, 128)
             empty = tl.full([128], float("-inf"), tl.float32)
@@ -54,7 +65,8 @@ def _fill_gap(Out, Lse, first, last, row_size, num_heads, num_rows, COLUMNS: tl.
 @triton.jit
 def plan_kernel(
     Work,
-    Out,
+    First,
+    Second,
     Lse,
     cu_seqlens_q,
     cu_seqlens_kv,
@@ -62,7 +74,8 @@ def plan_kernel(
     num_sequences,
     num_rows,
     num_heads,
-    row_size,
+    first_size,
+    second_size,
     QUERIES: tl.constexpr,
     RANK: tl.constexpr,
     TILES: tl.constexpr,
@@ -71,16 +84,26 @@ def plan_kernel(
 ):
     """Work: int32 [HEADER + 2 * capacity]: 0, the number of tiles n, then (tile, sequence) of n tiles.
 
+    First [num_rows, first_size], and unless None Second [num_rows, second_size] and Lse [num_heads, num_rows], are the
+    outputs whose gaps are filled.
+
     The order is by rank, then by sequence, then by tile. RANK: under a causal mask, ``top_left`` or ``bottom_right``,
     a tile's rank is 1 above that of the tile before; ``length``: all tiles of a sequence have that of its keys. Every
     tile finds its own place by counting those before it. Grid: (sequences + 1, shares), the last for the last gap.
+
+    Key tiles are listed by the same rules with queries and keys exchanged, tiles counted from the last key, and
+    ``top_left`` and ``bottom_right`` exchanged too: what a key tile t from the end has in queries grows with t.
     """
     own = tl.program_id(0)
     gap_start = tl.load(starts_q + own - 1, mask=own > 0, other=0)
     gap_start += tl.load(cu_seqlens_q + own, mask=own > 0, other=0)
     gap_start -= tl.load(cu_seqlens_q + own - 1, mask=own > 0, other=0)
     gap_end = tl.load(starts_q + own, mask=own < num_sequences, other=num_rows)
-    _fill_gap(Out, Lse, gap_start, gap_end, row_size, num_heads, num_rows, COLUMNS)
+    _fill_gap(First, gap_start, gap_end, first_size, COLUMNS)
+    if Second is not None:
+        _fill_gap(Second, gap_start, gap_end, second_size, COLUMNS)
+    if Lse is not None:
+        _fill_lse_gap(Lse, gap_start, gap_end, num_heads, num_rows)
     own_tiles, own_rank = _of_sequence(own, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES, RANK)
     if (own == 0) & (tl.program_id(1) == 0):
         total = 0
@@ -109,3 +132,36 @@ def plan_kernel(
         entry = Work + 2 + 2 * place
         tl.store(entry, tile, mask=tile < own_tiles)
         tl.store(entry + 1, own + tl.zeros_like(tile), mask=tile < own_tiles)
+
+
+def rank(is_causal: bool, is_shifted: bool) -> str:
+    """RANK; ``is_shifted``: the diagonal of a sequence does not begin with the first tile, see ``plan_kernel``."""
+    if not is_causal:
+        return "length"
+    return "bottom_right" if is_shifted else "top_left"
+
+
+def launch(kind: Kind, side: Literal["q", "kv"], rows: int, rank: str, has_lse: bool = False) -> Launch:
+    """The launch that lists the tiles of ``rows`` queries or keys.
+
+    It is given Work, the outputs, lse, lengths and starts as ``plan_kernel``, keys for queries with ``side`` kv. The
+    outputs are those with a row for each query, of v's width with ``has_lse`` else of q's, or dk and dv.
+    """
+    shape, heads = (kind.q_shape, kind.num_heads) if side == "q" else (kind.k_shape, kind.num_kv_heads)
+    sizes = heads * kind.q_shape[-1], heads * kind.v_shape[-1]
+    first_size = sizes[1] if has_lse else sizes[0]
+    fixed = {
+        "num_sequences": kind.num_sequences,
+        "num_rows": shape[0],
+        "num_heads": heads,
+        "first_size": first_size,
+        "second_size": sizes[1],
+        "QUERIES": rows,
+        "RANK": rank,
+        "TILES": TILES_AT_ONCE,
+        "SEQUENCES": SEQUENCES_AT_ONCE,
+        "COLUMNS": min(COLUMNS_AT_ONCE, triton.next_power_of_2(first_size)),
+    }
+    grid = (kind.num_sequences + 1, max(1, PROGRAMS // (kind.num_sequences + 1)), 1)
+    given = ("Work", "First", "Second", "Lse", "cu_seqlens_q", "cu_seqlens_kv", "starts_q")
+    return Launch(plan_kernel, grid, given, fixed, {"num_warps": 4})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton
 from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.descriptors import descriptor
+from mla_plugin.kernels.hopper.rule import plain_dkv_for, plain_dq_for
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides, on_device_of
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
@@ -117,16 +118,16 @@ def backward(
     softmax_scale: float,
     packing: Packing,
     tuned: bool = False,
+    hopper: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv from three kernels without atomics, so two runs agree bit for bit.
 
     Arguments as ``forward``, with its out and lse and their gradients, of any strides. A query that sees no key
-    contributes nothing, even if its gradient is not finite.
+    contributes nothing, even if its gradient is not finite. ``hopper``: by the Hopper kernels where ``hopper/rule.py``
+    says so.
     """
-    dq, dk = output_like(q, q.shape[-1], packing.layout), output_like(k, q.shape[-1], packing.layout)
-    dv = output_like(v, v.shape[-1], packing.layout)
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, dout = map(with_aligned_rows, (q, k, v, dout))
     out = with_contiguous_rows(out)
     inputs, offsets = (q, k, v, dout), packing.offsets()
@@ -134,6 +135,10 @@ def backward(
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()
+    is_plain_kv = not hopper or plain_dkv_for(kind.call, kind.dout_strides) is not None
+    is_plain_q = not hopper or plain_dq_for(kind.call, kind.dout_strides) is not None
+    dq = _memory_like(q, is_plain_q, packing.layout)
+    dk, dv = (_memory_like(x, is_plain_kv, packing.layout) for x in (k, v))
 
     def call_kv(tile: tiles.Tile) -> _Call:
         return _kv_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dk, dv, *offsets)
@@ -141,22 +146,35 @@ def backward(
     def call_q(tile: tiles.Tile) -> _Call:
         return _q_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dq, *offsets)
 
+    def plain(kernel: str, call: Callable[[tiles.Tile], _Call]) -> _Call:
+        return _measured(kernel, call, q, v, packing) if tuned else call(static_tile(kernel, q, v))
+
     with on_device_of(q):
         calls: list[_Call] = [(_delta_launch(kind), (out, dout, lse, dlse, *rows))]
         if tuned:
             _run(*calls.pop())  # what is measured needs the row statistics
-            calls += [
-                _measured("backward_kv", call_kv, q, v, packing),
-                _measured("backward_q", call_q, q, v, packing),
-            ]
-        else:
-            calls += [call_kv(static_tile("backward_kv", q, v)), call_q(static_tile("backward_q", q, v))]
+        launches: Any = None if is_plain_kv else _hopper()(kind.call, kind.dout_strides)
+        calls += launches.calls_kv(inputs, rows, (dk, dv), offsets) if launches else [plain("backward_kv", call_kv)]
+        calls += [plain("backward_q", call_q)] if is_plain_q else launches.calls_q(inputs, rows, dq, offsets)
         if q.is_cuda and kind.code not in _compiled:
             compile_together(calls, q.device)
             _compiled.add(kind.code)
         for call in calls:
             _run(*call)
     return dq, dk, dv
+
+
+@functools.cache
+def _hopper() -> Callable[..., Any]:
+    """Gives the Hopper kernels' launches for a kind of call; Gluon is imported only where it is used."""
+    from mla_plugin.kernels.hopper.launch_backward import backward_of
+
+    return backward_of
+
+
+def _memory_like(x: torch.Tensor, is_plain: bool, layout: Layout) -> torch.Tensor:
+    """Memory for the gradient of x; the Hopper kernels write every row, padding too."""
+    return output_like(x, x.shape[-1], layout) if is_plain else x.new_empty(x.shape)
 
 
 def _run(launch: Launch, arguments: tuple[object, ...]) -> None:

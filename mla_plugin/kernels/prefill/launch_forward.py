@@ -48,7 +48,7 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
 @functools.cache
 def _hopper() -> Callable[[Kind], Callable[..., None]]:
     """Gives the Hopper kernel's launch for a kind of call; Gluon is imported only where it is used."""
-    from mla_plugin.kernels.hopper.launch import forward_of
+    from mla_plugin.kernels.hopper.launch_forward import forward_of
 
     return forward_of
 

@@ -81,15 +81,22 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
-    """Which forward kernel runs, on the cards that have more than one."""
-    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_kernel_because
+    """Which kernels run, on the cards that have more than one set."""
+    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_dq_because, plain_kernel_because
 
-    if platform.device_type == "cuda" and platform.compute_capability == CAPABILITY:
-        widths = request.head_dim_qk, request.head_dim_v
-        reason = plain_kernel_because(
-            CAPABILITY, platform.version("triton"), request.dtype, *widths, batch_invariant=request.batch_invariant
-        )
-        yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
+    if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
+        return
+    widths = request.head_dim_qk, request.head_dim_v
+    given = (CAPABILITY, platform.version("triton"), request.dtype, *widths)
+    reason = plain_kernel_because(*given, batch_invariant=request.batch_invariant)
+    yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
+    if request.is_training:
+        reason = plain_kernel_because(*given)
+        if reason is not None:
+            yield f"backward by the plain kernels: {reason}"
+        else:
+            which = "kernels" if plain_dq_because(*widths) is None else "kernel of dK and dV"
+            yield f"backward by the plain kernels, with MLA_PLUGIN_HOPPER_BACKWARD=1 by the Hopper {which}"
 
 
 @functools.cache
@@ -162,5 +169,6 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
             tensors.softmax_scale,
             _packing(plan.request, tensors),
             tuned=environment.is_autotuning_requested(),
+            hopper=environment.is_hopper_backward_requested(),
         )
     )

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper import launch, plan
-from mla_plugin.kernels.hopper.launch import Forward, heads_together
+from mla_plugin.kernels.hopper import launch_forward, plan, tickets
+from mla_plugin.kernels.hopper.launch_forward import Forward
+from mla_plugin.kernels.hopper.tickets import heads_together
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 
 CAUSAL, OPEN = Band(-1, 0, True), Band(-1, -1, True)
@@ -16,7 +17,7 @@ SHAPES = {"bshd": (2, 300, 4), "sbhd": (300, 2, 4), "bhsd": (2, 4, 300), "thd": 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch_forward, "multiprocessors", lambda device: 132)
 
 
 def launched(
@@ -33,7 +34,7 @@ def launched(
     forward = Forward(Kind.of(q, k, v, 0.1, packing))
     plans: list[tuple] = []
     kernels: list[tuple] = []
-    monkeypatch.setattr(launch, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(launch_forward, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(forward, "_launch", lambda *arguments: kernels.append(arguments))
     if layout == "thd":
         monkeypatch.setattr(forward, "_plan", lambda *arguments: plans.append(arguments))
@@ -66,7 +67,7 @@ def test_packed_sequences_have_a_plan_in_memory_of_the_call(is_padded: bool, mon
         work = planned[0]
         assert work.dtype == torch.int32
         assert work.numel() == plan.HEADER + 2 * (300 // 128 + 2)
-        for found, wanted in zip(planned[1:], (out, lse, lengths_q, lengths_kv, starts_q), strict=True):
+        for found, wanted in zip(planned[1:], (out, None, lse, lengths_q, lengths_kv, starts_q), strict=True):
             assert found is wanted
         for found, wanted in zip(kernel[3:], (out, lse, work, lengths_q, lengths_kv, starts_q, starts_kv), strict=True):
             assert found is wanted
@@ -81,13 +82,13 @@ def test_calls_on_the_default_stream_share_a_counter(monkeypatch: pytest.MonkeyP
     stream = 0
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
     device = torch.device("cpu")
-    shared = launch._counter(device)
+    shared = tickets.counter(device)
     assert shared.tolist() == [0]
-    assert launch._counter(device) is shared
+    assert tickets.counter(device) is shared
     stream = 77
-    assert launch._counter(device).tolist() == [0]
-    assert launch._counter(device) is not shared
-    assert launch._counter(device) is not launch._counter(device)
+    assert tickets.counter(device).tolist() == [0]
+    assert tickets.counter(device) is not shared
+    assert tickets.counter(device) is not tickets.counter(device)
 
 
 @pytest.mark.parametrize(

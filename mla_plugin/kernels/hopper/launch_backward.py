@@ -1,0 +1,157 @@
+"""Launches the Hopper backward: lists of tiles of packed sequences, then dK and dV, then dQ."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_plugin.kernels.hopper import plan
+from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
+from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
+from mla_plugin.kernels.hopper.descriptors import Source, descriptor
+from mla_plugin.kernels.hopper.pieces import PANEL, ROWS
+from mla_plugin.kernels.hopper.rule import QUERIES
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
+from mla_plugin.kernels.launch import Launch, named_strides
+from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
+
+_KEYS = 2 * ROWS.value
+"""Of a key tile: two warpgroups of 64."""
+_Call = tuple[Launch, tuple[object, ...]]
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Offsets = tuple[torch.Tensor | None, ...]
+
+
+class Backward:
+    """A kind of call with everything prepared but its tensors' addresses."""
+
+    def __init__(self, kind: Kind, dout_strides: tuple[int, ...]) -> None:
+        self._is_packed = kind.layout.is_packed
+        is_causal = kind.band.right == 0 and kind.band.left < 0
+        self._is_dynamic = self._is_packed or is_causal
+        tiles_q, tiles_kv = triton.cdiv(kind.seqlen_q, QUERIES), triton.cdiv(kind.seqlen_kv, _KEYS)
+        if self._is_packed:
+            tiles_q = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
+            tiles_kv = plan.capacity(kind.pick(kind.k_shape)[2], kind.num_sequences, _KEYS)
+            same, bottom_right = kind.same_lengths, kind.band.bottom_right
+            self._plan_q = plan.launch(kind, "q", QUERIES, plan.rank(is_causal, bottom_right and not same))
+            self._plan_kv = plan.launch(kind, "kv", _KEYS, plan.rank(is_causal, not (bottom_right or same)))
+        self._size_q, self._size_kv = plan.HEADER + 2 * tiles_q, plan.HEADER + 2 * tiles_kv
+        dout_shape = (*kind.q_shape[:-1], kind.v_shape[-1])
+        tensors = (
+            *((kind.q_shape, kind.q_strides), (kind.k_shape, kind.k_strides)),
+            *((kind.v_shape, kind.v_strides), (dout_shape, dout_strides)),
+        )
+        self._sources = [Source.of(kind, *tensor, ROWS.value, PANEL.value) for tensor in tensors]
+        self._launch_q = _launch_q(kind, tiles_q, self._is_dynamic)
+        self._launch_kv = _launch_kv(kind, tiles_kv, self._is_dynamic)
+
+    def calls_kv(self, inputs: _Inputs, rows: _Pair, gradients: _Pair, offsets: _Offsets) -> list[_Call]:
+        """The launches that write dk and dv, in their order; the tensors start at multiples of 16 bytes.
+
+        Every row of the gradients is written, those of no sequence too.
+
+        Args:
+            inputs: q, k, v, dout.
+            rows: lse in log2, and delta.
+            gradients: memory for dk and dv.
+            offsets: see ``Packing.offsets``.
+        """
+        found: list[_Call] = []
+        work = self._work(inputs[0], self._size_kv)
+        if self._is_packed:
+            lengths_q, lengths_kv, _, starts_kv = offsets
+            found.append((self._plan_kv, (work, *gradients, None, lengths_kv, lengths_q, starts_kv)))
+        found.append((self._launch_kv, (*self._described(inputs), *rows, *gradients, work, *offsets)))
+        return found
+
+    def calls_q(self, inputs: _Inputs, rows: _Pair, dq: torch.Tensor, offsets: _Offsets) -> list[_Call]:
+        """The same for dq."""
+        found: list[_Call] = []
+        work = self._work(inputs[0], self._size_q)
+        if self._is_packed:
+            found.append((self._plan_q, (work, dq, None, None, *offsets[:3])))
+        found.append((self._launch_q, (*self._described(inputs), *rows, dq, work, *offsets)))
+        return found
+
+    def _work(self, q: torch.Tensor, size: int) -> torch.Tensor | None:
+        if self._is_packed:
+            return q.new_empty(size, dtype=torch.int32)
+        return counter(q.device) if self._is_dynamic else None
+
+    def _described(self, inputs: _Inputs) -> list[TensorDescriptor]:
+        return [descriptor(x.data_ptr(), source) for x, source in zip(inputs, self._sources, strict=True)]
+
+
+def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
+    """The fixed arguments of both kernels; ``heads``: that have tiles, in one sequence of a dense batch."""
+    head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
+    wide = 2 * PANEL.value
+    return {
+        **named_strides("l", "bh", kind.lse_strides),
+        "num_tiles": tiles,
+        "num_tickets": tiles * _heads(kind, heads),
+        "num_heads": heads,
+        "group": kind.num_heads // kind.num_kv_heads,
+        "max_seqlen_q": kind.seqlen_q,
+        "max_seqlen_kv": kind.seqlen_kv,
+        "window_left": kind.band.left,
+        "window_right": kind.band.right,
+        "softmax_scale": kind.softmax_scale,
+        "QK0": min(head_dim_qk, wide),
+        "QK1": max(head_dim_qk - wide, 0),
+        "V_PANELS": head_dim_v // PANEL.value,
+        "DYNAMIC": is_dynamic,
+        "PACKED": kind.layout.is_packed,
+        "HAS_LENGTHS": kind.has_lengths,
+        "BOTTOM_RIGHT": kind.band.bottom_right,
+        "HAS_LEFT": kind.band.left >= 0,
+        "HAS_RIGHT": kind.band.right >= 0,
+        "REGISTERS": LOADING_REGISTERS,
+    }
+
+
+def _heads(kind: Kind, heads: int) -> int:
+    return heads if kind.layout.is_packed else heads * kind.num_sequences
+
+
+def _row_bytes(kind: Kind) -> int:
+    """Of a token in q and dout, or in k and v."""
+    return (kind.q_shape[-1] + kind.v_shape[-1]) * kind.dtype.itemsize
+
+
+def _grid(kind: Kind, tickets: int) -> tuple[int, int, int]:
+    return min(multiprocessors(kind.device), tickets), 1, 1
+
+
+def _launch_q(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
+    """``tiles``: of all sequences at most, dense of one."""
+    heads, kv_bytes = _heads(kind, kind.num_heads), kind.pick(kind.k_shape)[2] * _row_bytes(kind)
+    group = kind.num_heads // kind.num_kv_heads
+    fixed = _fixed(kind, tiles, kind.num_heads, is_dynamic)
+    fixed |= named_strides("dq", "bhm", kind.layout.contiguous_strides(kind.q_shape))
+    fixed |= {"together": heads_together(heads, group, kv_bytes, l2_cache_bytes(kind.device))}
+    given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DQ", "Work", *OFFSETS)
+    return Launch(attention_backward_q_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})
+
+
+def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
+    """``tiles``: of all sequences at most, dense of one."""
+    heads, q_bytes = _heads(kind, kind.num_kv_heads), kind.pick(kind.q_shape)[2] * _row_bytes(kind)
+    fixed = _fixed(kind, tiles, kind.num_kv_heads, is_dynamic)
+    fixed |= named_strides("dk", "bhn", kind.layout.contiguous_strides(kind.k_shape))
+    fixed |= named_strides("dv", "bhn", kind.layout.contiguous_strides(kind.v_shape))
+    # of the heads of q that share one of k and v, a program reads one after the other
+    fixed |= {"together": heads_together(heads, 1, q_bytes, l2_cache_bytes(kind.device))}
+    given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DK", "DV", "Work", *OFFSETS)
+    return Launch(attention_backward_kv_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_of(kind: Kind, dout_strides: tuple[int, ...]) -> Backward:
+    """The prepared call of a kind for which ``plain_dkv_for`` has no reason."""
+    return Backward(kind, dout_strides)

@@ -1,0 +1,117 @@
+"""Launches the Hopper forward: the list of tiles of packed sequences, then one program a multiprocessor."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from mla_plugin.kernels.hopper import plan
+from mla_plugin.kernels.hopper.descriptors import Source, descriptor
+from mla_plugin.kernels.hopper.forward import attention_forward_kernel
+from mla_plugin.kernels.hopper.pieces import PANEL
+from mla_plugin.kernels.hopper.rule import QUERIES, TILES
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
+from mla_plugin.kernels.launch import Launch, named_strides
+from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
+
+
+def _sources(kind: Kind) -> tuple[Source, Source, Source]:
+    """q, k and v."""
+    tile = TILES[kind.q_shape[-1], kind.v_shape[-1]]
+
+    return (
+        Source.of(kind, kind.q_shape, kind.q_strides, QUERIES // 2, PANEL.value),
+        Source.of(kind, kind.k_shape, kind.k_strides, tile.keys, PANEL.value),
+        Source.of(kind, kind.v_shape, kind.v_strides, tile.keys, kind.v_shape[-1]),
+    )
+
+
+class Forward:
+    """A kind of call with everything prepared but its tensors' addresses; called like the plain kernel's launch."""
+
+    def __init__(self, kind: Kind) -> None:
+        packed = kind.layout.is_packed
+        is_causal = kind.band.right == 0 and kind.band.left < 0
+        heads = kind.num_heads if packed else kind.num_heads * kind.num_sequences
+        tiles = triton.cdiv(kind.seqlen_q, QUERIES)
+        if packed:
+            tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
+        self._sources = _sources(kind)
+        self._is_dynamic = packed or is_causal  # where tiles differ in length, who is ready takes the next
+        is_shifted = kind.band.bottom_right and not kind.same_lengths
+        rank = plan.rank(is_causal, is_shifted)
+        self._plan = plan.launch(kind, "q", QUERIES, rank, has_lse=True) if packed else None
+        self._work_size = plan.HEADER + 2 * tiles
+        self._launch = _forward_launch(kind, tiles, heads, self._is_dynamic)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *offsets: torch.Tensor | None,
+    ) -> None:
+        """Launch on the current device and stream; the tensors start at multiples of 16 bytes.
+
+        Every row of out and lse is written, those of no sequence too.
+        """
+        work = None
+        if self._plan is not None:
+            work = q.new_empty(self._work_size, dtype=torch.int32)
+            self._plan(work, out, None, lse, *offsets[:3])
+        elif self._is_dynamic:
+            work = counter(q.device)
+        of_q, of_k, of_v = self._sources
+        self._launch(
+            descriptor(q.data_ptr(), of_q),
+            descriptor(k.data_ptr(), of_k),
+            descriptor(v.data_ptr(), of_v),
+            *(out, lse, work),
+            *offsets,
+        )
+
+
+def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
+    """``tiles``: of all sequences at most, dense of one; ``heads``: of all sequences in a dense batch."""
+    head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
+    tile, group = TILES[head_dim_qk, head_dim_v], kind.num_heads // kind.num_kv_heads
+    kv_bytes = kind.pick(kind.k_shape)[2] * (head_dim_qk + head_dim_v) * kind.dtype.itemsize
+    fixed: dict[str, object] = {
+        **named_strides("o", "bhm", kind.layout.contiguous_strides((*kind.q_shape[:-1], head_dim_v))),
+        **named_strides("l", "bh", kind.lse_strides),
+        "num_tiles": tiles,
+        "num_tickets": tiles * heads,
+        "num_heads": kind.num_heads,
+        "group": group,
+        "together": heads_together(heads, group, kv_bytes, l2_cache_bytes(kind.device)),
+        "max_seqlen_q": kind.seqlen_q,
+        "max_seqlen_kv": kind.seqlen_kv,
+        "window_left": kind.band.left,
+        "window_right": kind.band.right,
+        "softmax_scale": kind.softmax_scale,
+        "D_V": head_dim_v,
+        "BLOCK_N": tile.keys,
+        "STAGES": tile.stages,
+        "QK_PANELS": head_dim_qk // PANEL.value,
+        "V_COLUMNS": head_dim_v,
+        "DYNAMIC": is_dynamic,
+        "PACKED": kind.layout.is_packed,
+        "HAS_LENGTHS": kind.has_lengths,
+        "BOTTOM_RIGHT": kind.band.bottom_right,
+        "HAS_LEFT": kind.band.left >= 0,
+        "HAS_RIGHT": kind.band.right >= 0,
+        "REGISTERS": LOADING_REGISTERS,
+    }
+    grid = (min(multiprocessors(kind.device), tiles * heads), 1, 1)
+    given = ("Q", "K", "V", "Out", "Lse", "Work", *OFFSETS)
+    return Launch(attention_forward_kernel, grid, given, fixed, {"num_warps": 4})
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_of(kind: Kind) -> Forward:
+    """The prepared call of a kind for which ``plain_kernel_for`` has no reason."""
+    return Forward(kind)

@@ -1,0 +1,99 @@
+"""What both backward kernels of Hopper do with tiles of 64 rows, which lie in shared memory as panels of 64 columns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+
+from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, matrix_layout, product_layout, store_layout, synchronize
+
+_CLEANED = gl.constexpr(16)
+"""Rows that are cleaned at a time."""
+
+_TO_BFLOAT16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_FROM_BFLOAT16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+_FROM_FLOAT16 = gl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+
+
+@gluon.jit
+def columns_of(panels, first, COLUMNS: gl.constexpr):
+    """Panel ``first`` and those behind it as [64, COLUMNS]."""
+    return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
+
+
+@gluon.jit
+def add_transposed(acc, a, first_a, b, first_b, PANELS: gl.constexpr, IS_ZERO: gl.constexpr):
+    """acc + A B^T of two tiles [64, PANELS * 64], asked for and not yet there: [64, 64]. IS_ZERO: acc is 0."""
+    for panel in gl.static_range(PANELS):
+        left = columns_of(a, first_a + panel, PANEL)
+        right = columns_of(b, first_b + panel, PANEL).permute((1, 0))
+        acc = warpgroup_mma(left, right, acc, use_acc=(not IS_ZERO) or panel > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def operand(x, dtype: gl.constexpr):
+    """A product [64, 64] as the left side of the next one, in registers."""
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, product_layout(PANEL), 2))
+
+
+@gluon.jit
+def packed(x, dtype: gl.constexpr):
+    """x in two bytes, two numbers to a register, which the compiler would not do to what it needs one by one again."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_TO_BFLOAT16, "=r,r,r", [x], gl.bfloat16, True, 2)
+    else:
+        return gl.inline_asm_elementwise(_TO_FLOAT16, "=r,r,r", [x], gl.float16, True, 2)
+
+
+@gluon.jit
+def unpacked(x):
+    """What ``packed`` made, in float32."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(_FROM_BFLOAT16, "=&r,=r,r", [x], gl.float32, True, 2)
+    else:
+        return gl.inline_asm_elementwise(_FROM_FLOAT16, "=&r,=r,r", [x], gl.float32, True, 2)
+
+
+@gluon.jit
+def copy_tile(source, row, head, start, is_full, tiles, first, PANELS: gl.constexpr):
+    """Have 64 rows copied to panel ``first`` and those behind it."""
+    for panel in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(source, [row, head, start, panel * PANEL], is_full, tiles.index(first + panel))
+
+
+@gluon.jit
+def clean(tiles, first, low, high, PANELS: gl.constexpr):
+    """Write 0 to rows below ``low`` and from ``high`` on of a tile: they may be NaN, and 0 times that would be NaN.
+
+    Both warpgroups do it, and write the same.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    blocks: gl.constexpr = ROWS // _CLEANED
+    rows = gl.arange(0, _CLEANED, gl.SliceLayout(1, layout))
+    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * blocks, _CLEANED, PANEL], matrix_layout(tiles.dtype))
+    kept = 0  # blocks that may stay as they are
+    if low <= 0:
+        kept = gl.maximum(high, 0) // _CLEANED
+    for block in range(kept, blocks):
+        row = rows + block * _CLEANED
+        exists = (row >= low) & (row < high)
+        for panel in gl.static_range(PANELS):
+            part = parts.index((first + panel) * blocks + block)
+            part.store(gl.where(exists[:, None], part.load(layout), 0.0))
+    fence_async_shared()
+    synchronize()
+
+
+@gluon.jit
+def store(base, out, first, num_rows, stride):
+    """Rows ``first`` to num_rows - 1 of a product [64, columns]."""
+    layout: gl.constexpr = store_layout(out.shape[1])
+    out = gl.convert_layout(out.to(base.dtype.element_ty), layout)
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+    gl.store(base + (rows.to(gl.int64) * stride)[:, None] + columns[None, :], out, mask=(rows < num_rows)[:, None])
