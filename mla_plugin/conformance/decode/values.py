@@ -12,6 +12,7 @@ import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import checks, settings, surroundings
+from mla_plugin.conformance.decode import alike
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
@@ -150,6 +151,9 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
             suite.check_output(case, tensors, suite.forward(plan, tensors))
         except checks.ConformanceError as error:
             checks.fail(f"a call with lengths {case.lengths} in {case.dtype} after calls of other sizes: {error}")
+    for case, _ in plain_calls(suite):
+        alike.check_alike(suite, case)
+        alike.check_orders(suite, case)
 
 
 def _run(suite: DecodeConformance, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
