@@ -120,8 +120,8 @@ def nothing_added(*objects: object) -> Iterator[None]:
         added = [name for name in vars(each) if name not in names and name != "_hash" and not hasattr(type(each), name)]
         if added:
             fail(
-                f"the hook has put {', '.join(added)} into its {type(each).__name__}, which is kept and shared by other "
-                "calls; leave the arguments as they are"
+                f"the hook has put {', '.join(added)} into its {type(each).__name__}, which other calls share; leave "
+                "the arguments as they are"
             )
 
 

@@ -6,6 +6,7 @@ call's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,8 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attn_mask_type": "no_mask", "bias_type": "post_scale_bias", "bias_shape": "bhss"},
     {"attn_mask_type": "no_mask", "bias_type": "pre_scale_bias", "bias_shape": "bhss", "bias_requires_grad": True},
     {"attn_mask_type": "arbitrary", "mask_shape": "bhss"},
-    {"attn_mask_type": "causal", "window_size": (5, 0), "deterministic": True},
     {"attn_mask_type": "no_mask", "softmax_scale": 0.3},
+    {"attn_mask_type": "causal", "window_size": (5, 0), "deterministic": True},
 )
 
 
@@ -76,14 +77,14 @@ def _in_one_memory(suite: BackendConformance, case: Case) -> Iterator[tuple[Plan
         first, second = (call_of(suite, replace(case, dtype=dtype), plan.request) for _ in range(2))
         axes = (0, 1) if case.is_packed else (1, 2)
         yield plan, first, "data"
-        yield plan, _written(second, first, lambda x, axes=axes: _turned(x, *axes)), "strides"
+        yield plan, _written(second, first, functools.partial(_turned, axes=axes)), "strides"
         other_plan = None if other is None else suite.plan_of(replace(case, dtype=other))
         if other_plan is not None and other is not None:
             third = call_of(suite, replace(case, dtype=other), other_plan.request)
-            yield other_plan, _written(third, first, lambda x, other=other: x.view(other)), "dtypes"
+            yield other_plan, _written(third, first, functools.partial(torch.Tensor.view, dtype=other)), "dtypes"
 
 
-def _turned(x: torch.Tensor, *axes: int) -> torch.Tensor:
+def _turned(x: torch.Tensor, axes: tuple[int, int]) -> torch.Tensor:
     """The memory of a contiguous tensor as one of the same shape whose two axes lie in the other order."""
     strides = x.new_empty(x.transpose(*axes).shape, device="meta").transpose(*axes).stride()
     return x.as_strided(x.shape, strides, x.storage_offset())
@@ -97,7 +98,9 @@ def _written(call: Call, first: Call, view: Callable[[torch.Tensor], torch.Tenso
         return place.copy_(x.detach()).requires_grad_(x.requires_grad)
 
     with torch.no_grad():
-        moved = {name: there(getattr(call.tensors, name), getattr(first.tensors, name)) for name in ("q", "k", "v")}
+        moved: dict[str, Any] = {}
+        for name in ("q", "k", "v"):
+            moved[name] = there(getattr(call.tensors, name), getattr(first.tensors, name))
         dout = there(call.dout, first.dout)
     return replace(call, tensors=replace(call.tensors, **moved), dout=dout)
 

@@ -46,7 +46,7 @@ def check_orders(suite: DecodeConformance, case: DecodeCase) -> None:
     tensors = _drawn(suite, case)
     for of_cache, of_queries in ((True, False), (False, True), (True, True)):
         for gap in (0, 16):
-            given: dict[str, torch.Tensor] = {}
+            given: dict[str, Any] = {}
             if of_cache:
                 given["k_rope"], given["c_kv"] = _joined(tensors.k_rope, tensors.c_kv, gap)
             if of_queries:

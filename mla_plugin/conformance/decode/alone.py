@@ -53,7 +53,12 @@ def _facts(case: DecodeCase, *, is_slow: bool) -> set[tuple[str, object]]:
         kind = (case.page_size is None, case.dtype)
         facts |= {"dtype": kind, "page_size": case.page_size, "leftpad": (kind, case.leftpads is not None)}
         facts |= {"queries": min(case.seqlen_q, 5), "heads": (case.num_heads > 16, case.num_heads > 64)}
-        facts |= {"host": case.has_host_lengths, "lse": case.return_lse, "packed": case.is_packed, "wide": case.rank > 256}
+        facts |= {
+            "host": case.has_host_lengths,
+            "lse": case.return_lse,
+            "packed": case.is_packed,
+            "wide": case.rank > 256,
+        }
     return set(facts.items())
 
 

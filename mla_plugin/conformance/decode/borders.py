@@ -24,18 +24,13 @@ def borders() -> Iterator[DecodeCase]:
 
 def _splits() -> Iterator[DecodeCase]:
     """Lengths around multiples of what splits hold, counted from the first key and from the first that is seen."""
-    narrow: dict[str, Any] = {"rank": 72, "rope": 8}
     for page_size in (None, 64):
-        place: dict[str, Any] = {"page_size": page_size, **narrow}
+        place: dict[str, Any] = {"page_size": page_size, "num_heads": 2, "rank": 72, "rope": 8}
         name = "contiguous" if page_size is None else "paged"
-        for more in (-1, 0, 1):
-            lengths = tuple(size + more for size in (1024, 512, 256, 128, 2048))
-            yield DecodeCase(f"multiples{more:+}-{name}", lengths=lengths, **place)
-            pads = (512, 64, 128, 64, 1024)
-            yield DecodeCase(f"multiples{more:+}-leftpad-{name}", lengths=lengths, leftpads=pads, **place)
-        yield DecodeCase(f"multiples-queries_3-{name}", lengths=(1026, 514, 258, 130), seqlen_q=3, **place)
-        pads = (1024, 513, 257, 1)
-        yield DecodeCase(f"one_key_is_left-{name}", lengths=(1025, 514, 258, 2), leftpads=pads, **place)
+        yield DecodeCase(f"multiples-{name}", lengths=(1025, 512, 257, 127), **place)
+        pads = (512, 64, 0, 256, 64)
+        yield DecodeCase(f"multiples-leftpad-{name}", lengths=(1025, 577, 511, 257, 129), leftpads=pads, **place)
+        yield DecodeCase(f"multiples-queries_3-{name}", lengths=(1026, 514, 258), seqlen_q=3, **place)
 
 
 def _runs_of_empty_sequences() -> Iterator[DecodeCase]:

@@ -83,6 +83,14 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         case,
         tensors._replace(q_nope_abs=factor * q_nope_abs, q_rope=factor * q_rope, c_kv=c_kv, k_rope=k_rope),
     )
+    rising = torch.arange(c_kv.shape[1], device=c_kv.device).add(1).div(c_kv.shape[1]).to(case.dtype)[None, :, None]
+    yield (
+        "scores that rise to 140",
+        case,
+        tensors._replace(
+            q_nope_abs=-factor * q_nope_abs, q_rope=-factor * q_rope, c_kv=c_kv * rising, k_rope=k_rope * rising
+        ),
+    )
     for words, of_cache in (("a large cache", 1.0), ("large queries", -1.0)):  # the other side has the inverse factor
         power = (6 if case.dtype == torch.float16 else 30) * of_cache
         q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
