@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.measured_calls import attention_choice
+from mla_plugin.resolver.attention_measured import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -254,7 +255,8 @@ def latents(record: Record) -> str:
 
 def choices(record: Record) -> str:
     """Milliseconds of every backend's two passes, the resolver's choice in bold."""
-    names = list(dict.fromkeys(name for row in record["rows"] for name in row["forward"]))
+    measured = {name for row in record["rows"] for name in (*row["forward"], *row["backward"])}
+    names = [name for name in (*BACKENDS, "sdpa") if name in measured]
     rows = []
     for row in record["rows"]:
         for which in ("forward", "backward"):
@@ -266,7 +268,11 @@ def choices(record: Record) -> str:
             mask = row["mask"] if row["mask"] in ("causal", "full") else f"window {row['mask']}"
             sizes = f"{row['batch']},{heads},{row['seqlen']}", "/".join(map(str, row["dims"]))
             rows.append([*sizes, ", ".join((mask, *kinds)), which, *cells.values()])
-    return markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)
+    notes = [f"{what} measured again at commit {commit[:10]}" for what, commit in record.get("again", {}).items()]
+    superseded = {what for row in record["rows"] for what in row.get("superseded", ())}
+    notes += [f"{what} left out where it was measured before its kernel changed" for what in sorted(superseded)]
+    table = markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)
+    return "\n\n".join([table, *(f"{'; '.join(notes)}." for _ in notes[:1])])
 
 
 @dataclass(frozen=True)

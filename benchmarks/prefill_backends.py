@@ -4,7 +4,7 @@
     python -m benchmarks.prefill_backends --quick     a few shapes
     python -m benchmarks.prefill_backends --between   shapes between those of the resolver's table
     python -m benchmarks.prefill_backends --check     exit 1 where the choice is below 0.95 of the best
-    python -m benchmarks.prefill_backends --again triton   only forwards, after a change of one backend's
+    python -m benchmarks.prefill_backends --again triton   after a change of one backend's [--forward-only]
     python -m benchmarks.prefill_backends --merge FILE     put what --again wrote into the kept results; needs no GPU
 
 bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
@@ -12,7 +12,8 @@ two passes are compared apart. Milliseconds of the GPU, from events around short
 shuffled order, because a GPU's clock drifts and a model never runs one kernel for a long time. A pass whose error
 against float64, in the first and the last head, is more than twice that of plain PyTorch in bfloat16 is not timed.
 dk and dv are not looked at. ``--again`` times the backends that are installed; ``--merge`` keeps the one named, times
-what the others took when the kept result was measured over what they took now, so that both are of one GPU's state.
+what the others took when the kept result was measured over what they took now, so that both are of one GPU's state. A
+time that was not taken again is of code that has changed: it is set aside as ``superseded``.
 ``choice`` is what the resolver takes for the forward and for the backward. Writes
 benchmarks/results/prefill_backends_<gpu>.json after each shape, prints a table last.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import random
@@ -270,32 +272,39 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def measure_again(backend: str, options: argparse.Namespace) -> None:
-    """Times of the forward in every shape, to be merged."""
+    """Times in every shape, to be merged."""
     rows = []
+    kinds = ("forward",) if options.forward_only else ("forward", "backward")
     with torch.no_grad():
         for case in (*CASES, *BETWEEN):
             row: dict[str, Any] = {**case._asdict(), "refused": {}}
-            row["forward"] = in_shuffled_turns(passes(Problem(case), row, ["forward"])["forward"], options.rounds)
+            for kind, calls in passes(Problem(case), row, kinds).items():
+                row[kind] = in_shuffled_turns(calls, options.rounds)
             rows.append(row)
-            print(case.name, {name: round(ms, 4) for name, ms in row["forward"].items()}, flush=True)
-            path = write("prefill_forward_again", {"backend": backend, "rows": rows}, options.commit)
+            print(
+                case.name, {kind: {name: round(ms, 4) for name, ms in row[kind].items()} for kind in kinds}, flush=True
+            )
+            path = write("prefill_again", {"backend": backend, "rows": rows}, options.commit)
             torch.cuda.empty_cache()
     print(path)
 
 
 def merge(again: dict[str, Any]) -> None:
-    """Into the kept results of the same GPU."""
+    """Into the kept results of the same GPU; what was not measured again is set aside in ``superseded``."""
     backend = again["backend"]
-    now = {_case_of(row): row["forward"] for row in again["rows"]}
+    now = {_case_of(row): row for row in again["rows"]}
+    kinds = [kind for kind in ("forward", "backward") if kind in again["rows"][0]]
     for name in ("prefill_backends", "prefill_backends_between"):
         path = RESULTS / f"{name}_{again['gpu'].replace(' ', '_')}.json"
         record = json.loads(path.read_text())
-        for row in record["rows"]:
-            found, kept = now.get(_case_of(row), {}), row["forward"]
+        for row, kind in itertools.product(record["rows"], kinds):
+            found, kept = now.get(_case_of(row), {kind: {}})[kind], row[kind]
             common = [kept[other] / found[other] for other in kept if other in found and other != backend]
             if backend in found and common:
                 kept[backend] = found[backend] * statistics.geometric_mean(common)
-        record["again"] = {f"{backend} forward": again["commit"]}
+            elif backend in kept:
+                row.setdefault("superseded", {})[f"{backend} {kind}"] = kept.pop(backend)
+        record["again"] = {f"{backend} {kind}": again["commit"] for kind in kinds}
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -341,7 +350,8 @@ def main() -> None:
     arguments.add_argument("--quick", action="store_true", help="a few shapes")
     arguments.add_argument("--between", action="store_true", help="shapes between those of the resolver's table")
     arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
-    arguments.add_argument("--again", choices=BACKENDS, help="only forwards, after a change of this backend's")
+    arguments.add_argument("--again", choices=BACKENDS, help="in every shape, after a change of this backend's")
+    arguments.add_argument("--forward-only", action="store_true", help="with --again")
     arguments.add_argument("--merge", type=Path, metavar="FILE", help="put what --again wrote into the kept results")
     options = arguments.parse_args()
     if options.merge:

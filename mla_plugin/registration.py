@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-ADAPTERS = ("megatron", "torchtitan", "transformer_engine", "transformers", "vllm")
+ADAPTERS = ("megatron", "sglang", "torchtitan", "transformer_engine", "transformers", "vllm")
 """Frameworks that have an adapter in ``mla_plugin.compat``."""
 IMPORTED_BY_USERS = {
     "torchtitan": "torchtitan.models.common.config_utils",
@@ -43,7 +43,7 @@ def register(host: str) -> Registration | None:
         host: ``"transformers"``: registers ``mla_plugin`` as an ``attn_implementation``. ``"megatron"``: every dense
             MLA layer of Megatron-Core built afterwards runs its attention through mla-plugin.
             ``"torchtitan"``: registers ``mla_plugin`` as an ``attn_backend``.
-            ``"vllm"``: registers its MLA backends in this process, which vLLM's plugins do in all of them.
+            ``"vllm"``, ``"sglang"``: registers its MLA backends in this process, which its plugins do in all of them.
             ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:

@@ -27,6 +27,7 @@ LEFT_OUT = (
     "tests/compat/test_transformers_models.py::test_generate_from_a_left_padded_batch",
     "tests/compat/test_transformers_ranks.py::test_two_ranks",
     "tests/compat/test_transformers_versions.py",
+    "tests/compat/sglang/test_releases.py::test_a_release",
     "tests/compat/vllm/test_releases.py::test_a_release",
     "tests/conformance/test_cases.py::test_the_oracle_is_autograd_through_the_reference",
     "tests/conformance/test_pages.py",

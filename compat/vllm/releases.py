@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from packaging.version import Version
+from mla_plugin.compat import releases
 
 MINIMUM_VERSION = "0.25.1"
 
@@ -35,12 +35,7 @@ def of(version: str) -> Has[bool]:
     Raises:
         ImportError: it is older than 0.25.1.
     """
-    found = Version(Version(version).base_version)
-    if found < Version(MINIMUM_VERSION):
-        raise ImportError(
-            f"vllm {version} is installed, mla_plugin needs >= {MINIMUM_VERSION}: pip install --upgrade vllm"
-        )
-    return Has(*(found >= Version(since) for since in SINCE))
+    return Has(*releases.since("vllm", version, MINIMUM_VERSION, SINCE))
 
 
 def installed() -> Has[bool]:
@@ -49,11 +44,7 @@ def installed() -> Has[bool]:
     Raises:
         ImportError: vLLM is not installed or older than 0.25.1.
     """
-    try:
-        from vllm import __version__
-    except ImportError as error:
-        raise ImportError(f"mla_plugin.compat.vllm needs vllm >= {MINIMUM_VERSION}: pip install vllm") from error
-    return of(__version__)
+    return of(releases.installed("vllm", MINIMUM_VERSION))
 
 
 def name(has: Has[bool]) -> str:

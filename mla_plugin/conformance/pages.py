@@ -121,6 +121,7 @@ def write(
         command = [sys.executable, "-m", "mla_plugin.conformance", backend, "--device", given]
         command += ["--json", str(data), "--markdown", str(table), *(["--quick"] if selection else []), *shared, *rest]
         command += ["--few-repeats"] if where in FEW_REPEATS else []
+        command += ["-vv"]  # a run that ends early has named what failed
         with target.with_suffix(".log").open("w") as log:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         seconds = time.monotonic() - started

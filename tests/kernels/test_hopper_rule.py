@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_plugin import Platform
+from mla_plugin import AttentionTensors, Plan, Platform
 from mla_plugin.arguments.mask import Band
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.hopper import rule
@@ -47,6 +47,7 @@ def test_what_the_hopper_kernel_takes(change: dict) -> None:
         ({"version": None}, "Triton None, the Hopper kernel needs 3.6 or 3.7"),
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
         ({"head_dim_qk": 256}, "head dimensions 256/128, the Hopper kernel has "),
+        ({"batch_invariant": True}, "batch_invariant=True: strides"),
     ],
 )
 def test_what_goes_to_the_plain_kernel(change: dict, reason: str) -> None:
@@ -134,6 +135,19 @@ def test_the_forward_launches_the_kernel_that_the_rule_says(
         assert (out == 3).all()
         assert (lse == 4).all()
         assert calls == [((*q.shape[:-1], 128), packing.layout.lse_shape(q.shape), 4)] * n
+
+
+def test_bits_that_may_not_depend_on_strides_come_from_the_plain_kernel(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+    monkeypatch.setattr(launch_forward, "_hopper", lambda: pytest.fail("the Hopper kernel"))
+    monkeypatch.setattr(launch_forward, "_forward_launch", lambda kind, tile: lambda *given: launched.append(kind))
+    q, k, v = tensors()
+    request = mla_request(dtype=torch.bfloat16, batch_invariant=True, max_seqlen_q=8, max_seqlen_kv=8)
+    given = AttentionTensors(q, k, v, 0.1)
+    triton.forward(Plan(request, H100, "triton", "triton"), given)
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize(

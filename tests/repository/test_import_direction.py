@@ -65,7 +65,9 @@ ALLOWED: dict[str, set[str]] = {
         *("hooks.manager", "registration", "import_hook", "environment"),
         *VALUES,
     },
-    "mla_plugin.compat.vllm": {API, "environment"},
+    "mla_plugin.compat.releases": set(),
+    "mla_plugin.compat.vllm": {API, "environment", "compat.releases"},
+    "mla_plugin.compat.sglang": {API, "compat.releases"},
     "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {
         *(API, "operations", "context_parallel"),

@@ -10,7 +10,7 @@ import sys
 from tests.repository.project import ROOT
 
 HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface"}
-HEAVY |= {"transformers", "transformer_engine", "megatron", "vllm"}
+HEAVY |= {"transformers", "transformer_engine", "megatron", "vllm", "sglang"}
 LIMIT_MS = 50
 
 

@@ -43,6 +43,9 @@ def speeds(row: dict[str, Any], installed: tuple[str, ...], gpu: str) -> dict[st
     inference = resolve(attention_request(row, False), platform=platform, environ={})
     first, second = training.forward_backend, training.backward_backend
     single = min(forward[name] + backward[name] for name in forward if name in backward)
+    for name in {first, inference.forward_backend} - set(forward):
+        assert f"{name} forward" in row["superseded"]  # by code that is faster now, so it cannot be judged by this row
+        forward[name] = min(forward.values())
     return {
         "inference": min(forward.values()) / forward[inference.forward_backend],
         "forward": min(forward.values()) / forward[first],
@@ -155,9 +158,11 @@ def runs(request: AttentionRequest, installed: tuple[str, ...] = ("fa3", "fa4"),
 def test_forward_and_backward_run_on_different_backends() -> None:
     """vLLM's FlashAttention 3 has no backward, and FlashAttention 4 none for grouped heads of unequal dims."""
     training = mla_request(is_training=True, num_heads=64, num_kv_heads=4)
-    assert runs(training) == ("fa4", "cudnn")
-    assert runs(training, ("fa3",)) == ("fa3", "cudnn")
-    assert runs(training.replace(qkv_format="thd", lengths_may_differ=False), ("fa3",))[0] == "fa3"
+    assert runs(training) == ("triton", "cudnn")
+    assert runs(training, NVTE_MLA_TRITON="0") == ("fa4", "cudnn")
+    assert runs(training, ("fa3",), NVTE_MLA_TRITON="0") == ("fa3", "cudnn")
+    packed = training.replace(qkv_format="thd", lengths_may_differ=False)
+    assert runs(packed, ("fa3",), NVTE_MLA_TRITON="0")[0] == "fa3"
     entries = {entry.backend: entry for entry in survey(training, platform=with_libraries(("fa3",)), environ={}).trace}
     assert entries["fa3"].accepted
     assert "forward only: is_training=True: vllm has no backward" in "; ".join(entries["fa3"].reasons)

@@ -38,14 +38,20 @@ TILES: dict[tuple[int, int], Tile] = {
 
 
 def plain_kernel_because(
-    capability: tuple[int, int] | None, version: str | None, dtype: torch.dtype, head_dim_qk: int, head_dim_v: int
+    capability: tuple[int, int] | None,
+    version: str | None,
+    dtype: torch.dtype,
+    head_dim_qk: int,
+    head_dim_v: int,
+    *,
+    batch_invariant: bool = False,
 ) -> str | None:
     """Why the plain kernel computes such calls whatever their tensors are like; None: see ``plain_kernel_for``.
 
     Args:
         capability: of the device; None without one.
         version: Triton's; None without it.
-        dtype, head_dim_qk, head_dim_v: of the call.
+        dtype, head_dim_qk, head_dim_v, batch_invariant: of the call.
     """
     if capability != CAPABILITY:
         return f"compute capability {capability}, the Hopper kernel needs {CAPABILITY}"
@@ -56,6 +62,8 @@ def plain_kernel_because(
     if (head_dim_qk, head_dim_v) not in TILES:
         widths = ", ".join(f"{qk}/{v}" for qk, v in TILES)
         return f"head dimensions {head_dim_qk}/{head_dim_v}, the Hopper kernel has {widths}"
+    if batch_invariant:
+        return "batch_invariant=True: strides, which decide between the kernels, must not change the bits"
     return None
 
 
@@ -65,7 +73,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def plain_kernel_for(kind: Kind) -> str | None:
+def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
     """Why the plain kernel computes this kind of call; None: the Hopper kernel does.
 
     Addresses play no part: a tensor that does not start at a multiple of 16 bytes was copied, see
@@ -74,7 +82,10 @@ def plain_kernel_for(kind: Kind) -> str | None:
     import triton
 
     head_dims = kind.q_shape[-1], kind.v_shape[-1]
-    reason = plain_kernel_because(_capability(kind.device), triton.__version__, kind.dtype, *head_dims)
+    capability = _capability(kind.device)
+    reason = plain_kernel_because(
+        capability, triton.__version__, kind.dtype, *head_dims, batch_invariant=batch_invariant
+    )
     if reason is not None:
         return reason
     tensors = ((kind.q_shape, kind.q_strides), (kind.k_shape, kind.k_strides), (kind.v_shape, kind.v_strides))

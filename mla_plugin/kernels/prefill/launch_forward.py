@@ -79,12 +79,13 @@ def forward(
     packing: Packing,
     tuned: bool = False,
     kept: dict[str, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (*q.shape[:-1], head_dim_v) and lse ([B, H, S_q] or [H, T]), one kernel.
 
     q, k, v may have any strides. ``softmax_scale`` > 0. ``tuned``: the tile is measured at the first call of each kind,
     see tuning.py; otherwise it is the table's. ``kept``: cache of the launch, for calls that differ only in their
-    tensors' addresses.
+    tensors' addresses. ``batch_invariant``: a row's bits are to depend on its keys alone.
     """
     known = None if kept is None or tuned else kept.get(_KEPT)
     if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
@@ -101,7 +102,7 @@ def forward(
     given = (q, k, v)
     q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
-    is_plain = plain_kernel_for(kind) is not None
+    is_plain = plain_kernel_for(kind, batch_invariant) is not None
     fills_gaps = not (is_plain and packing.layout.is_packed)
     if fills_gaps:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))

@@ -1,4 +1,4 @@
-"""The CPU's road: sequences of equal lengths run as one batch, so padding costs nothing and no mask describes it.
+"""The CPU route: sequences of equal lengths run as one batch, so padding costs nothing and no mask describes it.
 
 TransformerEngine's unfused attention unpacks ``thd`` to a padded batch and builds the whole mask.
 

@@ -86,7 +86,9 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
     if platform.device_type == "cuda" and platform.compute_capability == CAPABILITY:
         widths = request.head_dim_qk, request.head_dim_v
-        reason = plain_kernel_because(CAPABILITY, platform.version("triton"), request.dtype, *widths)
+        reason = plain_kernel_because(
+            CAPABILITY, platform.version("triton"), request.dtype, *widths, batch_invariant=request.batch_invariant
+        )
         yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
 
 
@@ -129,15 +131,16 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
         return decode.forward(tensors, batch_invariant=plan.request.batch_invariant)
     launch_forward, _ = _launches()
     # a row's bits follow the tile, which the table chooses by dtype and widths alone, measurements by the lengths too
-    tuned = environment.is_autotuning_requested() and not plan.request.batch_invariant
+    batch_invariant = plan.request.batch_invariant
     out, lse = launch_forward.forward(
         tensors.q,
         tensors.k,
         tensors.v,
         tensors.softmax_scale,
         _packing(plan.request, tensors),
-        tuned=tuned,
+        tuned=environment.is_autotuning_requested() and not batch_invariant,
         kept=tensors.kept,
+        batch_invariant=batch_invariant,
     )
     return AttentionOutput(out, lse)
 

@@ -50,7 +50,7 @@ def make_model(folder: Path) -> None:
 
 def error_of(out: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, step: Any, scale: float) -> float:
     """The largest error of a decode against float64 over the rows of each request, in units of its largest value."""
-    from tests.compat.vllm.parts import attend
+    from tests.compat.float64 import attend
 
     wanted = []
     for x, length, pages in zip(

@@ -8,17 +8,8 @@ import pytest
 import torch
 
 from mla_plugin.compat.vllm import decode
-from tests.compat.vllm.parts import NOPE, RANK, ROPE, Layer, V, attend, compiled_operators
-
-ERROR = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Of the largest value: two roundings of an output."""
-
-
-def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype
-    assert found.shape == wanted.shape
-    error = (found.double() - wanted).abs().max()
-    assert error <= ERROR[dtype] * wanted.abs().max(), error
+from tests.compat.float64 import attend, close
+from tests.compat.vllm.parts import NOPE, RANK, ROPE, Layer, V, compiled_operators
 
 
 def expected_mqa(layer: Layer, q: torch.Tensor, rows: list[torch.Tensor], seqlen_q: int, causal: bool = True):
@@ -133,8 +124,7 @@ def test_a_step_of_decode_and_prefill(dtype):
     wanted = torch.cat(
         [attend(x, *layer.expanded(kv), layer.scale)[0] for x, kv in zip(q.split(queries), rows, strict=True)]
     )
-    error = (found.double() - wanted).abs().max() / wanted.abs().max()
-    assert error <= 4 * ERROR[dtype], error  # of expanded keys and values in the dtype, too
+    close(found, wanted, dtype, roundings=8)  # of expanded keys and values in the dtype, too
 
 
 @pytest.mark.parametrize(

@@ -135,16 +135,6 @@ class Layer:
         return torch.cat([both[..., :NOPE], rope], -1), both[..., NOPE:]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool = True):
-    """Attention of the last tokens in float64: q [S, H, D], k [t, H, D], v [t, H, Dv] to out [S, H, Dv], lse [S, H]."""
-    scores = torch.einsum("shd,thd->sht", q.double(), k.double()) * scale
-    if causal:
-        after = torch.arange(k.shape[0]) > torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None]
-        scores = scores.masked_fill(after[:, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("sht,thd->shd", weights, v.double()), scores.logsumexp(-1)
-
-
 @contextlib.contextmanager
 def not_pinned():
     """vLLM pins memory for a device; there is none."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mla_plugin.compat.vllm import releases
+from tests.compat.real_python import cache, run
 from tests.compat.vllm import host
 
 HERE = Path(__file__).parent
@@ -14,7 +15,7 @@ KEPT = [
     pytest.param(
         version,
         marks=pytest.mark.skipif(
-            not (host.cache() / version).is_dir(),
+            not (cache("vllm") / version).is_dir(),
             reason=f"40 MB that are not in the cache: python -m tests.compat.vllm.host {version}",
         ),
     )
@@ -24,9 +25,9 @@ KEPT = [
 
 @pytest.mark.parametrize("version", [*host.FETCHED, *KEPT])
 def test_a_release(version):
-    run = host.run(version, *(str(HERE / f"inside_{name}.py") for name in ("choice", "layer")))
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    skipped = "1 skipped" in run.stdout.splitlines()[-1]
+    ended = run(host.__name__, version, *(str(HERE / f"inside_{name}.py") for name in ("choice", "layer")))
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    skipped = "1 skipped" in ended.stdout.splitlines()[-1]
     assert skipped != releases.of(version).causal
 
 
