@@ -50,6 +50,10 @@ class Roundings:
     tiny: float
     sum: float
 
+    def sum_of(self, count: int) -> float:
+        """``sum`` of so many terms: one after the other, their errors add up like a random walk beyond a thousand."""
+        return self.sum * max(1.0, math.sqrt(count / 1024))
+
     @classmethod
     def of(cls, dtype: torch.dtype) -> Roundings:
         """Half a unit in the last place is the most that a rounding changes; it is spread evenly."""

@@ -190,10 +190,11 @@ def check_settings_are_kept(run: Callable[[], object]) -> None:
             warnings.resetwarnings()
             warnings.filterwarnings("ignore", message=".*")
             filters = list(warnings.filters)
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 run()
             if printed.getvalue():
-                fail(f"the call prints {printed.getvalue()[:80]!r}; a backend writes nothing to the standard output")
+                fail(f"the call prints {printed.getvalue()[:80]!r}; a backend writes nothing to stdout or stderr")
             for name, (read, _, values) in settings.items():
                 if (now := read()) != values[index]:
                     _fail_of(name, values[index], now)

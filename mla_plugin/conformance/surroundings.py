@@ -6,13 +6,15 @@ import atexit
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin.conformance.budget import fail
 from mla_plugin.conformance.watch import Kept
@@ -47,11 +49,15 @@ def in_another_thread(run: Callable[[], Result]) -> Result:
 
 
 def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
-    """Each of ``runs``, which check their results, a few times in a thread of its own; the first error is raised."""
+    """Each of ``runs``, which check their results, a few times in a thread of its own; the first error is raised.
+
+    Between two operators of PyTorch the threads take turns, so that what they share shows.
+    """
 
     def some_times(run: Callable[[], object]) -> None:
-        for _ in range(_CALLS):
-            run()
+        with _Turns():
+            for _ in range(_CALLS):
+                run()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -62,6 +68,19 @@ def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
                 one.result()
     finally:
         sys.setswitchinterval(interval)
+
+
+class _Turns(TorchDispatchMode):
+    """Lets other threads run before each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        time.sleep(0)
+        return func(*args, **(kwargs or {}))
 
 
 def check_many_calls(run: Callable[[], Mapping[str, torch.Tensor | None]]) -> None:

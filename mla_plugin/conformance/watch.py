@@ -112,6 +112,20 @@ def _memory(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def nothing_added(*objects: object) -> Iterator[None]:
+    """Fail when an object that lives on, such as a plan, has an attribute more behind the block than its class says."""
+    before = [set(vars(each)) for each in objects]
+    yield
+    for each, names in zip(objects, before, strict=True):
+        added = [name for name in vars(each) if name not in names and name != "_hash" and not hasattr(type(each), name)]
+        if added:
+            fail(
+                f"the hook has put {', '.join(added)} into its {type(each).__name__}, which other calls share; leave "
+                "the arguments as they are"
+            )
+
+
+@contextmanager
 def random_state_kept(device_type: str) -> Iterator[None]:
     """Fail when the global random state of PyTorch, Python or NumPy changes inside the block.
 

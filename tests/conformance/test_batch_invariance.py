@@ -15,11 +15,13 @@ from tests.conformance.mutants import manager_of, module_of
 
 
 class Dependent:
-    """Correct, but for a grain that ``size`` of the call decides; None keeps the bits."""
+    """In float64 and rounded, so that its own bits do not depend on the batch, and a grain that ``size`` decides."""
 
     def __init__(self, size: Any, *, says_why: bool = True) -> None:
         self.size, self.says_why = size, says_why
-        self.attention, self.decode = (module_of(name, EXACT=None) for name in ("plain_attention", "plain_decode"))
+        self.attention, self.decode = (
+            module_of(name, EXACT=torch.float64, WEIGHTS=torch.float64) for name in ("plain_attention", "plain_decode")
+        )
 
     @hookimpl
     def select_backend(self, request: Any, platform: Any) -> Accepted | Refused:
@@ -35,14 +37,6 @@ class Dependent:
         if is_decode:
             return DecodeOutput(found.out + grain, found.lse)
         return AttentionOutput(found.out + grain, found.lse)
-
-
-class Exact(Dependent):
-    """In float64 and rounded: its own bits do not depend on the batch."""
-
-    def __init__(self, size: Any) -> None:
-        super().__init__(size)
-        self.attention = module_of("plain_attention", EXACT=torch.float64, WEIGHTS=torch.float64)
 
 
 def decode_suite(backend: Any) -> Any:
@@ -68,41 +62,56 @@ def attention_suite(backend: Any) -> Any:
     return given
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (lambda t: 0, None),
-        (lambda t: t.q_nope_abs.shape[0], "query 0 of sequence 0 has other bits alone"),
-        (lambda t: t.q_nope_abs.shape[1], "has other bits alone"),
-        (lambda t: 0 if t.page_table is None else t.page_table.shape[1], "has other bits alone"),
-        (lambda t: t.seqlens_kv[0], "has other bits alone"),
-    ],
-)
-def test_decode(size: Any, message: str | None) -> None:
-    suite = decode_suite(Dependent(size))
-    if message is None:
-        suite.test_batch_invariance()
-        return
-    with pytest.raises(ConformanceError, match=message):
-        suite.test_batch_invariance()
+def batch_of(condition: Any) -> Any:
+    """The size of the batch where the condition holds, and else nothing."""
+    return lambda t: t.q_nope_abs.shape[0] * int(condition(t))
 
 
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        (lambda t: t.k.shape[1], "out of queries 0 to 1: .* have other bits than in the prefill of the whole batch"),
-        (lambda t: t.q.shape[1] if t.q.dim() == 4 else 0, "out of queries 0 to 1"),
-        (lambda t: t.q.shape[0] if t.q.dim() == 4 and t.q.shape[1] == 190 else 2, "out of sequence 0"),
-        (lambda t: t.q.dim() if t.q.dim() == 3 else 0, "out of packed sequences"),
-    ],
-)
+DECODE = {
+    "batch": batch_of(lambda t: True),
+    "queries": lambda t: t.q_nope_abs.shape[1],
+    "page_table": lambda t: 0 if t.page_table is None else t.page_table.shape[1],
+    "first_length": lambda t: t.seqlens_kv[0],
+    "longest": lambda t: t.seqlens_kv.max(),
+    "place_in_the_batch": lambda t: (torch.arange(len(t.q_nope_abs)) % 2).view(-1, 1, 1, 1),
+    "rows_of_the_cache": lambda t: 0 if t.page_table is not None else t.c_kv.shape[1],
+    "fp16": batch_of(lambda t: t.c_kv.dtype == torch.float16),
+    "left_padding": batch_of(lambda t: t.leftpad_kv is not None),
+    "all_keys": batch_of(lambda t: not t.causal and t.q_nope_abs.shape[1] > 1),
+    "pages_but_of_64": batch_of(lambda t: t.page_table is not None and t.c_kv.shape[1] != 64),
+    "without_lse": batch_of(lambda t: not t.return_lse),
+    "several_queries": lambda t: max(0, t.q_nope_abs.shape[1] - 2),
+}
+
+
+@pytest.mark.parametrize("size", DECODE.values(), ids=DECODE)
+def test_decode(size: Any) -> None:
+    with pytest.raises(ConformanceError, match=r"of query \d of sequence \d has other bits alone"):
+        decode_suite(Dependent(size)).test_batch_invariance()
+
+
+PREFILL = {
+    "keys": (lambda t: t.k.shape[1], "out of queries 0 to 1 .* have other bits than in the prefill of the whole batch"),
+    "queries": (lambda t: t.q.shape[1] if t.q.dim() == 4 else 0, "out of queries 0 to 1"),
+    "batch": (lambda t: t.q.shape[0] if t.q.dim() == 4 and t.q.shape[1] == 190 else 2, "out of sequence 0"),
+    "packed": (lambda t: t.q.dim() if t.q.dim() == 3 else 0, "out of packed sequences"),
+    "packed_tokens": (lambda t: t.q.dim() == 3 and len(t.q) != 380, "out of packed sequences"),
+    "packed_longest": (lambda t: t.q.dim() == 3 and t.cu_seqlens_q.diff().max() != 190, "out of packed sequences"),
+    "fp16": (lambda t: t.k.shape[1] if t.q.dtype == torch.float16 else 0, "out of queries 0 to 1"),
+    "gqa": (lambda t: t.k.shape[1] if t.q.shape[-2] != t.k.shape[-2] else 0, "have other bits"),
+    "narrow_heads": (lambda t: t.k.shape[1] if t.q.shape[-1] == 64 else 0, "out of queries 0 to 1"),
+}
+
+
+@pytest.mark.parametrize(("size", "message"), PREFILL.values(), ids=PREFILL)
 def test_attention(size: Any, message: str) -> None:
     with pytest.raises(ConformanceError, match=message):
-        attention_suite(Exact(size)).test_batch_invariance()
+        attention_suite(Dependent(lambda t: int(size(t)))).test_batch_invariance()
 
 
-def test_attention_that_keeps_the_bits() -> None:
-    attention_suite(Exact(lambda t: 0)).test_batch_invariance()
+@pytest.mark.parametrize("suite", [decode_suite, attention_suite])
+def test_the_bits_are_kept(suite: Any) -> None:
+    suite(Dependent(lambda t: 0)).test_batch_invariance()
 
 
 @pytest.mark.parametrize("suite", [decode_suite, attention_suite])

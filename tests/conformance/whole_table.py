@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mla_plugin.conformance import BackendConformance, DecodeConformance, settings
-from tests.conformance import broken_attention, broken_decode, broken_hidden, broken_later, broken_rare, broken_state
+from tests.conformance import (
+    broken_attention,
+    broken_decode,
+    broken_hidden,
+    broken_later,
+    broken_ported,
+    broken_rare,
+    broken_state,
+)
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
 SUITES = {"attention": BackendConformance, "decode": DecodeConformance}
@@ -33,7 +41,7 @@ GENERAL = {
     ),
     "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
 }
-_TABLES = (broken_later, broken_rare, broken_hidden, broken_state)
+_TABLES = (broken_later, broken_rare, broken_hidden, broken_state, broken_ported)
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
     "decode": (*broken_decode.BROKEN, *(fault for table in _TABLES for fault in table.DECODE)),

@@ -384,9 +384,15 @@ class Case:
         return [cu_q, cu_kv, *(offsets(self._rows(side), self._lead(side)) for side in _SIDES)]
 
     def _attention_mask(self, draw: Draw) -> torch.Tensor:
-        """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely."""
+        """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely.
+
+        Of others only the last keys are seen, or only the first ones, so that whole tiles of them are hidden.
+        """
         shape = self._score_shape(self.mask_shape)
         mask = draw.uniform(shape) < 1 / 3
-        for row in {0, shape[-2] // 2, shape[-2] - 1} if len(shape) > 1 and shape[-2] > 1 else ():
-            mask[..., row, :] = True
+        if len(shape) > 1 and shape[-2] > 1:
+            mask[..., 1::7, : -(-3 * shape[-1] // 4)] = True
+            mask[..., 3::7, shape[-1] // 4 :] = True
+            for row in {0, shape[-2] // 2, shape[-2] - 1}:
+                mask[..., row, :] = True
         return draw.placed(mask, self.bias_storage)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
 
@@ -76,7 +77,7 @@ def _edges() -> tuple[Case, ...]:
         for index, case in enumerate(plain)
         for dtype in (dtypes if index < 9 else dtypes[index % 2 : index % 2 + 1])
     ]
-    return (*named, *_other_dtypes(), *_in_float64())
+    return (*named, *_other_dtypes(), *_in_float64(), *borders())
 
 
 @functools.cache

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance import checks
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan
 from mla_plugin.hooks.types import Accepted
@@ -16,76 +19,122 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = ((192, 128), (64, 64))
+FORMS = (
+    ("bshd", (2, 2), (192, 128), (-1, -1)),
+    ("sbhd", (4, 2), (192, 128), (70, -1)),
+    ("bhsd", (2, 1), (64, 64), (-1, -1)),
+    ("bshd", (2, 2), (64, 64), (-1, -1)),
+)
+"""Layout, heads, head dims and window."""
 ENDS = (1, 38, 64, 101, 190)
 """Where chunks end: one query alone, ends within tiles and on them."""
+PARTS = ((0, ENDS[-1]), (0, 0), (1, 101), (1, ENDS[-1]))
+"""Packed sequences: the batch's sequence, and how many of its tokens."""
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """A prefill of the whole batch; q, k and v are [B, S, H, D]."""
+
+    qkv_format: str
+    window: tuple[int, int]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def part(self, sequences: slice, queries: slice, keys: int) -> AttentionTensors:
+        """Some queries of some sequences over the first keys, in the layout."""
+        layout = LAYOUTS[self.qkv_format]
+        picked = (self.q[sequences, queries], self.k[sequences, :keys], self.v[sequences, :keys])
+        q, k, v = (layout.from_bhsd(x.transpose(1, 2)).contiguous() for x in picked)
+        return AttentionTensors(q, k, v, self.q.shape[-1] ** -0.5)
+
+    def packed(self, parts: tuple[tuple[int, int], ...]) -> AttentionTensors:
+        """Sequences one behind the other."""
+        q, k, v = (torch.cat([x[b, :length] for b, length in parts]) for x in (self.q, self.k, self.v))
+        ends = [0, *accumulate(length for _, length in parts)]
+        offsets = torch.tensor(ends, dtype=torch.int32, device=q.device)
+        return AttentionTensors(q, k, v, q.shape[-1] ** -0.5, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+
+    def request(self, tensors: AttentionTensors, *, batch_invariant: bool = True) -> AttentionRequest:
+        """The request of a part."""
+        is_packed = tensors.cu_seqlens_q is not None
+        longest = None if tensors.cu_seqlens_q is None else int(tensors.cu_seqlens_q.diff().max())
+        return AttentionRequest.of(
+            tensors,
+            qkv_format="thd" if is_packed else self.qkv_format,
+            attn_mask_type="padding_causal_bottom_right" if is_packed else "causal_bottom_right",
+            window_size=self.window,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            return_lse=True,
+            is_training=False,
+            batch_invariant=batch_invariant,
+        )
 
 
 def check_batch_invariance(suite: BackendConformance) -> None:
-    """Of the first dtype and head dims that the backend takes, over dense and packed sequences."""
-    for dtype, (dim_qk, dim_v) in itertools.product(DTYPES, HEAD_DIMS):
-        whole = _draw(suite, dtype, dim_qk, dim_v)
-        if not suite.takes(_request(whole, batch_invariant=False)):
+    """In each dtype, layout, width and with grouped heads, as far as the backend takes them; in one of each if slow."""
+    for whole in _prefills(suite):
+        tensors = whole.part(slice(None), slice(None), ENDS[-1])
+        if not suite.takes(whole.request(tensors, batch_invariant=False)):
             continue
-        request = _request(whole, batch_invariant=True)
-        answer = suite._answer(request)
+        answer = suite._answer(whole.request(tensors))
         if isinstance(answer, Accepted):
             _check(suite, whole)
         elif not any("batch_invariant" in reason for reason in answer.reasons):
             checks.fail(f"{suite.backend} refuses batch_invariant=True without naming it: {answer.reasons}")
-        return
+        if suite.is_slow:
+            return
 
 
-def _draw(suite: BackendConformance, dtype: torch.dtype, dim_qk: int, dim_v: int) -> AttentionTensors:
+def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
-    shapes = ((2, ENDS[-1], 2, dim) for dim in (dim_qk, dim_qk, dim_v))
-    q, k, v = (torch.randn(shape, generator=generator).to(suite.device, dtype) for shape in shapes)
-    return AttentionTensors(q, k, v, dim_qk**-0.5)
+    for dtype in DTYPES:
+        for qkv_format, (heads, kv_heads), (dim_qk, dim_v), window in FORMS:
+            shapes = ((2, ENDS[-1], *each) for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v)))
+            q, k, v = (torch.randn(shape, generator=generator).to(suite.device, dtype) for shape in shapes)
+            yield _Prefill(qkv_format, window, q, k, v)
 
 
-def _request(tensors: AttentionTensors, *, batch_invariant: bool, qkv_format: str = "bshd") -> AttentionRequest:
-    mask = "causal_bottom_right" if qkv_format == "bshd" else "padding_causal_bottom_right"
-    return AttentionRequest.of(
-        tensors,
-        qkv_format=qkv_format,
-        attn_mask_type=mask,
-        return_lse=True,
-        is_training=False,
-        batch_invariant=batch_invariant,
-    )
-
-
-def _run(suite: BackendConformance, tensors: AttentionTensors, qkv_format: str = "bshd") -> AttentionOutput:
-    request = _request(tensors, batch_invariant=True, qkv_format=qkv_format)
+def _run(suite: BackendConformance, whole: _Prefill, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [B, S, H, D] and lse [B, S, H], without the first dimension for packed sequences."""
+    request = whole.request(tensors)
     plan = Plan(request, suite.platform(), suite.backend, suite.backend)
     output: AttentionOutput = suite._manager().caller("forward", suite.backend)(plan=plan, tensors=tensors)
-    return output
+    if request.layout.is_packed:
+        return output.out, output.lse.mT
+    return request.layout.to_bhsd(output.out).transpose(1, 2), output.lse.mT
 
 
-def _check(suite: BackendConformance, whole: AttentionTensors) -> None:
-    output, scale = _run(suite, whole), whole.softmax_scale
-    for first, last in itertools.pairwise((0, *ENDS)):
-        chunk = AttentionTensors(whole.q[:, first:last], whole.k[:, :last], whole.v[:, :last], scale)
-        wanted = (output.out[:, first:last], output.lse[:, :, first:last])
-        _same(f"queries {first} to {last}", _run(suite, chunk), wanted)
+def _check(suite: BackendConformance, whole: _Prefill) -> None:
+    everything = slice(None)
+    out, lse = _run(suite, whole, whole.part(everything, everything, ENDS[-1]))
+    for first, last in pairwise((0, *ENDS)):
+        chunk = _run(suite, whole, whole.part(everything, slice(first, last), last))
+        _same(whole, f"queries {first} to {last}", chunk, (out[:, first:last], lse[:, first:last]))
     for b in range(2):
-        q, k, v = (x[b : b + 1] for x in (whole.q, whole.k, whole.v))
-        alone = AttentionTensors(q, k, v, scale)
-        _same(f"sequence {b}", _run(suite, alone), (output.out[b : b + 1], output.lse[b : b + 1]))
-    lengths = [0, ENDS[-1], 2 * ENDS[-1]]
-    offsets = torch.tensor(lengths, dtype=torch.int32, device=whole.q.device)
-    q, k, v = (x.flatten(0, 1) for x in (whole.q, whole.k, whole.v))
-    packed = AttentionTensors(q, k, v, scale, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-    if suite.takes(_request(packed, batch_invariant=True, qkv_format="thd")):
-        found = _run(suite, packed, "thd")
-        _same("packed sequences", found, (output.out.flatten(0, 1), output.lse.transpose(0, 1).flatten(1)))
+        one = slice(b, b + 1)
+        alone = _run(suite, whole, whole.part(one, everything, ENDS[-1]))
+        _same(whole, f"sequence {b}", alone, (out[one], lse[one]))
+    for parts in (((0, ENDS[-1]), (1, ENDS[-1])), PARTS, PARTS[2:3]):
+        packed = whole.packed(parts)
+        if suite.takes(whole.request(packed)):
+            wanted = [torch.cat([x[b, :length] for b, length in parts]) for x in (out, lse)]
+            name = f"packed sequences of lengths {[length for _, length in parts]}"
+            _same(whole, name, _run(suite, whole, packed), (wanted[0], wanted[1]))
 
 
-def _same(name: str, found: AttentionOutput, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
-    for what, x, y in zip(("out", "lse"), (found.out, found.lse), wanted, strict=True):
+def _same(
+    whole: _Prefill,
+    name: str,
+    found: tuple[torch.Tensor, torch.Tensor],
+    wanted: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    for what, x, y in zip(("out", "lse"), found, wanted, strict=True):
         if not torch.equal(x, y):
-            count = int((x != y).sum())
+            count, kind = int((x != y).sum()), f"{whole.qkv_format} and {whole.q.dtype}"
             checks.fail(
-                f"{what} of {name}: {count} of {x.numel()} elements have other bits than in the prefill of the whole "
-                "batch; refuse batch_invariant=True"
+                f"{what} of {name} ({kind}): {count} of {x.numel()} elements have other bits than in the prefill of "
+                "the whole batch; refuse batch_invariant=True"
             )

@@ -131,7 +131,7 @@ class Oracle:
             total = rounded @ part.v.square() + roundings.step**2 * part_out.square()
             total += spread @ part.v.square() - 2 * part_out * (spread @ part.v)
             total += part_out.square() * (spread.sum(-1, keepdim=True))
-            total = total.clamp(min=0) + (roundings.sum * (p @ part.v.abs())).square()
+            total = total.clamp(min=0) + (roundings.sum_of(p.shape[-1]) * (p @ part.v.abs())).square()
             finite = part_lse.abs().nan_to_num(posinf=0.0)
             common = (
                 roundings.sum * (1 + finite)[..., None]
@@ -217,21 +217,23 @@ class _Backward:
         part, scale = self.part, self.scale
         dq = scale * (self.ds @ part.k)
         variance = scale**2 * (self.own @ part.k.square() + self.delta_variance * (self.p @ part.k).square())
-        variance = variance + self._of_sums(dq, scale * (self.ds.abs() @ part.k.abs()))
+        queries, keys = self.ds.shape[-2:]
+        variance = variance + self._of_sums(dq, scale * (self.ds.abs() @ part.k.abs()), keys)
         dk = scale * (self.ds.mT @ part.q)
         dk_variance = scale**2 * (self.ds_variance.mT @ part.q.square())
-        dk_variance = dk_variance + self._of_sums(dk, scale * (self.ds.abs().mT @ part.q.abs()))
+        dk_variance = dk_variance + self._of_sums(dk, scale * (self.ds.abs().mT @ part.q.abs()), queries)
         dv = self.p.mT @ self.dout
-        dv_variance = self.p_variance.mT @ self.dout.square() + self._of_sums(dv, self.p.mT @ self.dout.abs())
+        dv_variance = self.p_variance.mT @ self.dout.square()
+        dv_variance = dv_variance + self._of_sums(dv, self.p.mT @ self.dout.abs(), queries)
         return {
             "q": (dq, variance * self.sees),
             "k": self._of_groups(dk, dk_variance),
             "v": self._of_groups(dv, dv_variance),
         }
 
-    def _of_sums(self, result: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
+    def _of_sums(self, result: torch.Tensor, terms: torch.Tensor, count: int) -> torch.Tensor:
         roundings = self.roundings
-        return 2 * (roundings.step * result).square() + (roundings.sum * terms).square() + roundings.tiny**2
+        return 2 * (roundings.step * result).square() + (roundings.sum_of(count) * terms).square() + roundings.tiny**2
 
     def _of_groups(self, x: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum over the query heads that share a key-value head."""

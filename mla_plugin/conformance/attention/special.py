@@ -64,6 +64,7 @@ def check_hopeless(suite: BackendConformance) -> None:
     """Requests without tensors are refused, and decode is answered."""
     plain = next(iter(suite.plain_cases()), Case("plain"))
     request = plain.request(suite.device)
+    before = suite._answer(request)
     for changes in HOPELESS:
         decision = suite._answer(request.replace(**changes))
         if not isinstance(decision, Refused):
@@ -73,6 +74,8 @@ def check_hopeless(suite: BackendConformance) -> None:
                 "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"
             )
         checks.check_reasons(decision.reasons)
+    if suite._answer(request) != before:
+        checks.fail("select_backend gives two answers to one request, another one after it has refused others")
     decode = DecodeRequest(request.dtype, torch.device(suite.device).type, 2, 1, 16, 512, 64, 1024, 64)
     if not isinstance(decision := suite._answer(decode), Accepted | Refused):
         checks.fail(f"select_backend of {suite.backend} answers a DecodeRequest with {decision!r}; return Refused")

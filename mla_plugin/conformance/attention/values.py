@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, settings, surroundings
-from mla_plugin.conformance.attention import library
+from mla_plugin.conformance.attention import alike, library
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of, check_step, step
@@ -92,6 +92,7 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
             yield f"a mask that hides {words}", replace(call, tensors=replace(call.tensors, attention_mask=mask))
     if call.tensors.bias is not None:
         hidden = torch.rand(call.tensors.bias.shape, device=call.tensors.bias.device) < 1 / 3
+        hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
         bias = call.tensors.bias.detach().masked_fill(hidden, torch.finfo(call.case.dtype).min)
         bias.requires_grad_(call.tensors.bias.requires_grad)
         yield "a bias that hides keys", replace(call, tensors=replace(call.tensors, bias=bias))
@@ -232,6 +233,7 @@ def check_unlike_calls(suite: BackendConformance) -> None:
         _check_pair(suite, plan, call, output)
     for plan, call in reversed(calls):
         _check_pair(suite, plan, call, suite.hooks().forward(plan, call))
+    alike.check_alike(suite, _plain(suite))
 
 
 def _check_pair(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:

@@ -12,7 +12,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
-from mla_plugin.hooks.decode import DecodePlan
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted
 
 if TYPE_CHECKING:
@@ -20,28 +20,47 @@ if TYPE_CHECKING:
 
 LENGTHS = (700, 3, 0, 64, 257, 1, 256)
 """Around multiples of powers of two, where keys are cut."""
+LEFTPADS = (600, 1, 0, 0, 70, 1, 255)
 BATCHES = ((1, 1, 16), (8, 1, 256), (16, 8, 64), (24, 2, 40), (48, 4, 64), (64, 1, 256), (128, 1, 256), (128, 8, 6))
 """Heads, query tokens and sequences of the large batches on a CUDA device."""
 _AT_MOST = 12
 
 
 def check_batch_invariance(suite: DecodeConformance) -> None:
-    """For the first accepted case with pages, and the first without, of one query token and of several.
+    """For accepted cases, cheap ones first, until each level of what matters was there; a slow backend gets four.
 
     On a CUDA device also for large batches of other heads, in every dtype and in pages of 1, 16 and 64.
     """
-    seen = set()
-    for case in suite.cases():
-        kind = (case.page_size is None, case.seqlen_q > 1, case.kv_cache_format)
-        is_plain = case.causal and case.has_seqlens_kv and case.leftpads is None and not case.is_large
-        if not is_plain or kind in seen or not suite._accepts(case):
+    seen: set[tuple[str, object]] = set()
+    for case in sorted(suite.cases(), key=lambda case: (case.leftpads is not None, case.cost)):
+        facts = _facts(case, is_slow=suite.is_slow)
+        if not case.has_seqlens_kv or case._has_one_cache or case.is_large or facts <= seen:
             continue
-        seen.add(kind)
-        _check_case(suite, replace(case, lengths=LENGTHS, rows=None, return_lse=True))
+        leftpads = None if case.leftpads is None else LEFTPADS
+        of_lengths = replace(case, lengths=LENGTHS, leftpads=leftpads, rows=None)
+        if suite._accepts(of_lengths) and _check_case(suite, of_lengths):
+            seen |= facts
     if torch.device(suite.device).type == "cuda" and not suite.quick:
         for case in _large_batches():
             if suite._accepts(case):
                 _check_case(suite, case)
+
+
+def _facts(case: DecodeCase, *, is_slow: bool) -> set[tuple[str, object]]:
+    """What a kernel, or the number of parts that it cuts the keys into, may depend on."""
+    facts: dict[str, object] = {"kind": (case.page_size is None, case.seqlen_q > 1, case.causal)}
+    facts["format"] = case.kv_cache_format
+    if not is_slow:
+        kind = (case.page_size is None, case.dtype)
+        facts |= {"dtype": kind, "page_size": case.page_size, "leftpad": (kind, case.leftpads is not None)}
+        facts |= {"queries": min(case.seqlen_q, 5), "heads": (case.num_heads > 16, case.num_heads > 64)}
+        facts |= {
+            "host": case.has_host_lengths,
+            "lse": case.return_lse,
+            "packed": case.is_packed,
+            "wide": case.rank > 256,
+        }
+    return set(facts.items())
 
 
 def _large_batches() -> Iterator[DecodeCase]:
@@ -54,61 +73,72 @@ def _large_batches() -> Iterator[DecodeCase]:
         yield DecodeCase("", dtype, tuple(lengths), rank=512, page_size=page_size, **of_step)
 
 
-def _check_case(suite: DecodeConformance, case: DecodeCase) -> None:
+def _check_case(suite: DecodeConformance, case: DecodeCase) -> bool:
+    """Whether the backend takes the case with ``batch_invariant``; then the bits are compared."""
     answer = suite._answer(case.request(suite.device).replace(batch_invariant=True))
     if isinstance(answer, Accepted):
         _check(suite, case)
-    elif not any("batch_invariant" in reason for reason in answer.reasons):
+        return True
+    if not any("batch_invariant" in reason for reason in answer.reasons):
         checks.fail(f"{suite.backend} refuses batch_invariant=True without naming it: {answer.reasons}")
+    return False
 
 
 def _check(suite: DecodeConformance, case: DecodeCase) -> None:
     """Sequences by themselves, each of their queries by itself, and the batch in another order."""
     whole = case.tensors(suite.device, suite._generator(), suite.padding_poison)
-    assert whole.seqlens_kv is not None
-    out, lse = _run(suite, case, whole, case.lengths)
+    out, lse = _run(suite, whole)
     for b in {*range(min(len(case.lengths), _AT_MOST)), len(case.lengths) - 1}:
         for i in range(case.seqlen_q):
-            seen = max(case.lengths[b] - (case.seqlen_q - 1 - i), 0)
-            alone = _run(suite, case, _part(whole, [b], slice(i, i + 1), [seen]), (seen,))
-            _same(f"query {i} of sequence {b}", (out[b, i], lse[b, :, i]), (alone[0][0, 0], alone[1][0, :, 0]))
+            hidden = case.seqlen_q - 1 - i if whole.causal else 0
+            alone = _run(suite, _part(whole, [b], slice(i, i + 1), [max(case.lengths[b] - hidden, 0)]))
+            _same(case, f"query {i} of sequence {b}", (out[b, i], lse[b, :, i]), (alone[0][0, 0], alone[1][0, :, 0]))
     order = list(range(len(case.lengths)))[::-1]
-    turned = _run(suite, case, _part(whole, order, slice(None), [case.lengths[b] for b in order]), case.lengths[::-1])
-    _same("a batch in another order", (out, lse), (turned[0].flip(0), turned[1].flip(0)))
+    turned = _run(suite, _part(whole, order, slice(None), [case.lengths[b] for b in order]))
+    _same(case, "a batch in another order", (out, lse), (turned[0].flip(0), turned[1].flip(0)))
 
 
 def _part(whole: DecodeTensors, sequences: list[int], queries: slice, lengths: list[int]) -> DecodeTensors:
-    """Some sequences and queries, with the keys that the last of those queries sees, and a wider page table."""
+    """Some sequences and queries, with the keys that the last of those queries sees.
+
+    The page table is wider, and a contiguous cache has no more rows than the longest sequence takes.
+    """
     device = whole.q_nope_abs.device
     seqlens_kv = torch.tensor(lengths, dtype=torch.int32, device=device)
-    paged, page_table = whole.page_table is not None, None
+    paged, page_table, rows = whole.page_table is not None, None, max(*lengths, 1)
     if whole.page_table is not None:
         given = whole.page_table[sequences]
         page_table = torch.cat([given, torch.full_like(given[:, :3], 2**30)], 1)
     return whole._replace(
         q_nope_abs=whole.q_nope_abs[sequences][:, queries],
         q_rope=whole.q_rope[sequences][:, queries],
-        c_kv=whole.c_kv if paged else whole.c_kv[sequences],
-        k_rope=whole.k_rope if paged else whole.k_rope[sequences],
+        c_kv=whole.c_kv if paged else whole.c_kv[sequences][:, :rows],
+        k_rope=whole.k_rope if paged else whole.k_rope[sequences][:, :rows],
         causal=whole.causal and queries == slice(None),
         page_table=page_table,
         seqlens_kv=seqlens_kv,
+        leftpad_kv=None if whole.leftpad_kv is None else whole.leftpad_kv[sequences],
         lengths=None if whole.lengths is None else DecodeLengths(lengths, seqlens_kv=seqlens_kv),
     )
 
 
-def _run(
-    suite: DecodeConformance, case: DecodeCase, tensors: DecodeTensors, lengths: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    seqlen_q = tensors.q_nope_abs.shape[1]
-    request = replace(case, lengths=lengths, seqlen_q=seqlen_q, rows=case.capacity).request(suite.device)
-    plan = DecodePlan(request.replace(batch_invariant=True), suite.platform(), suite.backend)
-    output = suite.run(plan, tensors)
-    assert output.lse is not None
-    return output.out, output.lse
+def _run(suite: DecodeConformance, tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse; zeros where lse is not asked for."""
+    request = DecodeRequest.of(tensors, batch_invariant=True)
+    output = suite.run(DecodePlan(request, suite.platform(), suite.backend), tensors)
+    lse = tensors.q_nope_abs.new_zeros(tensors.lse_shape) if output.lse is None else output.lse
+    return output.out, lse
 
 
-def _same(name: str, found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _same(
+    case: DecodeCase,
+    name: str,
+    found: tuple[torch.Tensor, torch.Tensor],
+    wanted: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     for what, x, y in zip(("out", "lse"), found, wanted, strict=True):
         if not torch.equal(x, y):
-            checks.fail(f"{what} of {name} has other bits alone than in the batch; refuse batch_invariant=True")
+            checks.fail(
+                f"{what} of {name} has other bits alone than in the batch, in {case.name or 'a large batch'}; refuse "
+                "batch_invariant=True"
+            )

@@ -11,6 +11,7 @@ import torch
 
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.cases import QUICK_COST
+from mla_plugin.conformance.decode.borders import borders
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
 
@@ -51,11 +52,12 @@ def _every_pair() -> tuple[DecodeCase, ...]:
 
 @functools.cache
 def _edges() -> tuple[DecodeCase, ...]:
-    return tuple(
+    small = tuple(
         replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
         for index, case in enumerate(_small())
         for dtype in (DTYPES if index < 4 else (DTYPES[index % 3],))
     )
+    return (*small, *borders())
 
 
 def _small() -> Iterator[DecodeCase]:

@@ -18,7 +18,7 @@ from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for, quantised_cases
 from mla_plugin.conformance.decode.oracle import expected
-from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared
+from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared, nothing_added
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
 from mla_plugin.hooks.types import Accepted, Refused
@@ -207,7 +207,8 @@ class DecodeConformance(Suite):
             inputs["lengths.host"] = tensors.lengths.host
         if device_type == "cuda":
             self.run(plan, tensors)
-        with as_the_library(device_type, inputs, is_poisoned=True):
+        living = [plan, plan.request] if tensors.lengths is None else [plan, plan.request, tensors.lengths]
+        with nothing_added(*living), as_the_library(device_type, inputs, is_poisoned=True):
             output = self.run(plan, tensors)
         check_no_graph(out=output.out, lse=output.lse)
         check_not_shared(output._asdict(), inputs)

@@ -13,6 +13,7 @@ import torch
 from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import checks, settings, surroundings
+from mla_plugin.conformance.decode import alike
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
@@ -83,6 +84,14 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         case,
         tensors._replace(q_nope_abs=factor * q_nope_abs, q_rope=factor * q_rope, c_kv=c_kv, k_rope=k_rope),
     )
+    rising = torch.arange(c_kv.shape[1], device=c_kv.device).add(1).div(c_kv.shape[1]).to(case.dtype)[None, :, None]
+    yield (
+        "scores that rise to 140",
+        case,
+        tensors._replace(
+            q_nope_abs=-factor * q_nope_abs, q_rope=-factor * q_rope, c_kv=c_kv * rising, k_rope=k_rope * rising
+        ),
+    )
     for words, of_cache in (("a large cache", 1.0), ("large queries", -1.0)):  # the other side has the inverse factor
         power = (6 if case.dtype == torch.float16 else 30) * of_cache
         q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
@@ -151,6 +160,9 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
             suite.check_output(case, tensors, suite.forward(plan, tensors))
         except checks.ConformanceError as error:
             checks.fail(f"a call with lengths {case.lengths} in {case.dtype} after calls of other sizes: {error}")
+    for case, _ in plain_calls(suite):
+        alike.check_alike(suite, case)
+        alike.check_orders(suite, case)
 
 
 def _run(suite: DecodeConformance, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:

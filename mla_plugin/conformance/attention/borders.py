@@ -1,0 +1,88 @@
+"""Cases by hand, continued: what kernels get wrong at the borders of tiles, of packed sequences and of widths.
+
+Windows of W keys are (W - 1, 0), so that W, not the side, is a multiple of a tile; schedulers that look a sequence up
+by its tiles meet runs of empty ones; shortcuts for equal lengths meet gaps; widths are above a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
+
+NARROW: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
+
+
+def borders() -> Iterator[Case]:
+    """All of them, with their dtypes in their names."""
+    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for index, case in enumerate(case for family in families for case in family()):
+        dtype = dtypes[index % 3]
+        yield replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
+
+
+def _windows() -> Iterator[Case]:
+    """Windows of whole tiles, and what is hidden or seen from a tile's border on."""
+    few: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, **NARROW}
+    tiles: dict[str, Any] = {"seqlens_q": (256,), "seqlens_kv": (384,), **few}
+    for left, right, mask in ((63, 0, "causal_bottom_right"), (127, 63, "no_mask")):
+        yield Case(f"window_{left}_{right}-whole_tiles", window_size=(left, right), attn_mask_type=mask, **tiles)
+    packed: dict[str, Any] = {"qkv_format": "thd", "seqlens_q": (256, 64), "seqlens_kv": (256, 128), **few}
+    yield Case("window_127-whole_tiles-thd", window_size=(127, 0), attn_mask_type="padding_causal", **packed)
+    for mask in ("causal", "causal_bottom_right"):
+        more: dict[str, Any] = {"seqlens_q": (256,), "seqlens_kv": (128,), "return_lse": True, **few}
+        yield Case(f"lengths_256_128-{mask}", attn_mask_type=mask, **more)
+    yield Case("lengths_384_128-window", window_size=(63, 64), **(more | {"seqlens_q": (384,)}))
+    packed |= {"seqlens_q": (130, 9), "seqlens_kv": (600, 30), "attn_mask_type": "padding_causal_bottom_right"}
+    yield Case("long-thd-deterministic", **packed, deterministic=True)
+    yield Case("long-bhsd-deterministic", "bhsd", seqlens_q=(130,), seqlens_kv=(600,), deterministic=True, **few)
+    widest: dict[str, Any] = {"window_size": (2**31 - 2, 5), "seqlens_q": (83,), "seqlens_kv": (41,)}
+    yield Case("window_beyond_int32", **widest, **few)
+    yield Case("window_beyond_int32-right", **(widest | {"window_size": (5, 2**31 - 2), "seqlens_kv": (141,)}), **few)
+
+
+def _runs_of_empty_sequences() -> Iterator[Case]:
+    """Empty sequences one behind the other, at the beginning and at the end too, of queries, of keys and of both."""
+    lengths: dict[str, Any] = {"seqlens_q": (0, 0, 7, 0, 0, 70, 3, 0, 0), "seqlens_kv": (0, 0, 5, 0, 0, 66, 0, 0, 4)}
+    for mask in ("padding", "padding_causal_bottom_right"):
+        yield Case(f"thd-empty_runs-{mask}", "thd", attn_mask_type=mask, return_lse=True, **lengths, **NARROW)
+    shared = {"seqlens_q": lengths["seqlens_q"], "seqlens_kv": lengths["seqlens_q"]}
+    yield Case("thd-empty_runs-self", "thd", attn_mask_type="padding_causal", **shared, **NARROW)
+    rows: dict[str, Any] = {"rows_q": (72,) * 9, "rows_kv": (70,) * 9}
+    yield Case("bshd-empty_runs", attn_mask_type="padding", return_lse=True, **rows, **lengths, **NARROW)
+
+
+def _equal_lengths() -> Iterator[Case]:
+    """What shortcuts for sequences of one length, or for one tensor of offsets on both sides, must not take."""
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", **NARROW}
+    one: dict[str, Any] = {"seqlens_q": (9,) * 3, "seqlens_kv": (9,) * 3}
+    unlike: dict[str, Any] = {"rows_q": (12, 9, 14), "rows_kv": (9, 16, 11)}
+    yield Case("thd-one_length-between", **packed, **one, **unlike)
+    yield Case("thd-one_length-lead", **packed, **one, rows_q=(9,) * 3, rows_kv=(9,) * 3, lead=9, lead_kv=4, tail=9)
+    some: dict[str, Any] = {"seqlens_q": (9, 5, 7), "seqlens_kv": (9, 5, 7)}
+    yield Case("thd-one_tensor_of_lengths-between", **(packed | {"attn_mask_type": "padding_causal"}), **some, **unlike)
+    yield Case("thd-rows_of_the_longest", **packed, **some, rows_q=(9,) * 3, rows_kv=(9,) * 3)
+    longest: dict[str, Any] = {"seqlens_q": (9, 5, 7), "seqlens_kv": (3, 16, 8)}
+    yield Case("thd-rows_of_the_longest-unequal", **packed, **longest, rows_q=(9,) * 3, rows_kv=(16,) * 3)
+
+
+def _widths() -> Iterator[Case]:
+    """Widths that no tile of 16, 32 or 64 columns ends with, above one of them."""
+    short: dict[str, Any] = {"seqlens_q": (19, 19), "seqlens_kv": (35, 35), "return_lse": True}
+    for dim_qk, dim_v in ((40, 24), (24, 40), (72, 104), (136, 200)):
+        yield Case(f"head_dims_{dim_qk}_{dim_v}", head_dim_qk=dim_qk, head_dim_v=dim_v, **short)
+
+
+def _many_programs() -> Iterator[Case]:
+    """Sequences times heads by the thousand, and a bias whose gradient sums over all of them."""
+    many: dict[str, Any] = {"seqlens_q": (2,) * 40, "seqlens_kv": (3,) * 40, "num_heads": 128, "num_kv_heads": 128}
+    yield Case("batch_40-heads_128", head_dim_qk=8, head_dim_v=8, **many)
+    for shape in ("11ss", "1hss"):
+        summed: dict[str, Any] = {"bias_type": "post_scale_bias", "bias_shape": shape, "bias_requires_grad": True}
+        summed |= {"seqlens_q": (9,) * 140, "seqlens_kv": (21,) * 140, "num_heads": 6, "num_kv_heads": 3}
+        yield Case(f"bias_{shape}-batch_140", **summed, head_dim_qk=8, head_dim_v=8)

@@ -1,0 +1,101 @@
+"""Decode calls of the same shapes with other options, and caches and queries whose parts lie in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
+from mla_plugin.hooks.types import Accepted
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.decode.suite import DecodeConformance
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": False},
+    {"leftpads": (3, 0, 30)},
+    {"causal": False, "leftpads": (0, 7, 33), "return_lse": False},
+    {"causal": True, "softmax_scale": 0.3},
+)
+
+
+def check_alike(suite: DecodeConformance, case: DecodeCase) -> None:
+    """What is kept for a shape or an address must not be another call's: options in both orders, strides, dtypes."""
+    for lengths, options in (((40, 9, 33), _OPTIONS), ((41, 8, 35), _OPTIONS[::-1])):
+        for given in options:
+            other = replace(case, lengths=lengths, rows=48, seqlen_q=2, **({"causal": True, "leftpads": None} | given))
+            if not case.has_seqlens_kv:
+                other = replace(other, lengths=(max(lengths),) * len(lengths))
+            _check(suite, other, _drawn(suite, other), f"after calls of its shapes with other options, {given}")
+    first = _drawn(suite, other)
+    _check(suite, other, first, "in memory of its own")
+    _check(suite, other, _turned(_drawn(suite, other), first), "after one in the same memory with other strides")
+
+
+def check_orders(suite: DecodeConformance, case: DecodeCase) -> None:
+    """k_rope before c_kv in one row, or with columns between them; q_rope and q_nope_abs too."""
+    if not case.rope:
+        return
+    tensors = _drawn(suite, case)
+    for of_cache, of_queries in ((True, False), (False, True), (True, True)):
+        for gap in (0, 16):
+            given: dict[str, Any] = {}
+            if of_cache:
+                given["k_rope"], given["c_kv"] = _joined(tensors.k_rope, tensors.c_kv, gap)
+            if of_queries:
+                given["q_rope"], given["q_nope_abs"] = _joined(tensors.q_rope, tensors.q_nope_abs, gap)
+            words = f"with rope before the latents in {' and '.join(given)}, {gap} columns between them"
+            _check(suite, case, tensors._replace(**given), words)
+
+
+def _joined(first: torch.Tensor, second: torch.Tensor, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors as parts of the rows of one."""
+    between = first.new_full((*first.shape[:-1], gap), torch.nan)
+    whole = torch.cat([first, between, second], -1)
+    return whole[..., : first.shape[-1]], whole[..., -second.shape[-1] :]
+
+
+def _drawn(suite: DecodeConformance, case: DecodeCase) -> DecodeTensors:
+    return case.tensors(suite.device, suite._generator(), suite.padding_poison)
+
+
+def _turned(tensors: DecodeTensors, first: DecodeTensors) -> DecodeTensors:
+    """The tensors in the first ones' memory, queries head-major and a contiguous cache token-major."""
+    made = {}
+    for name, axes in _axes(tensors):
+        x, target = getattr(tensors, name), getattr(first, name)
+        width = target.stride(-2)
+        order = list(range(x.dim()))
+        order[axes[0]], order[axes[1]] = order[axes[1]], order[axes[0]]
+        sizes = [x.shape[axis] for axis in order[:-1]] + [width]
+        strides = torch.empty(sizes, device="meta").stride()
+        there = [strides[order.index(axis)] for axis in range(x.dim())]
+        made[name] = target.as_strided(x.shape, there, target.storage_offset()).copy_(x)
+    return tensors._replace(**made)
+
+
+def _axes(tensors: DecodeTensors) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Tensors whose rows lie one behind the other, and the two axes that may change places."""
+    for name, axes in (("q_nope_abs", (1, 2)), ("q_rope", (1, 2)), ("c_kv", (0, 1)), ("k_rope", (0, 1))):
+        x = getattr(tensors, name)
+        is_plain = all(a.stride(i) == a.stride(i + 1) * a.shape[i + 1] for a in (x,) for i in range(x.dim() - 2))
+        if x.numel() and is_plain:
+            yield name, axes
+
+
+def _check(suite: DecodeConformance, case: DecodeCase, tensors: DecodeTensors, words: str) -> None:
+    request = DecodeRequest.of(tensors)
+    if not isinstance(suite._answer(request), Accepted):
+        return
+    try:
+        output = suite.forward(DecodePlan(request, suite.platform(), suite.backend), tensors)
+        suite.check_output(case, tensors, output)
+    except checks.ConformanceError as error:
+        checks.fail(f"a call of {case.name} {words}: {error}")
