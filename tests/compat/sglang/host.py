@@ -22,7 +22,7 @@ FETCHED = ("0.5.11", "0.5.23")
 KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16", "0.5.17", "0.5.18", "0.5.20")
 """Between them: tested where ``python -m tests.compat.sglang.host`` has fetched them."""
 
-NOT_NEEDED = ("IPython", "aiohttp", "compressed_tensors", "dill", "einops", "gguf", "huggingface_hub", "orjson")
+NOT_NEEDED = ("IPython", "PIL", "aiohttp", "compressed_tensors", "dill", "einops", "gguf", "huggingface_hub", "orjson")
 NOT_NEEDED += ("psutil", "pybase64", "sgl_kernel", "starlette", "torchvision", "transformers", "tvm_ffi", "zmq")
 """Packages that SGLang imports on the way to its attention, and that no test here reaches."""
 NOT_USED = ("sglang.srt.configs", "sglang.srt.connector", "sglang.srt.disaggregation", "sglang.srt.entrypoints")
