@@ -127,7 +127,7 @@ def _hopper_refusals(request: AttentionRequest, platform: Platform) -> Iterator[
     dim_qk, dim_v = request.head_dim_qk, request.head_dim_v
     found = f"head_dim_qk={dim_qk}, head_dim_v={dim_v}"
     if _rounded(dim_v, 16) > _rounded(dim_qk, 16):
-        yield f"{found}, accepted on Hopper is head_dim_v up to head_dim_qk: out takes the shared memory of Q"
+        yield f"{found}, expected on Hopper head_dim_v up to head_dim_qk: out takes the shared memory of Q"
         return
     if not request.is_training:
         return
@@ -136,7 +136,7 @@ def _hopper_refusals(request: AttentionRequest, platform: Platform) -> Iterator[
     if step == 16 and tile[0] % 32:
         yield (
             f"training with {found} on Hopper: the kernel's dQ has {tile[0]} columns, its buffer "
-            f"{_rounded(dim_qk, 32)}; accepted up to 128 is a multiple of 32, or 8 less"
+            f"{_rounded(dim_qk, 32)}; expected up to 128 a multiple of 32, or 8 less"
         )
         return
     since = TRAINED_ON_HOPPER.get(tile)

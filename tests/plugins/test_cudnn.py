@@ -50,6 +50,7 @@ REFUSES = {
     "deterministic training": "deterministic=True",
     "head_dims=256/256": "head_dim_qk=256",
     "head_dims=192/256": "head_dim_v=256",
+    "head_dims=136/200": "head_dim_qk=136",
     "head_dims=13/7": "multiples of 8",
     "head_dims=64/512": "head_dim_v=512",
     "head_dims=576/512": "head_dim_qk=576",

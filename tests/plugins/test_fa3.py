@@ -33,6 +33,7 @@ def hopper(*packages: tuple[str, str]) -> Platform:
 OWN, VLLM, SGL = hopper(("flash-attn-3", "3.0.0")), hopper(("vllm", "0.25.1")), hopper(("sgl-kernel", "0.3.21"))
 DIMS = {
     "head_dims=192/256": "head_dim_v=256",
+    "head_dims=136/200": "head_dim_v=200",
     "head_dims=96/64": "head_dim_v=64",
     "head_dims=128/64": "head_dim_v=64",
 }
