@@ -271,3 +271,16 @@ def test_the_hopper_backward_runs_on_request_alone(value: str | None, monkeypatc
     residuals = Residuals(AttentionTensors(q, k, v, 0.1), v, torch.zeros(2, 4, 8))
     triton.backward(Plan(request, H100, "triton", "triton"), residuals, v, None)
     assert asked == [value == "1"]
+
+
+def test_gradients_without_keys_are_contiguous_zeros() -> None:
+    """As the operator's fake kernel says, also of a q in another order of memory."""
+    q = torch.randn(2, 4, 8, 192, dtype=torch.bfloat16).transpose(1, 2)
+    k, v = (torch.randn(2, 0, 4, width, dtype=torch.bfloat16) for width in (192, 128))
+    out = torch.zeros(2, 8, 4, 128, dtype=torch.bfloat16)
+    packing = Packing("bshd", 8, 0)
+    found = launch_backward.backward(q, k, v, out, torch.zeros(2, 4, 8), out, None, 0.1, packing)
+    for x, gradient in zip((q, k, v), found, strict=True):
+        assert gradient.shape == x.shape
+        assert gradient.is_contiguous()
+        assert not gradient.any()

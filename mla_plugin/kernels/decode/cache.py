@@ -86,7 +86,8 @@ def gather_kernel(
         _copy_row(K_rope + page * stride_kb + row * stride_kn, target, D_ROPE, BLOCK_ROPE, exists)
 
 
-def _blocks(rank: int, rope: int) -> tuple[int, int, int, int]:
+def row_blocks(rank: int, rope: int) -> tuple[int, int, int, int]:
+    """R, D_ROPE, BLOCK_R and BLOCK_ROPE of a kernel that moves rows."""
     return rank, rope, triton.next_power_of_2(rank), triton.next_power_of_2(max(rope, 1))
 
 
@@ -102,7 +103,7 @@ def append(
         append_kernel[(tokens,)](
             *(c_new, k_new, c_kv, k_rope, slot_mapping, pages * page_size, page_size),
             *(c_new.stride(0), k_new.stride(0), *c_kv.stride()[:2], *k_rope.stride()[:2]),
-            *_blocks(rank, k_new.shape[1]),
+            *row_blocks(rank, k_new.shape[1]),
         )
 
 
@@ -124,7 +125,7 @@ def gather(
             *(c_kv, k_rope, page_table, seqlens_kv, c_out, k_out, pages, page_size, max_seqlen_kv),
             *(*c_kv.stride()[:2], *k_rope.stride()[:2], page_table.stride(0)),
             *(*c_out.stride()[:2], *k_out.stride()[:2]),
-            *_blocks(rank, k_out.shape[2]),
+            *row_blocks(rank, k_out.shape[2]),
         )
 
 

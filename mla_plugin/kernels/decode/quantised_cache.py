@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.arguments import cache_format
+from mla_plugin.kernels.decode.cache import row_blocks
 from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, bytes_of, numbers_of
 from mla_plugin.kernels.launch import on_device_of
 
@@ -145,10 +146,6 @@ def gather_quantised_kernel(
         tl.store(k_out + columns, k)
 
 
-def _blocks(rank: int, rope: int) -> tuple[int, int, int, int]:
-    return rank, rope, triton.next_power_of_2(rank), triton.next_power_of_2(max(rope, 1))
-
-
 def append(
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
@@ -167,7 +164,7 @@ def append(
         append_quantised_kernel[(tokens,)](
             *(c_new, k_new, c_kv, k_rope, slot_mapping, kv_scale, pages * page_size, page_size),
             *(c_new.stride(0), k_new.stride(0), *c_kv.stride()[:2], *k_rope.stride()[:2]),
-            *_blocks(rank, k_new.shape[1]),
+            *row_blocks(rank, k_new.shape[1]),
             power_of_2_scales,
         )
 
@@ -191,7 +188,7 @@ def gather(
             *(c_kv, k_rope, page_table, seqlens_kv, kv_scale, c_out, k_out, pages, page_size, max_seqlen_kv),
             *(*c_kv.stride()[:2], *k_rope.stride()[:2], page_table.stride(0)),
             *(*c_out.stride()[:2], *k_out.stride()[:2]),
-            *_blocks(rank, k_out.shape[2]),
+            *row_blocks(rank, k_out.shape[2]),
         )
 
 

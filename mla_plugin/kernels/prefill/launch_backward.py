@@ -127,7 +127,7 @@ def backward(
     says so.
     """
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     q, k, v, dout = map(with_aligned_rows, (q, k, v, dout))
     out = with_contiguous_rows(out)
     inputs, offsets = (q, k, v, dout), packing.offsets()
