@@ -117,11 +117,6 @@ def batch_invariant_chunk() -> int:
     return value
 
 
-def is_hopper_backward_requested() -> bool:
-    """True when MLA_PLUGIN_HOPPER_BACKWARD is "1"."""
-    return _may_be_set("MLA_PLUGIN_HOPPER_BACKWARD") and bool(read("MLA_PLUGIN_HOPPER_BACKWARD"))
-
-
 def is_value_check_requested() -> bool:
     """True when MLA_PLUGIN_CHECK is "1"."""
     return _may_be_set("MLA_PLUGIN_CHECK") and bool(read("MLA_PLUGIN_CHECK"))

@@ -224,16 +224,6 @@ VARIABLES: tuple[Variable, ...] = (
         "call",
         "mla-plugin",
     ),
-    Variable(
-        "MLA_PLUGIN_HOPPER_BACKWARD",
-        _is_one,
-        _ONE,
-        False,
-        "Backend `triton` computes gradients by its Hopper kernels, which are 1.2 to 1.5 times as fast on an H200. Off "
-        "unless set: they were timed there and compared with float64 in a few calls, but not by all of their tests.",
-        "call",
-        "mla-plugin",
-    ),
     _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,

@@ -42,7 +42,7 @@ def gradients(
     if dout is None:
         dout = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     assert plain_dkv_for(Kind.of(q, k, v, scale, packing), dout.stride()) is None
-    return backward(q, k, v, out, lse, dout, dlse, scale, packing, hopper=True)
+    return backward(q, k, v, out, lse, dout, dlse, scale, packing)
 
 
 def check(given: Draw) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from mla_plugin import AttentionTensors, Plan, Platform
 from mla_plugin.arguments.mask import Band
-from mla_plugin.hooks.attention import Residuals
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.hopper import rule
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
@@ -155,14 +154,14 @@ def test_bits_that_may_not_depend_on_strides_come_from_the_plain_kernel(
 
 
 NEEDS = "torch.float32, the Hopper kernel needs bfloat16 or float16"
-PLAIN = "backward by the plain kernels, with MLA_PLUGIN_HOPPER_BACKWARD=1 by the Hopper"
+BACKWARD = "backward by the Hopper kernels"
 
 
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize(
     ("platform", "changes", "notes"),
     [
-        (H100, {}, ("forward by the Hopper kernel", f"{PLAIN} kernels")),
+        (H100, {}, ("forward by the Hopper kernel", BACKWARD)),
         (
             H100,
             {"dtype": torch.float32},
@@ -173,7 +172,7 @@ PLAIN = "backward by the plain kernels, with MLA_PLUGIN_HOPPER_BACKWARD=1 by the
             {"head_dim_qk": 64, "head_dim_v": 64},
             (
                 "forward by the Hopper kernel",
-                f"{PLAIN} kernel of dK and dV",
+                f"{BACKWARD}, dQ by the plain kernel: it is faster at head dimensions 64/64",
             ),
         ),
         (A100, {}, ()),
@@ -246,31 +245,13 @@ def test_the_backward_launches_the_kernels_that_the_rule_says(
         cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
         packing = Packing("thd", 6, 6, cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     lse = torch.zeros(packing.layout.lse_shape(q.shape))
-    dq, dk, dv = launch_backward.backward(q, k, v, out, lse, dout, None, 0.1, packing, tuned, hopper=True)
+    dq, dk, dv = launch_backward.backward(q, k, v, out, lse, dout, None, 0.1, packing, tuned)
     assert (dk == 3).all()
     assert (dv == 3).all()
     has_plain_dq = widths == (64, 64)
     assert (dq == (0 if has_plain_dq else 4)).all()
     assert launched == ["delta", *(["q"] if has_plain_dq else [])]
     assert filled == ([64] if has_plain_dq else [])
-
-
-@pytest.mark.parametrize("value", [None, "0", "1"])
-def test_the_hopper_backward_runs_on_request_alone(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def backward(*arguments, hopper, **options):
-        asked.append(hopper)
-        return arguments[:3]
-
-    monkeypatch.setattr(launch_backward, "backward", backward)
-    if value is not None:
-        monkeypatch.setenv("MLA_PLUGIN_HOPPER_BACKWARD", value)
-    q, k, v = tensors()
-    request = mla_request(is_training=True, max_seqlen_q=8, max_seqlen_kv=8)
-    residuals = Residuals(AttentionTensors(q, k, v, 0.1), v, torch.zeros(2, 4, 8))
-    triton.backward(Plan(request, H100, "triton", "triton"), residuals, v, None)
-    assert asked == [value == "1"]
 
 
 def test_gradients_without_keys_are_contiguous_zeros() -> None:

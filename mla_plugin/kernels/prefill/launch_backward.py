@@ -118,13 +118,11 @@ def backward(
     softmax_scale: float,
     packing: Packing,
     tuned: bool = False,
-    hopper: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv from three kernels without atomics, so two runs agree bit for bit.
 
     Arguments as ``forward``, with its out and lse and their gradients, of any strides. A query that sees no key
-    contributes nothing, even if its gradient is not finite. ``hopper``: by the Hopper kernels where ``hopper/rule.py``
-    says so.
+    contributes nothing, even if its gradient is not finite. ``hopper/rule.py`` says where the Hopper kernels run.
     """
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -135,8 +133,8 @@ def backward(
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()
-    is_plain_kv = not hopper or plain_dkv_for(kind.call, kind.dout_strides) is not None
-    is_plain_q = not hopper or plain_dq_for(kind.call, kind.dout_strides) is not None
+    is_plain_kv = plain_dkv_for(kind.call, kind.dout_strides) is not None
+    is_plain_q = plain_dq_for(kind.call, kind.dout_strides) is not None
     dq = _memory_like(q, is_plain_q, packing.layout)
     dk, dv = (_memory_like(x, is_plain_kv, packing.layout) for x in (k, v))
 

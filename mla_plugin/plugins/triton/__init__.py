@@ -95,8 +95,9 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
         if reason is not None:
             yield f"backward by the plain kernels: {reason}"
         else:
-            which = "kernels" if plain_dq_because(*widths) is None else "kernel of dK and dV"
-            yield f"backward by the plain kernels, with MLA_PLUGIN_HOPPER_BACKWARD=1 by the Hopper {which}"
+            reason = plain_dq_because(*widths)
+            plain = "" if reason is None else f", dQ by the plain kernel: {reason}"
+            yield f"backward by the Hopper kernels{plain}"
 
 
 @functools.cache
@@ -169,6 +170,5 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
             tensors.softmax_scale,
             _packing(plan.request, tensors),
             tuned=environment.is_autotuning_requested(),
-            hopper=environment.is_hopper_backward_requested(),
         )
     )
