@@ -30,6 +30,16 @@ def descriptor(
     return TensorDescriptor(Address(address, dtype), list(shape), [*strides, 1], list(block))
 
 
+def make_context_current() -> None:
+    """Give this thread the CUDA context of its current device, without which descriptors cannot be encoded.
+
+    A new thread has none before its first call of CUDA's runtime, and memory from PyTorch's cache needs no such call.
+    Allowed while a graph is captured.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.is_current_stream_capturing()
+
+
 def encoding_once(
     run: Any, grid: tuple[int, int, int], function: object, metadata: object
 ) -> Callable[[int, tuple[object, ...]], None] | None:
@@ -66,6 +76,7 @@ def encoding_once(
             x: Any = arguments[place]
             known = x.__dict__.get(tiles)
             if known is None:
+                make_context_current()
                 known = x.__dict__[tiles] = make_tensordesc_arg(x, meta)
             values += arguments[start:place]
             values += known

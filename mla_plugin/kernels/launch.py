@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from mla_plugin.kernels.descriptors import encoding_once
+from mla_plugin.kernels.descriptors import encoding_once, make_context_current
 
 _HERE = contextlib.nullcontext()
 
@@ -84,6 +84,7 @@ class Launch:
         if bits % 16 == 0 and self.run is not None:
             self.run(*addresses, *self.arguments)
             return
+        make_context_current()  # Triton encodes descriptors first
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
         if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
             self.run = _bound(compiled, self.grid)
@@ -101,10 +102,12 @@ def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
 
     def launch(*arguments: object) -> None:
         if _has_calls(knobs.launch_enter_hook) or _has_calls(knobs.launch_exit_hook):
+            make_context_current()
             general(*arguments)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         if direct is None:
+            make_context_current()
             run(*grid, stream, function, metadata, None, None, None, *arguments)
         else:
             direct(stream, arguments)

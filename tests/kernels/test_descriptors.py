@@ -9,6 +9,7 @@ import torch
 import triton
 from triton.backends.nvidia import driver
 
+from mla_plugin.kernels import descriptors
 from mla_plugin.kernels.descriptors import descriptor, encoding_once
 
 GRID, STREAM = (7, 1, 1), 4711
@@ -65,6 +66,19 @@ def test_the_driver_gets_the_same(encodings: list[tuple[Any, Any]]) -> None:
         wanted, found = run.calls[-2:]
         assert found == wanted
     assert len(encodings) == 3 * 2 + 2 * 2  # by Triton in every launch, here once for each address
+
+
+def test_the_context_is_there_before_anything_is_encoded(
+    encodings: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread has none. What is known already needs none."""
+    found = []
+    monkeypatch.setattr(descriptors, "make_context_current", lambda: found.append(len(encodings)))
+    direct = encoding_once(Launcher(SIGNATURE, METADATA), GRID, "function", "metadata")
+    assert direct is not None
+    for _ in range(2):
+        direct(STREAM, arguments(1 << 22))
+    assert found == [0, 1]
 
 
 def test_the_same_descriptor_in_two_places(encodings: list[tuple[Any, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,6 +133,18 @@ def test_two_streams_at_a_time() -> None:
     torch.cuda.synchronize()
     for n, results in enumerate(found):
         assert all(torch.equal(a, b) for a, b in zip(results, wanted[n % 2], strict=True))
+
+
+def test_a_new_thread() -> None:
+    """It has no CUDA context until it calls CUDA's runtime, and memory of PyTorch's cache needs no call."""
+    q, k, v, scale, packing = dense_call(300)
+    wanted, _ = forward(q, k, v, scale, packing), forward(q, k, v, scale, packing)
+    elsewhere = [x.clone() for x in (q, k, v)]
+    del _
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(forward, *elsewhere, scale, packing).result()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_nan_in_a_query_stays_in_its_row() -> None:
