@@ -136,6 +136,7 @@ class Problem:
     def __init__(self, case: Case) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
         self.case = case
+        self._plain: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.lengths = lengths_of(case) if case.packed else [case.seqlen] * case.batch
 
         def draw(heads: int, width: int) -> torch.Tensor:
@@ -163,7 +164,12 @@ class Problem:
         }
 
     def plain(self, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """out, lse, dq of one query head by plain PyTorch; dk and dv are of grouped heads together, so left out."""
+        """out and dq of one query head by plain PyTorch; dk and dv are of grouped heads together, so left out."""
+        if (head, dtype) not in self._plain:
+            self._plain[head, dtype] = self._computed_plainly(head, dtype)
+        return self._plain[head, dtype]
+
+    def _computed_plainly(self, head: int, dtype: torch.dtype) -> list[torch.Tensor]:
         case, t = self.case, self.tensors
         kv_head = head // (case.heads // case.kv_heads)
         tokens = self.lengths[0]
