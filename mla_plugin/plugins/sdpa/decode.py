@@ -44,6 +44,8 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     out = q.new_empty(q.shape)
     lse = q.new_empty(tensors.lse_shape, dtype=compute)
     capacity = tensors.capacity
+    knows_lengths = tensors.seqlens_kv is None or q.device.type == "cpu"
+    sees_all = knows_lengths and tensors.leftpad_kv is None and (not tensors.causal or seqlen_q == 1)
     if q.device.type == "cpu":
         lengths = [capacity] * batch if tensors.seqlens_kv is None else tensors.seqlens_kv.tolist()
         groups = [(b, b + 1, length) for b, length in enumerate(lengths)]
@@ -52,7 +54,7 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
         groups = [(b, min(b + size, batch), capacity) for b in range(0, batch, size)]
     with torch.autocast(q.device.type, enabled=False):  # products in float32, as they are in every backend
         for first, last, length in groups:
-            out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute)
+            out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute, sees_all=sees_all)
     return DecodeOutput(out, lse if tensors.return_lse else None)
 
 
@@ -97,18 +99,37 @@ def _visible(tensors: DecodeTensors, first: int, last: int, length: int) -> torc
 
 
 def _attend(
-    tensors: DecodeTensors, first: int, last: int, length: int, compute: torch.dtype
+    tensors: DecodeTensors, first: int, last: int, length: int, compute: torch.dtype, *, sees_all: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [G, S_q, H, R] and lse [G, H, S_q] of some sequences over their first ``length`` cache rows."""
+    """out [G, S_q, H, R] and lse [G, H, S_q] of some sequences over their first ``length`` cache rows.
+
+    ``sees_all``: every query sees all of these rows, so nothing is masked.
+    """
     q_nope_abs, q_rope = (x[first:last].flatten(1, 2).to(compute) for x in tensors[:2])  # [G, S_q * H, columns]
-    visible = _visible(tensors, first, last, length)
-    seen = visible.any(1)[..., None]  # [G, length, 1]
-    # a row that nobody sees may hold NaN, and 0 * NaN is NaN
-    c_kv, k_rope = (keys.masked_fill(~seen, 0.0) for keys in _keys(tensors, first, last, length, compute))
-    scores = (q_nope_abs @ c_kv.transpose(1, 2) + q_rope @ k_rope.transpose(1, 2)) * tensors.softmax_scale
+    if length == 0:
+        lse = q_rope.new_full((last - first, *tensors.lse_shape[1:]), -torch.inf)
+        return torch.zeros_like(tensors.q_nope_abs[first:last]), lse
+    c_kv, k_rope = _keys(tensors, first, last, length, compute)
+    visible = None if sees_all else _visible(tensors, first, last, length)
+    if visible is not None:
+        seen = visible.any(1)[..., None]  # [G, length, 1]
+        # a row that nobody sees may hold NaN, and 0 * NaN is NaN
+        c_kv, k_rope = (keys.masked_fill(~seen, 0.0) for keys in (c_kv, k_rope))
+    scale = tensors.softmax_scale
+    scores = torch.baddbmm(
+        torch.bmm(q_nope_abs, c_kv.transpose(1, 2)), q_rope, k_rope.transpose(1, 2), beta=scale, alpha=scale
+    )
     seqlen_q, heads = tensors.q_nope_abs.shape[1:3]
-    scores = scores.unflatten(1, (seqlen_q, heads)).masked_fill(~visible[:, :, None], -torch.inf)
-    lse = scores.logsumexp(-1)  # [G, S_q, H]
-    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
-    out = (weights.flatten(1, 2) @ c_kv).unflatten(1, (seqlen_q, heads))
+    scores = scores.unflatten(1, (seqlen_q, heads))
+    if visible is not None:
+        scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
+    highest = scores.amax(-1, keepdim=True)  # [G, S_q, H, 1]
+    if visible is not None:
+        highest = highest.masked_fill_(highest.isneginf(), 0.0)
+    weights = scores.sub_(highest).exp_()  # fewer operators than logsumexp and an exp: a short cache is all overhead
+    total = weights.sum(-1, keepdim=True)
+    lse = highest.add_(total.log()).squeeze(-1)  # [G, S_q, H]
+    if visible is not None:
+        total = total.masked_fill_(total == 0, 1.0)
+    out = torch.bmm(weights.flatten(1, 2), c_kv).unflatten(1, (seqlen_q, heads)).div_(total)
     return out.to(tensors.q_nope_abs.dtype), lse.transpose(1, 2)
