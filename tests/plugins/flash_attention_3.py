@@ -324,11 +324,12 @@ VLLM_SCHEMA = (
 
 
 def vllm_forward(*arguments: Any) -> list[torch.Tensor]:
-    """The operator's kernel, everything but lengths and the mask off."""
+    """The operator's kernel: packed only, everything else off."""
     q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, *rest = arguments
     assert all(x is None for x in (k_new, v_new, q_v, out, cu_k_new))
     assert all(x is None for x in rest[:9])
     scale, causal, left, right, softcap, _, metadata, splits, pack_gqa, margin, *extra = rest[9:]
+    assert cu_q is not None
     assert (softcap, metadata, splits, pack_gqa, margin) == (0.0, None, 1, None, 0)
     assert extra == [None, 1, 0, None]
     call = _call(q, k, v, scale, causal, (left, right), (cu_q, cu_k), (used_q, used_k), (max_q, max_k))

@@ -111,6 +111,8 @@ class TestSglKernel(_Packed):
 
 @pytest.mark.usefixtures("vllm")
 class TestVllm(FlashConformance):
+    """Dense cases too, which it gets laid end to end."""
+
     backend = "fa3"
     may_refuse = REFUSES | DIMS | NO_BACKWARD | NO_WINDOWS
     manager = road("fa3", fa3, VLLM)

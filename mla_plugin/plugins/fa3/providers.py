@@ -1,8 +1,7 @@
 """The packages that carry FlashAttention 3, and how each is called.
 
-Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, under
-functions of packed sequences only. vLLM's hides ``seqused_q``, so its operator is called instead, which takes dense
-tensors too.
+Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, and take
+packed sequences only. vLLM's Python wrapper hides ``seqused_q``, so its operator is called instead.
 """
 
 from __future__ import annotations
@@ -204,16 +203,9 @@ class Vllm(Provider):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
         self.library()
-        result = self._operator()(q, k, v, *_packed(options), *_mask(options))
+        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
+        result = operator(q, k, v, *_packed(options), *_mask(options))
         return result[0], result[1]
-
-    def dense_forward(self, options: Options) -> Run:
-        """See ``Provider``; what follows q, k and v is put together once."""
-        self.library()
-        return self._operator().after(3, *_DENSE, *_mask(options))
-
-    def _operator(self) -> ByPlace:
-        return _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
 
 
 class SglKernel(Provider):
@@ -228,7 +220,7 @@ class SglKernel(Provider):
 
 _KINDS: dict[str, Callable[[str, str], Provider]] = {
     "flash-attn-3": functools.partial(FlashAttn3, takes_dense=True, has_backward=True),
-    "vllm": functools.partial(Vllm, takes_dense=True, has_windows=False),
+    "vllm": functools.partial(Vllm, has_windows=False),
     "sgl-kernel": SglKernel,
 }
 PROVIDERS: tuple[Provider, ...] = tuple(
