@@ -1,8 +1,8 @@
 """The packages that carry FlashAttention 3, and how each is called.
 
 Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, and take
-packed sequences only: vLLM's operator answers dense tensors "This flash attention build only supports varlen". Its Python
-wrapper hides ``seqused_q``, so the operator is called instead.
+packed sequences only: vLLM's operator answers dense tensors "This flash attention build only supports varlen". Its
+Python wrapper hides ``seqused_q``, so the operator is called instead.
 """
 
 from __future__ import annotations
