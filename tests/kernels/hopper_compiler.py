@@ -37,9 +37,10 @@ class Job:
 
 JOBS = (
     *(Job(call="full"), Job(call="window"), Job(call="packed")),
-    *(Job(128, 128, "fp16"), Job(64, 64)),
+    *(Job(128, 128, "fp16"), Job(64, 64), Job(256, 256, call="packed"), Job(96, 64, "fp16", "full")),
     *(Job(call=call, kernel="backward_kv") for call in ("window", "packed")),
     *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
+    *(Job(96, 64, kernel=kernel) for kernel in ("backward_kv", "backward_q")),
     *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
 )
 
@@ -160,7 +161,7 @@ def _of_forward(job: Job) -> _Arguments:
 
     tile = TILES[job.head_dim_qk, job.head_dim_v]
     described = {"Q": (QUERIES // 2, 64), "K": (tile.keys, 64), "V": (tile.keys, job.head_dim_v)}
-    constants = {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "QK_PANELS": job.head_dim_qk // 64}
+    constants = {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "D_QK": job.head_dim_qk}
     constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages}
     return described, {"Out": f"*{job.dtype}", "Lse": "*fp32"}, constants
 
@@ -169,7 +170,7 @@ def _of_backward(job: Job) -> _Arguments:
     described = dict.fromkeys(("Q", "K", "V", "DOut"), (64, 64))
     outputs = ("DK", "DV") if job.kernel == "backward_kv" else ("DQ",)
     others = {"Lse": "*fp32", "Delta": "*fp32"} | dict.fromkeys(outputs, f"*{job.dtype}")
-    first = min(job.head_dim_qk, 128)
+    first = min(128, 1 << job.head_dim_qk.bit_length() - 1)
     return described, others, {"QK0": first, "QK1": job.head_dim_qk - first, "V_PANELS": job.head_dim_v // 64}
 
 

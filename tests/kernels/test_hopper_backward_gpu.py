@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import plain_dkv_for
+from mla_plugin.kernels.hopper.rule import TILES, plain_backward_because, plain_dkv_for
 from mla_plugin.kernels.prefill.launch_backward import backward
 from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
@@ -23,6 +23,8 @@ pytestmark = [
     ),
 ]
 
+PAIRS = [pair for pair in TILES if plain_backward_because(*pair) is None]
+OTHERS = [pair for pair in PAIRS if pair != (192, 128)]
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]
 
 
@@ -87,7 +89,14 @@ def test_deepseek(layout: str, mask: str) -> None:
 
 @pytest.mark.parametrize("seed", range(100, 144))
 def test_factors_in_combination(seed: int) -> None:
-    check(draw(seed))
+    check(draw(seed, pairs=PAIRS))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("head_dims", OTHERS, ids=lambda pair: "{}/{}".format(*pair))
+def test_other_head_dimensions(head_dims: tuple[int, int], layout: str) -> None:
+    for seed in range(200, 206):
+        check(draw(seed, layout, head_dims=head_dims))
 
 
 def test_200_runs_agree_bit_for_bit() -> None:

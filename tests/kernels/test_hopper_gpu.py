@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import plain_kernel_for
+from mla_plugin.kernels.hopper.rule import TILES, plain_kernel_for
 from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 from tests.kernels.hopper_draws import Draw, draw
@@ -29,6 +29,7 @@ MASKS = {
     "window": (100, 0, True),
     "band": (70, 30, False),
 }
+OTHERS = [pair for pair in TILES if pair != (192, 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +68,26 @@ def test_factors_in_combination(seed: int) -> None:
     check(draw(seed))
 
 
-def packed_call(lengths: list[int], heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("head_dims", OTHERS, ids=lambda pair: "{}/{}".format(*pair))
+def test_other_head_dimensions(head_dims: tuple[int, int], layout: str) -> None:
+    for seed in range(200, 206):
+        check(draw(seed, layout, head_dims=head_dims))
+
+
+def packed_call(
+    lengths: list[int], heads: int = 4, head_dims: tuple[int, int] = (192, 128)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
+    head_dim_qk, head_dim_v = head_dims
     generator = torch.Generator("cuda").manual_seed(sum(lengths))
     q, k, v = (
         torch.randn(sum(lengths), heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
-        for width in (192, 192, 128)
+        for width in (head_dim_qk, head_dim_qk, head_dim_v)
     )
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     longest = max(lengths)
     packing = Packing("thd", longest, longest, cu_seqlens, cu_seqlens, mask=Band(-1, 0, True), same_lengths=True)
-    return q, k, v, 192**-0.5, packing
+    return q, k, v, head_dim_qk**-0.5, packing
 
 
 def dense_call(seqlen: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
@@ -85,7 +96,9 @@ def dense_call(seqlen: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def test_200_runs_agree_bit_for_bit() -> None:
-    for call in (dense_call(1111, 16), packed_call([700, 1, 0, 130, 1500, 64])):
+    lengths = [700, 1, 0, 130, 1500, 64]
+    wide = packed_call(lengths, head_dims=(256, 256))
+    for call in (dense_call(1111, 16), packed_call(lengths), wide):
         first = forward(*call)
         for _ in range(200):
             assert all(torch.equal(a, b) for a, b in zip(forward(*call), first, strict=True))

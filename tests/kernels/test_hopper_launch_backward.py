@@ -26,11 +26,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 class Given:
     """A call's tensors and its launches."""
 
-    def __init__(self, layout: str, band: Band, same_lengths: bool = False) -> None:
+    def __init__(
+        self, layout: str, band: Band, same_lengths: bool = False, head_dims: tuple[int, int] = (192, 128)
+    ) -> None:
+        head_dim_qk, head_dim_v = head_dims
         shapes, kv_shapes = SHAPES[layout], KV_SHAPES[layout]
         self.inputs = tuple(
             torch.zeros(*shape, width + 8, dtype=torch.float16)[..., :width]
-            for shape, width in ((shapes, 192), (kv_shapes, 192), (kv_shapes, 128), (shapes, 128))
+            for shape, width in (
+                *((shapes, head_dim_qk), (kv_shapes, head_dim_qk)),
+                *((kv_shapes, head_dim_v), (shapes, head_dim_v)),
+            )
         )
         q, k, v, dout = self.inputs
         lengths = {}
@@ -98,6 +104,16 @@ def test_every_tensor_has_its_place(layout: str) -> None:
     if layout != "thd":
         assert (q["num_tiles"], q["num_tickets"]) == (3, 3 * 8)
         assert (kv["num_tiles"], kv["num_tickets"]) == (2, 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "parts"), [((192, 128), (128, 64, 2)), ((64, 64), (64, 0, 1)), ((96, 64), (64, 32, 1))]
+)
+def test_sums_have_powers_of_2_columns(head_dims: tuple[int, int], parts: tuple[int, int, int]) -> None:
+    given = Given("bshd", CAUSAL, head_dims=head_dims)
+    for call in (*given.kv(), *given.q()):
+        found = by_name(*call)
+        assert (found["QK0"], found["QK1"], found["V_PANELS"]) == parts
 
 
 def test_packed_sequences_have_plans_in_memory_of_the_call() -> None:

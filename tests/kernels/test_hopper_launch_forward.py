@@ -21,10 +21,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(
-    layout: str, band: Band, monkeypatch: pytest.MonkeyPatch, is_padded: bool = False
+    layout: str,
+    band: Band,
+    monkeypatch: pytest.MonkeyPatch,
+    is_padded: bool = False,
+    head_dims: tuple[int, int] = (192, 128),
 ) -> tuple[list[torch.Tensor], list[tuple], list[tuple]]:
     """The tensors of two equal calls, and what the plan and the kernel were given."""
-    q, k, v = (torch.zeros(*SHAPES[layout], width + 8, dtype=torch.float16)[..., :width] for width in (192, 192, 128))
+    widths = head_dims[0], head_dims[0], head_dims[1]
+    q, k, v = (torch.zeros(*SHAPES[layout], width + 8, dtype=torch.float16)[..., :width] for width in widths)
     given = {}
     if layout == "thd":
         given = {f"cu_seqlens_{side}": torch.tensor([0, 40, 290], dtype=torch.int32) for side in ("q", "kv")}
@@ -38,18 +43,28 @@ def launched(
     monkeypatch.setattr(forward, "_launch", lambda *arguments: kernels.append(arguments))
     if layout == "thd":
         monkeypatch.setattr(forward, "_plan", lambda *arguments: plans.append(arguments))
-    out, lse = q.new_empty((*q.shape[:-1], 128)), q.new_empty(packing.layout.lse_shape(q.shape), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:-1], head_dims[1]))
+    lse = q.new_empty(packing.layout.lse_shape(q.shape), dtype=torch.float32)
     for _ in range(2):
         forward(q, k, v, out, lse, *packing.offsets())
     return [q, k, v, out, lse, *packing.offsets()], plans, kernels
 
 
+BLOCKS = {
+    (192, 128): ([1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 128]),
+    (256, 256): ([1, 1, 64, 64], [1, 1, 64, 64], [1, 1, 64, 256]),
+    (96, 64): ([1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 64]),
+}
+
+
 @pytest.mark.parametrize("layout", SHAPES)
-def test_descriptors_say_where_the_tensors_lie(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, _, (first, second) = launched(layout, CAUSAL, monkeypatch)
+@pytest.mark.parametrize("head_dims", BLOCKS)
+def test_descriptors_say_where_the_tensors_lie(
+    head_dims: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, _, (first, second) = launched(layout, CAUSAL, monkeypatch, head_dims=head_dims)
     axes = {"bshd": (0, 2, 1), "sbhd": (1, 2, 0), "bhsd": (0, 1, 2), "thd": (None, 1, 0)}[layout]
-    blocks = ([1, 1, 64, 64], [1, 1, 128, 64], [1, 1, 128, 128])
-    for x, source, block in zip(tensors, first, blocks, strict=False):
+    for x, source, block in zip(tensors, first, BLOCKS[head_dims], strict=False):
         assert source.base.data_ptr() == x.data_ptr()
         assert source.block_shape == block
         assert source.shape == [*(1 if axis is None else x.shape[axis] for axis in axes), x.shape[-1]]

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.hopper.computing_kv import compute_kv
 from mla_plugin.kernels.hopper.loading_backward import LOADERS, load_kv
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES
+from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES, panels_of
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -63,7 +63,7 @@ def attention_backward_kv_kernel(
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
-    panels: gl.constexpr = (QK0 + QK1) // PANEL
+    panels: gl.constexpr = panels_of(QK0 + QK1)
     q_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * panels, 1, 1, ROWS, PANEL], Q.layout)
     d_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
     k_tiles = gl.allocate_shared_memory(Q.dtype, [2 * panels, 1, 1, ROWS, PANEL], Q.layout)

@@ -16,12 +16,15 @@ from mla_plugin.kernels.hopper.pieces import (
     PANEL,
     RECORDS,
     ROWS,
+    columns_of,
     kv_tiles,
     matrix_layout,
+    panels_of,
     product_layout,
     read_record,
     store_layout,
     synchronize,
+    width_of,
 )
 
 _CLEANED = gl.constexpr(16)
@@ -29,22 +32,15 @@ _CLEANED = gl.constexpr(16)
 
 
 @gluon.jit
-def _scores(q_tiles, which, k_tiles, stage, BLOCK_N: gl.constexpr, QK_PANELS: gl.constexpr):
+def _scores(q_tiles, which, k_tiles, stage, BLOCK_N: gl.constexpr, D_QK: gl.constexpr):
     """Q K^T of a warpgroup, asked for and not yet there: [64, BLOCK_N]."""
-    layout: gl.constexpr = matrix_layout(q_tiles.dtype)
+    panels: gl.constexpr = panels_of(D_QK)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    for panel in gl.static_range(QK_PANELS):
-        q = q_tiles.index(which * QK_PANELS + panel)._reinterpret(q_tiles.dtype, [ROWS, PANEL], layout)
-        k = k_tiles.index(stage * QK_PANELS + panel)._reinterpret(q_tiles.dtype, [BLOCK_N, PANEL], layout)
+    for panel in gl.static_range(panels):
+        q = columns_of(q_tiles, which * panels + panel, width_of(panel, D_QK))
+        k = columns_of(k_tiles, stage * panels + panel, width_of(panel, D_QK))
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=panel > 0, is_async=True)
     return s
-
-
-@gluon.jit
-def _values(v_tiles, stage, BLOCK_N: gl.constexpr, V_COLUMNS: gl.constexpr):
-    """V [BLOCK_N, V_COLUMNS] in shared memory."""
-    layout: gl.constexpr = matrix_layout(v_tiles.dtype)
-    return v_tiles.index(stage)._reinterpret(v_tiles.dtype, [BLOCK_N, V_COLUMNS], layout)
 
 
 @gluon.jit
@@ -91,7 +87,7 @@ def _attend(
     which: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    QK_PANELS: gl.constexpr,
+    D_QK: gl.constexpr,
     V_COLUMNS: gl.constexpr,
     MASKED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -109,10 +105,10 @@ def _attend(
         step += 1
         stage = step % STAGES
         mbarrier.wait(k_full.index(stage), step // STAGES & 1)
-        s = _scores(q_tiles, which, k_tiles, stage, BLOCK_N, QK_PANELS)
+        s = _scores(q_tiles, which, k_tiles, stage, BLOCK_N, D_QK)
         mbarrier.wait(v_full.index(before), phase)
         p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
-        acc = warpgroup_mma(p, _values(v_tiles, before, BLOCK_N, V_COLUMNS), acc, is_async=True)
+        acc = warpgroup_mma(p, columns_of(v_tiles, before, V_COLUMNS), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k_empty.index(stage))
         w, row_max, rescale = _weights(
@@ -168,7 +164,7 @@ def compute(
     D_V: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    QK_PANELS: gl.constexpr,
+    D_QK: gl.constexpr,
     V_COLUMNS: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
@@ -221,7 +217,7 @@ def compute(
             mbarrier.wait(q_full.index(which), tile & 1)
             tile += 1
             mbarrier.wait(k_full.index(stage), step // STAGES & 1)
-            s = _scores(q_tiles, which, k_tiles, stage, BLOCK_N, QK_PANELS)
+            s = _scores(q_tiles, which, k_tiles, stage, BLOCK_N, D_QK)
             s = warpgroup_mma_wait(0, [s])
             mbarrier.arrive(k_empty.index(stage))
             if HAS_LENGTHS:
@@ -237,25 +233,25 @@ def compute(
                 acc, row_max, row_sum, w, step = _attend(
                     acc, row_max, row_sum, w, step, last - 1, whole_last, limit, start, scale_log2,
                     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
-                    BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
+                    BLOCK_N, STAGES, D_QK, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
                 )
             acc, row_max, row_sum, w, step = _attend(
                 acc, row_max, row_sum, w, step, whole_last, whole_first, limit, start, scale_log2,
                 q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
-                BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, False, HAS_LEFT, HAS_RIGHT,
+                BLOCK_N, STAGES, D_QK, V_COLUMNS, False, HAS_LEFT, HAS_RIGHT,
             )
             if HAS_LEFT:
                 acc, row_max, row_sum, w, step = _attend(
                     acc, row_max, row_sum, w, step, whole_first, first, limit, start, scale_log2,
                     q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, which,
-                    BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
+                    BLOCK_N, STAGES, D_QK, V_COLUMNS, True, HAS_LEFT, HAS_RIGHT,
                 )
             # fmt: on
             mbarrier.arrive(q_empty.index(which))
             stage = step % STAGES
             mbarrier.wait(v_full.index(stage), step // STAGES & 1)
             p = gl.convert_layout(w.to(v_tiles.dtype), weights_layout)
-            acc = warpgroup_mma(p, _values(v_tiles, stage, BLOCK_N, V_COLUMNS), acc, is_async=True)
+            acc = warpgroup_mma(p, columns_of(v_tiles, stage, V_COLUMNS), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(v_empty.index(stage))
             step += 1

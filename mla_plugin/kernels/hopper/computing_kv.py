@@ -6,13 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mla_plugin.kernels.hopper.panels import add_transposed, clean, columns_of, operand, packed, store, unpacked
+from mla_plugin.kernels.hopper.panels import add_transposed, clean, operand, packed, store, unpacked
 from mla_plugin.kernels.hopper.pieces import (
     FIELDS,
     PANEL,
     RECORDS,
     ROWS,
     STAGES,
+    columns_of,
+    panels_of,
     product_layout,
     query_tiles,
     read_record,
@@ -56,7 +58,7 @@ def _finish(p, dv, stage, which, tiles, V_PANELS: gl.constexpr):
     _, d_tiles, _, v_tiles, _, delta_tiles, _ = tiles
     layout: gl.constexpr = product_layout(PANEL)
     dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(delta_tiles, stage)
-    dp = add_transposed(dp, v_tiles, which * V_PANELS, d_tiles, stage * V_PANELS, V_PANELS, False)
+    dp = add_transposed(dp, v_tiles, which * V_PANELS, d_tiles, stage * V_PANELS, V_PANELS * PANEL, False)
     dv = warpgroup_mma(operand(p, p.dtype), columns_of(d_tiles, stage * V_PANELS, V_PANELS * PANEL), dv, is_async=True)
     return dp, dv
 
@@ -91,7 +93,7 @@ def _attend(
     """
     q_tiles, _, k_tiles, _, lse_tiles, _, _ = tiles
     _, _, _, _, q_full, q_empty, d_full, d_empty = barriers
-    panels: gl.constexpr = (QK0 + QK1) // PANEL
+    panels: gl.constexpr = panels_of(QK0 + QK1)
     layout: gl.constexpr = product_layout(PANEL)
     inverse = 1.0 / scale_log2
     for m in range(first, last):
@@ -103,7 +105,7 @@ def _attend(
         if MASKED:
             _clean_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
         s = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(lse_tiles, stage) * inverse
-        s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, panels, False)
+        s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
         a = operand(ds, q_tiles.dtype)
         dk0 = warpgroup_mma(a, columns_of(q_tiles, before * panels, QK0), dk0, is_async=True)
         if QK1 > 0:
@@ -162,7 +164,7 @@ def compute_kv(
     (DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, group, max_seqlen_kv,
      window_left, window_right, softmax_scale) = given
     # fmt: on
-    panels: gl.constexpr = (QK0 + QK1) // PANEL
+    panels: gl.constexpr = panels_of(QK0 + QK1)
     layout: gl.constexpr = product_layout(PANEL)
     scale_log2 = softmax_scale * 1.4426950408889634
     inverse = 1.0 / scale_log2
@@ -202,7 +204,7 @@ def compute_kv(
             mbarrier.wait(q_full.index(stage), phase)
             _clean_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
             s = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(lse_tiles, stage) * inverse
-            s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, panels, False)
+            s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
             s = warpgroup_mma_wait(0, [s])
             p = _weights(s, first_row, last_row, scale_log2, first * ROWS, True, HAS_LEFT, HAS_RIGHT)
             p = packed(p, q_tiles.dtype)

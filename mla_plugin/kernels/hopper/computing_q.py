@@ -6,14 +6,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mla_plugin.kernels.hopper.panels import add_transposed, clean, columns_of, operand, store
+from mla_plugin.kernels.hopper.panels import add_transposed, clean, operand, store
 from mla_plugin.kernels.hopper.pieces import (
     FIELDS,
     PANEL,
     RECORDS,
     ROWS,
     STAGES,
+    columns_of,
     kv_tiles,
+    panels_of,
     product_layout,
     read_record,
     rows_with_keys,
@@ -21,15 +23,16 @@ from mla_plugin.kernels.hopper.pieces import (
 
 
 @gluon.jit
-def _products(delta, which, stage, tiles, v_full, phase, QK_PANELS: gl.constexpr, V_PANELS: gl.constexpr):
+def _products(delta, which, stage, tiles, v_full, phase, D_QK: gl.constexpr, V_PANELS: gl.constexpr):
     """Q K^T and dO V^T - delta, both asked for and not yet there; K has come."""
     q_tiles, d_tiles, k_tiles, v_tiles, _ = tiles
     layout: gl.constexpr = product_layout(ROWS)
     s = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    s = add_transposed(s, q_tiles, which * QK_PANELS, k_tiles, stage * QK_PANELS, QK_PANELS, True)
+    panels: gl.constexpr = panels_of(D_QK)
+    s = add_transposed(s, q_tiles, which * panels, k_tiles, stage * panels, D_QK, True)
     mbarrier.wait(v_full.index(stage), phase)
     dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - delta[:, None]
-    dp = add_transposed(dp, d_tiles, which * V_PANELS, v_tiles, stage * V_PANELS, V_PANELS, False)
+    dp = add_transposed(dp, d_tiles, which * V_PANELS, v_tiles, stage * V_PANELS, V_PANELS * PANEL, False)
     return s, dp
 
 
@@ -75,7 +78,7 @@ def _attend(
     """
     k_tiles = tiles[2]
     k_full, k_empty, v_full, v_empty = barriers[4], barriers[5], barriers[6], barriers[7]
-    panels: gl.constexpr = (QK0 + QK1) // PANEL
+    panels: gl.constexpr = panels_of(QK0 + QK1)
     parts: gl.constexpr = 2 if QK1 > 0 else 1
     for n in range(high - low):
         before = step % STAGES
@@ -83,7 +86,7 @@ def _attend(
         stage = step % STAGES
         phase = step // STAGES & 1
         mbarrier.wait(k_full.index(stage), phase)
-        s, dp = _products(delta, which, stage, tiles, v_full, phase, panels, V_PANELS)
+        s, dp = _products(delta, which, stage, tiles, v_full, phase, QK0 + QK1, V_PANELS)
         a = operand(ds, k_tiles.dtype)
         dq0 = warpgroup_mma(a, columns_of(k_tiles, before * panels, QK0), dq0, is_async=True)
         if QK1 > 0:
@@ -123,7 +126,7 @@ def compute_q(
     (Lse, Delta, DQ, stride_dqb, stride_dqh, stride_dqm, stride_lb, stride_lh, max_seqlen_q, window_left, window_right,
      softmax_scale) = given
     # fmt: on
-    panels: gl.constexpr = (QK0 + QK1) // PANEL
+    panels: gl.constexpr = panels_of(QK0 + QK1)
     layout: gl.constexpr = product_layout(ROWS)
     scale_log2 = softmax_scale * 1.4426950408889634
     record = 0
@@ -169,7 +172,7 @@ def compute_q(
             if HAS_LENGTHS:
                 if last * ROWS > seqlen_kv:
                     clean(k_tiles, stage * panels, 0, seqlen_kv - (last - 1) * ROWS, panels)
-            s, dp = _products(delta, which, stage, tiles, v_full, phase, panels, V_PANELS)
+            s, dp = _products(delta, which, stage, tiles, v_full, phase, QK0 + QK1, V_PANELS)
             s = warpgroup_mma_wait(V_PANELS, [s])
             p = gl.exp2(s * scale_log2 - lse[:, None])
             dp = warpgroup_mma_wait(0, [dp])

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.hopper.computing import compute
 from mla_plugin.kernels.hopper.loading import load
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS
+from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, panels_of
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -44,7 +44,7 @@ def attention_forward_kernel(
     D_V: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    QK_PANELS: gl.constexpr,
+    D_QK: gl.constexpr,
     V_COLUMNS: gl.constexpr,
     DYNAMIC: gl.constexpr,
     PACKED: gl.constexpr,
@@ -59,8 +59,9 @@ def attention_forward_kernel(
     Q, K, V: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64], [1, 1, BLOCK_N, 64] and
     [1, 1, BLOCK_N, V_COLUMNS]. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [2 * QK_PANELS, 1, 1, ROWS, PANEL], Q.layout)
-    k_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * QK_PANELS, 1, 1, BLOCK_N, PANEL], K.layout)
+    qk_panels: gl.constexpr = panels_of(D_QK)
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [2 * qk_panels, 1, 1, ROWS, PANEL], Q.layout)
+    k_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * qk_panels, 1, 1, BLOCK_N, PANEL], K.layout)
     v_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES, 1, 1, BLOCK_N, V_COLUMNS], V.layout)
     records = gl.allocate_shared_memory(gl.int32, [RECORDS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -94,17 +95,17 @@ def attention_forward_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                tiles, barriers, given, 0, D_V, BLOCK_N, STAGES, QK_PANELS, V_COLUMNS,
+                tiles, barriers, given, 0, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (compute, (
-                tiles, barriers, given, 1, D_V, BLOCK_N, STAGES, QK_PANELS, V_COLUMNS,
+                tiles, barriers, given, 1, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load, (
                 Q, K, V, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
                 num_tiles, num_tickets, num_heads, group, together,
-                max_seqlen_q, max_seqlen_kv, window_left, window_right, BLOCK_N, STAGES, QK_PANELS, V_COLUMNS, DYNAMIC,
+                max_seqlen_q, max_seqlen_kv, window_left, window_right, BLOCK_N, STAGES, qk_panels, V_COLUMNS, DYNAMIC,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
         ],

@@ -90,7 +90,7 @@ class Backward:
 def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
     """The fixed arguments of both kernels; ``heads``: that have tiles, in one sequence of a dense batch."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
-    wide = 2 * PANEL.value
+    first = min(2 * PANEL.value, 1 << head_dim_qk.bit_length() - 1)  # a product has a power of 2 columns
     return {
         **named_strides("l", "bh", kind.lse_strides),
         "num_tiles": tiles,
@@ -102,8 +102,8 @@ def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, ob
         "window_left": kind.band.left,
         "window_right": kind.band.right,
         "softmax_scale": kind.softmax_scale,
-        "QK0": min(head_dim_qk, wide),
-        "QK1": max(head_dim_qk - wide, 0),
+        "QK0": first,
+        "QK1": head_dim_qk - first,
         "V_PANELS": head_dim_v // PANEL.value,
         "DYNAMIC": is_dynamic,
         "PACKED": kind.layout.is_packed,

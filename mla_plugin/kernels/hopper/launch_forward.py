@@ -96,7 +96,7 @@ def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Lau
         "D_V": head_dim_v,
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
-        "QK_PANELS": head_dim_qk // PANEL.value,
+        "D_QK": head_dim_qk,
         "V_COLUMNS": head_dim_v,
         "DYNAMIC": is_dynamic,
         "PACKED": kind.layout.is_packed,

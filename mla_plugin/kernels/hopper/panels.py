@@ -6,7 +6,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, matrix_layout, product_layout, store_layout, synchronize
+from mla_plugin.kernels.hopper.pieces import (
+    PANEL,
+    ROWS,
+    columns_of,
+    matrix_layout,
+    panels_of,
+    product_layout,
+    store_layout,
+    synchronize,
+    width_of,
+)
 
 _CLEANED = gl.constexpr(16)
 """Rows that are cleaned at a time."""
@@ -20,17 +30,11 @@ _FROM_FLOAT16 = gl.constexpr(
 
 
 @gluon.jit
-def columns_of(panels, first, COLUMNS: gl.constexpr):
-    """Panel ``first`` and those behind it as [64, COLUMNS]."""
-    return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
-
-
-@gluon.jit
-def add_transposed(acc, a, first_a, b, first_b, PANELS: gl.constexpr, IS_ZERO: gl.constexpr):
-    """acc + A B^T of two tiles [64, PANELS * 64], asked for and not yet there: [64, 64]. IS_ZERO: acc is 0."""
-    for panel in gl.static_range(PANELS):
-        left = columns_of(a, first_a + panel, PANEL)
-        right = columns_of(b, first_b + panel, PANEL).permute((1, 0))
+def add_transposed(acc, a, first_a, b, first_b, COLUMNS: gl.constexpr, IS_ZERO: gl.constexpr):
+    """acc + A B^T of two tiles [64, COLUMNS], asked for and not yet there: [64, 64]. IS_ZERO: acc is 0."""
+    for panel in gl.static_range(panels_of(COLUMNS)):
+        left = columns_of(a, first_a + panel, width_of(panel, COLUMNS))
+        right = columns_of(b, first_b + panel, width_of(panel, COLUMNS)).permute((1, 0))
         acc = warpgroup_mma(left, right, acc, use_acc=(not IS_ZERO) or panel > 0, is_async=True)
     return acc
 

@@ -12,7 +12,7 @@ rows_with_keys = gluon.jit(tile_math.rows_with_keys.fn)
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 PANEL = gl.constexpr(64)
-"""Columns that one copy brings: 128 bytes, the widest swizzle. A row of 192 columns is three panels."""
+"""Columns that one copy brings: 128 bytes, the widest swizzle. 192 columns are three panels, 96 one and a half."""
 ROWS = gl.constexpr(64)
 """Queries of a warpgroup; two of them share the keys and values."""
 STAGES = gl.constexpr(3)
@@ -21,6 +21,18 @@ RECORDS = gl.constexpr(2)
 """Query tiles that the loading warp may be ahead with its records."""
 FIELDS = gl.constexpr(8)
 """Numbers kept for a record, of which six are used."""
+
+
+@gluon.constexpr_function
+def panels_of(columns):
+    """Panels that hold so many columns; the copy engine fills the last one with zeros."""
+    return -(-columns // PANEL.value)
+
+
+@gluon.constexpr_function
+def width_of(panel, columns):
+    """How many of so many columns a panel has."""
+    return min(PANEL.value, columns - panel * PANEL.value)
 
 
 @gluon.constexpr_function
@@ -56,6 +68,17 @@ def store_layout(columns):
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 64).bit_length())]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def columns_of(panels, first, COLUMNS: gl.constexpr):
+    """The first COLUMNS columns of panel ``first`` and those behind it as a matrix."""
+    layout: gl.constexpr = matrix_layout(panels.dtype)
+    whole: gl.constexpr = panels_of(COLUMNS) * PANEL
+    matrix = panels.index(first)._reinterpret(panels.dtype, [panels.shape[3], whole], layout)
+    if whole > COLUMNS:
+        matrix = matrix.slice(0, COLUMNS, 1)
+    return matrix
 
 
 @gluon.jit
