@@ -41,6 +41,7 @@ JOBS = (
     *(Job(call=call, kernel="backward_kv") for call in ("window", "packed")),
     *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
     *(Job(96, 64, kernel=kernel) for kernel in ("backward_kv", "backward_q")),
+    *(Job(256, 256, call="full", kernel="backward_kv"), Job(256, 256, "fp16", kernel="backward_q")),
     *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
 )
 
@@ -170,7 +171,7 @@ def _of_backward(job: Job) -> _Arguments:
     described = dict.fromkeys(("Q", "K", "V", "DOut"), (64, 64))
     outputs = ("DK", "DV") if job.kernel == "backward_kv" else ("DQ",)
     others = {"Lse": "*fp32", "Delta": "*fp32"} | dict.fromkeys(outputs, f"*{job.dtype}")
-    first = min(128, 1 << job.head_dim_qk.bit_length() - 1)
+    first = 1 << job.head_dim_qk.bit_length() - 1
     return described, others, {"QK0": first, "QK1": job.head_dim_qk - first, "V_PANELS": job.head_dim_v // 64}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,20 +79,15 @@ def _cumulated(values: list[int], first: int = 0) -> torch.Tensor:
     return torch.tensor(list(itertools.accumulate(values, initial=first)), dtype=torch.int32)
 
 
-def draw(
-    seed: int, layout: str | None = None, pairs: Sequence[tuple[int, int]] = tuple(TILES), **fixed: object
-) -> Draw:
-    """The call of this seed, with one of these pairs of head dimensions.
-
-    ``fixed``: head_dims, dtype, left, right, bottom_right instead of random ones.
-    """
+def draw(seed: int, layout: str | None = None, **fixed: object) -> Draw:
+    """The call of this seed. ``fixed``: head_dims, dtype, left, right, bottom_right instead of random ones."""
     rng = random.Random(seed)
     drawn = rng.choice(("bshd", "sbhd", "bhsd", "thd", "thd"))
     layout = layout or drawn
     batch, kv_heads, group = rng.choice((1, 2, 3, 7)), rng.choice((1, 2)), rng.choice((1, 2, 3))
     has_lengths, is_padded = layout == "thd" or rng.random() < 0.5, rng.random() < 0.5
     values = {
-        "head_dims": rng.choice([*pairs, (192, 128), (192, 128)]),
+        "head_dims": rng.choice([*TILES, (192, 128), (192, 128)]),
         "dtype": rng.choice((torch.bfloat16, torch.float16)),
         "left": rng.choice((-1, -1, *_WINDOWS)),
         "right": rng.choice((-1, 0, 0, 0, *_WINDOWS)),

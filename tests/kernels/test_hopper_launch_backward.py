@@ -107,13 +107,24 @@ def test_every_tensor_has_its_place(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "parts"), [((192, 128), (128, 64, 2)), ((64, 64), (64, 0, 1)), ((96, 64), (64, 32, 1))]
+    ("head_dims", "parts"),
+    [((192, 128), (128, 64, 2)), ((64, 64), (64, 0, 1)), ((96, 64), (64, 32, 1)), ((256, 256), (256, 0, 4))],
 )
 def test_sums_have_powers_of_2_columns(head_dims: tuple[int, int], parts: tuple[int, int, int]) -> None:
     given = Given("bshd", CAUSAL, head_dims=head_dims)
     for call in (*given.kv(), *given.q()):
         found = by_name(*call)
         assert (found["QK0"], found["QK1"], found["V_PANELS"]) == parts
+
+
+def test_at_256_a_key_tile_has_64_keys() -> None:
+    given = Given("bshd", CAUSAL, head_dims=(256, 256))
+    kv, q = by_name(*given.kv()[-1]), by_name(*given.q()[-1])
+    assert (q["num_tiles"], q["num_tickets"]) == (3, 3 * 8)
+    assert (kv["num_tiles"], kv["num_tickets"]) == (4, 4 * 4)
+    planned = by_name(*Given("thd", CAUSAL, head_dims=(256, 256)).kv()[0])
+    assert planned["QUERIES"] == 64
+    assert planned["Work"].numel() == plan.HEADER + 2 * (200 // 64 + 2)
 
 
 def test_packed_sequences_have_plans_in_memory_of_the_call() -> None:

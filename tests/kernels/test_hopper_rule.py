@@ -175,15 +175,6 @@ BACKWARD = "backward by the Hopper kernels"
                 f"{BACKWARD}, dQ by the plain kernel: it is faster at head dimensions 64/64",
             ),
         ),
-        (
-            H100,
-            {"head_dim_qk": 256, "head_dim_v": 256},
-            (
-                "forward by the Hopper kernel",
-                "backward by the plain kernels: at head dimensions 256/256 the Hopper kernels would need more "
-                "registers than there are",
-            ),
-        ),
         (A100, {}, ()),
     ],
 )
@@ -211,13 +202,6 @@ def test_dout_can_be_copied_by_tiles(dout: torch.Tensor, reason: str | None, hop
     for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
         found = rule_of(kind(*tensors()), dout.stride())
         assert found is None if reason is None else re.match(reason, found)
-
-
-def test_at_256_the_plain_kernels_compute_the_backward(hopper: None) -> None:
-    given = [torch.zeros(2, 8, 4, 256, dtype=torch.bfloat16) for _ in range(3)]
-    assert rule.plain_kernel_for(kind(*given)) is None
-    for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
-        assert rule_of(kind(*given), given[0].stride()).startswith("at head dimensions 256/256")
 
 
 def test_what_the_forward_does_not_take_the_backward_does_not(hopper: None) -> None:

@@ -67,14 +67,15 @@ def seen(query: int, key: int, lengths: tuple[int, int], left: int, right: int, 
     return inside and (left < 0 or ahead >= -left) and (right < 0 or ahead <= right)
 
 
+@pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("seed", range(40))
-def test_query_tiles_of_a_key_tile(seed: int) -> None:
+def test_query_tiles_of_a_key_tile(seed: int, block: int) -> None:
     seqlen_q, seqlen_kv, left, right, bottom_right = draws(seed)
     lengths, diagonal = (seqlen_q, seqlen_kv), seqlen_kv - seqlen_q if bottom_right else 0
     rows = [any(seen(i, j, lengths, left, right, diagonal) for j in range(seqlen_kv)) for i in range(seqlen_q)]
-    for start_n in range(0, 384, 2 * ROWS):
+    for start_n in range(0, 384, block):
         first, whole_first, whole_last, last, lowest, highest = query_tiles(
-            *map(_Number, (start_n, *lengths, left, right, 2 * ROWS)), bottom_right, left >= 0, right >= 0
+            *map(_Number, (start_n, *lengths, left, right, block)), bottom_right, left >= 0, right >= 0
         )
         assert first <= last
         needed = [
@@ -83,7 +84,7 @@ def test_query_tiles_of_a_key_tile(seed: int) -> None:
             if any(
                 seen(i, j, lengths, left, right, diagonal)
                 for i in range(m * ROWS, (m + 1) * ROWS)
-                for j in range(start_n, start_n + 2 * ROWS)
+                for j in range(start_n, start_n + block)
             )
         ]
         assert all(first <= m < last for m in needed)
@@ -98,7 +99,7 @@ def test_query_tiles_of_a_key_tile(seed: int) -> None:
         for m in range(whole_first, whole_last):
             assert lowest <= m * ROWS
             assert (m + 1) * ROWS <= highest
-            for j in (start_n, min(start_n + 2 * ROWS, seqlen_kv) - 1):
+            for j in (start_n, min(start_n + block, seqlen_kv) - 1):
                 assert seen(m * ROWS, j, lengths, left, right, diagonal)
                 assert seen((m + 1) * ROWS - 1, j, lengths, left, right, diagonal)
 

@@ -10,8 +10,41 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_plugin.kernels.hopper.computing_kv import compute_kv
+from mla_plugin.kernels.hopper.computing_kv_wide import compute_kv_wide
 from mla_plugin.kernels.hopper.loading_backward import LOADERS, load_kv
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES, panels_of
+from mla_plugin.kernels.hopper.pieces import (
+    FIELDS,
+    PANEL,
+    RECORDS,
+    ROWS,
+    STAGES,
+    WIDE_STAGES,
+    is_wide,
+    matrix_layout,
+    panels_of,
+)
+
+
+@gluon.jit
+def _compute(
+    tiles,
+    barriers,
+    handed,
+    given,
+    which: gl.constexpr,
+    QK0: gl.constexpr,
+    QK1: gl.constexpr,
+    V_PANELS: gl.constexpr,
+    PACKED: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+):
+    """A computing warpgroup."""
+    if is_wide(QK0):
+        compute_kv_wide(tiles, barriers, handed, given, which, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT)
+    else:
+        compute_kv(tiles, barriers, given, which, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -58,60 +91,72 @@ def attention_backward_kv_kernel(
     HAS_RIGHT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One program a multiprocessor, which takes key tiles of 128 rows until there are none.
+    """One program a multiprocessor, which takes key tiles of 128 rows, wide ones of 64, until there are none.
 
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * panels, 1, 1, ROWS, PANEL], Q.layout)
-    d_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
-    k_tiles = gl.allocate_shared_memory(Q.dtype, [2 * panels, 1, 1, ROWS, PANEL], Q.layout)
-    v_tiles = gl.allocate_shared_memory(Q.dtype, [2 * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    wide: gl.constexpr = is_wide(QK0)
+    owners: gl.constexpr = 1 if wide else 2  # warpgroups with keys of their own
+    stages: gl.constexpr = WIDE_STAGES if wide else STAGES
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [stages * panels, 1, 1, ROWS, PANEL], Q.layout)
+    d_tiles = gl.allocate_shared_memory(Q.dtype, [stages * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
+    k_tiles = gl.allocate_shared_memory(Q.dtype, [owners * panels, 1, 1, ROWS, PANEL], Q.layout)
+    v_tiles = gl.allocate_shared_memory(Q.dtype, [owners * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [stages, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [stages, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     records = gl.allocate_shared_memory(gl.int32, [RECORDS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     r_full = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], barrier)
     r_empty = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], barrier)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    d_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    d_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
+    d_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
+    d_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
     for i in gl.static_range(RECORDS):
         mbarrier.init(r_full.index(i), count=1)
         mbarrier.init(r_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(stages):
         mbarrier.init(q_full.index(i), count=LOADERS)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(d_full.index(i), count=LOADERS)
         mbarrier.init(d_empty.index(i), count=2)
-    fence_async_shared()
     # fmt: off
     tiles = (q_tiles, d_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, records)
     barriers = (r_full, r_empty, kv_full, kv_empty, q_full, q_empty, d_full, d_empty)
+    handed = ()
+    if wide:  # one warpgroup hands P to the other
+        p_tiles = gl.allocate_shared_memory(Q.dtype, [stages, ROWS, PANEL], matrix_layout(Q.dtype))
+        p_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
+        p_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
+        for i in gl.static_range(stages):
+            mbarrier.init(p_full.index(i), count=1)
+            mbarrier.init(p_empty.index(i), count=1)
+        handed = (p_tiles, p_full, p_empty)  # type: ignore[assignment]
+    fence_async_shared()
     given = (
         DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, group, max_seqlen_kv,
         window_left, window_right, softmax_scale,
     )
     gl.warp_specialize(
         [
-            (compute_kv, (
-                tiles, barriers, given, 0, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+            (_compute, (
+                tiles, barriers, handed, given, 0, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
-            (compute_kv, (
-                tiles, barriers, given, 1, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+            (_compute, (
+                tiles, barriers, handed, given, 1, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load_kv, (
                 Q, K, V, DOut, Lse, Delta, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                 cu_seqlens_kv_padded, num_tiles, num_tickets, num_heads, group, together, stride_lb, stride_lh,
-                max_seqlen_q, max_seqlen_kv, window_left, window_right, panels, V_PANELS, DYNAMIC, PACKED, HAS_LENGTHS,
-                BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+                max_seqlen_q, max_seqlen_kv, window_left, window_right, panels, V_PANELS, wide, DYNAMIC, PACKED,
+                HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
         ],
         [4, 1],

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.hopper.computing_q import compute_q
 from mla_plugin.kernels.hopper.loading_backward import load_q
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES, panels_of
+from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES, WIDE_STAGES, is_wide, panels_of
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -60,29 +60,32 @@ def attention_backward_q_kernel(
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
+    k_stages: gl.constexpr = WIDE_STAGES if is_wide(QK0) else STAGES
+    v_stages: gl.constexpr = 1 if is_wide(QK0) else STAGES  # more do not fit
     q_tiles = gl.allocate_shared_memory(Q.dtype, [2 * panels, 1, 1, ROWS, PANEL], Q.layout)
     d_tiles = gl.allocate_shared_memory(Q.dtype, [2 * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
-    k_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * panels, 1, 1, ROWS, PANEL], Q.layout)
-    v_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
+    k_tiles = gl.allocate_shared_memory(Q.dtype, [k_stages * panels, 1, 1, ROWS, PANEL], Q.layout)
+    v_tiles = gl.allocate_shared_memory(Q.dtype, [v_stages * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
     records = gl.allocate_shared_memory(gl.int32, [RECORDS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     r_full = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], barrier)
     r_empty = gl.allocate_shared_memory(gl.int64, [RECORDS, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [k_stages, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [k_stages, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [v_stages, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [v_stages, 1], barrier)
     for i in gl.static_range(RECORDS):
         mbarrier.init(r_full.index(i), count=1)
         mbarrier.init(r_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(k_stages):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
+    for i in gl.static_range(v_stages):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
@@ -96,18 +99,18 @@ def attention_backward_q_kernel(
     gl.warp_specialize(
         [
             (compute_q, (
-                tiles, barriers, given, 0, QK0, QK1, V_PANELS,
+                tiles, barriers, given, 0, QK0, QK1, V_PANELS, k_stages, v_stages,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (compute_q, (
-                tiles, barriers, given, 1, QK0, QK1, V_PANELS,
+                tiles, barriers, given, 1, QK0, QK1, V_PANELS, k_stages, v_stages,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load_q, (
                 Q, K, V, DOut, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
                 cu_seqlens_kv_padded, num_tiles, num_tickets, num_heads, group, together, max_seqlen_q, max_seqlen_kv,
-                window_left, window_right, panels, V_PANELS, DYNAMIC, PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT,
-                HAS_RIGHT,
+                window_left, window_right, panels, V_PANELS, k_stages, v_stages, DYNAMIC, PACKED, HAS_LENGTHS,
+                BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
         ],
         [4, 1],

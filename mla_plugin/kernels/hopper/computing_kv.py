@@ -23,7 +23,7 @@ from mla_plugin.kernels.hopper.pieces import (
 
 
 @gluon.jit
-def _read_values(values, stage):
+def read_values(values, stage):
     """A number for each query: [1, 64]."""
     return values.index(stage).load(gl.SliceLayout(0, product_layout(PANEL)))[None, :]
 
@@ -38,7 +38,7 @@ def _clean_values(values, stage, low, high, other):
 
 
 @gluon.jit
-def _weights(
+def weights(
     s, first_row, last_row, scale_log2, start_m, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):
     """P^T [64 keys, 64 queries]; MASKED: a key is seen by the queries from ``first_row`` to ``last_row``."""
@@ -57,7 +57,7 @@ def _finish(p, dv, stage, which, tiles, V_PANELS: gl.constexpr):
     """dP^T - delta, and dV with P^T dO added, asked for and not yet there."""
     _, d_tiles, _, v_tiles, _, delta_tiles, _ = tiles
     layout: gl.constexpr = product_layout(PANEL)
-    dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(delta_tiles, stage)
+    dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(delta_tiles, stage)
     dp = add_transposed(dp, v_tiles, which * V_PANELS, d_tiles, stage * V_PANELS, V_PANELS * PANEL, False)
     dv = warpgroup_mma(operand(p, p.dtype), columns_of(d_tiles, stage * V_PANELS, V_PANELS * PANEL), dv, is_async=True)
     return dp, dv
@@ -103,8 +103,8 @@ def _attend(
         phase = step // STAGES & 1
         mbarrier.wait(q_full.index(stage), phase)
         if MASKED:
-            _clean_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
-        s = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(lse_tiles, stage) * inverse
+            clean_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
+        s = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(lse_tiles, stage) * inverse
         s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
         a = operand(ds, q_tiles.dtype)
         dk0 = warpgroup_mma(a, columns_of(q_tiles, before * panels, QK0), dk0, is_async=True)
@@ -113,7 +113,7 @@ def _attend(
             s = warpgroup_mma_wait(2, [s])
         else:
             s = warpgroup_mma_wait(1, [s])
-        p = _weights(s, first_row, last_row, scale_log2, m * ROWS, MASKED, HAS_LEFT, HAS_RIGHT)
+        p = weights(s, first_row, last_row, scale_log2, m * ROWS, MASKED, HAS_LEFT, HAS_RIGHT)
         p = packed(p, q_tiles.dtype)
         mbarrier.wait(d_full.index(stage), phase)
         if QK1 > 0:
@@ -130,7 +130,7 @@ def _attend(
 
 
 @gluon.jit
-def _clean_ends(
+def clean_ends(
     start_m, stage, phase, lowest, highest, tiles, barriers, QK_PANELS: gl.constexpr, V_PANELS: gl.constexpr
 ):
     """Hide the rows of a query tile that see no key, or are of another sequence; its Q has come."""
@@ -202,11 +202,11 @@ def compute_kv(
             mbarrier.wait(kv_full.index(which), tile & 1)
             tile += 1
             mbarrier.wait(q_full.index(stage), phase)
-            _clean_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
-            s = gl.zeros([ROWS, ROWS], gl.float32, layout) - _read_values(lse_tiles, stage) * inverse
+            clean_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
+            s = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(lse_tiles, stage) * inverse
             s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
             s = warpgroup_mma_wait(0, [s])
-            p = _weights(s, first_row, last_row, scale_log2, first * ROWS, True, HAS_LEFT, HAS_RIGHT)
+            p = weights(s, first_row, last_row, scale_log2, first * ROWS, True, HAS_LEFT, HAS_RIGHT)
             p = packed(p, q_tiles.dtype)
             mbarrier.wait(d_full.index(stage), phase)
             dp, dv = _finish(p, dv, stage, which, tiles, V_PANELS)
@@ -247,17 +247,17 @@ def compute_kv(
             num_keys = seqlen_kv
         dk_base = DK + b.to(gl.int64) * stride_dkb + head.to(gl.int64) * stride_dkh + start_kv.to(gl.int64) * stride_dkn
         dv_base = DV + b.to(gl.int64) * stride_dvb + head.to(gl.int64) * stride_dvh + start_kv.to(gl.int64) * stride_dvn
-        _store_keys(dv_base, dv, 1.0, start_n, seqlen_kv, num_keys, stride_dvn, PACKED)
-        _store_keys(dk_base, dk0, softmax_scale, start_n, seqlen_kv, num_keys, stride_dkn, PACKED)
+        store_keys(dv_base, dv, 1.0, start_n, seqlen_kv, num_keys, stride_dvn, PACKED)
+        store_keys(dk_base, dk0, softmax_scale, start_n, seqlen_kv, num_keys, stride_dkn, PACKED)
         if QK1 > 0:
-            _store_keys(dk_base + QK0, dk1, softmax_scale, start_n, seqlen_kv, num_keys, stride_dkn, PACKED)
+            store_keys(dk_base + QK0, dk1, softmax_scale, start_n, seqlen_kv, num_keys, stride_dkn, PACKED)
         record += 1
         mbarrier.wait(r_full.index(record % RECORDS), record // RECORDS & 1)
         start_n = read_record(records, record % RECORDS * FIELDS)
 
 
 @gluon.jit
-def _store_keys(base, x, scale, start_n, seqlen_kv, num_keys, stride, PACKED: gl.constexpr):
+def store_keys(base, x, scale, start_n, seqlen_kv, num_keys, stride, PACKED: gl.constexpr):
     """Store scale * x; in a dense batch the keys behind the end of their sequence get 0."""
     x = x * scale
     if not PACKED:

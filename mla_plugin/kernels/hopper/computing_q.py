@@ -12,8 +12,8 @@ from mla_plugin.kernels.hopper.pieces import (
     PANEL,
     RECORDS,
     ROWS,
-    STAGES,
     columns_of,
+    is_wide,
     kv_tiles,
     panels_of,
     product_layout,
@@ -23,17 +23,20 @@ from mla_plugin.kernels.hopper.pieces import (
 
 
 @gluon.jit
-def _products(delta, which, stage, tiles, v_full, phase, D_QK: gl.constexpr, V_PANELS: gl.constexpr):
-    """Q K^T and dO V^T - delta, both asked for and not yet there; K has come."""
-    q_tiles, d_tiles, k_tiles, v_tiles, _ = tiles
-    layout: gl.constexpr = product_layout(ROWS)
-    s = gl.zeros([ROWS, ROWS], gl.float32, layout)
+def _scores(which, step, tiles, D_QK: gl.constexpr, K_STAGES: gl.constexpr):
+    """Q K^T, asked for and not yet there; K has come."""
     panels: gl.constexpr = panels_of(D_QK)
-    s = add_transposed(s, q_tiles, which * panels, k_tiles, stage * panels, D_QK, True)
-    mbarrier.wait(v_full.index(stage), phase)
-    dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - delta[:, None]
-    dp = add_transposed(dp, d_tiles, which * V_PANELS, v_tiles, stage * V_PANELS, V_PANELS * PANEL, False)
-    return s, dp
+    s = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
+    return add_transposed(s, tiles[0], which * panels, tiles[2], step % K_STAGES * panels, D_QK, True)
+
+
+@gluon.jit
+def _gradients(delta, which, step, tiles, v_full, V_PANELS: gl.constexpr, V_STAGES: gl.constexpr):
+    """dO V^T - delta, asked for and not yet there."""
+    stage = step % V_STAGES
+    mbarrier.wait(v_full.index(stage), step // V_STAGES & 1)
+    dp = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS)) - delta[:, None]
+    return add_transposed(dp, tiles[1], which * V_PANELS, tiles[3], stage * V_PANELS, V_PANELS * PANEL, False)
 
 
 @gluon.jit
@@ -68,6 +71,8 @@ def _attend(
     QK0: gl.constexpr,
     QK1: gl.constexpr,
     V_PANELS: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     MASKED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -80,27 +85,36 @@ def _attend(
     k_full, k_empty, v_full, v_empty = barriers[4], barriers[5], barriers[6], barriers[7]
     panels: gl.constexpr = panels_of(QK0 + QK1)
     parts: gl.constexpr = 2 if QK1 > 0 else 1
+    wide: gl.constexpr = is_wide(QK0)
     for n in range(high - low):
-        before = step % STAGES
+        before = step % K_STAGES
         step += 1
-        stage = step % STAGES
-        phase = step // STAGES & 1
-        mbarrier.wait(k_full.index(stage), phase)
-        s, dp = _products(delta, which, stage, tiles, v_full, phase, QK0 + QK1, V_PANELS)
+        mbarrier.wait(k_full.index(step % K_STAGES), step // K_STAGES & 1)
+        s = _scores(which, step, tiles, QK0 + QK1, K_STAGES)
+        if not wide:
+            dp = _gradients(delta, which, step, tiles, v_full, V_PANELS, V_STAGES)
         a = operand(ds, k_tiles.dtype)
         dq0 = warpgroup_mma(a, columns_of(k_tiles, before * panels, QK0), dq0, is_async=True)
         if QK1 > 0:
             dq1 = warpgroup_mma(a, columns_of(k_tiles, before * panels + QK0 // PANEL, QK1), dq1, is_async=True)
-        s = warpgroup_mma_wait(V_PANELS + parts, [s])
+        s = warpgroup_mma_wait(parts if wide else V_PANELS + parts, [s])
         p = gl.exp2(s * scale_log2 - lse[:, None])
-        dp = warpgroup_mma_wait(parts, [dp])
-        mbarrier.arrive(v_empty.index(stage))
-        ds = _weighted(p, dp, (high - 1 - n) * ROWS, limit, start, MASKED, HAS_LEFT, HAS_RIGHT)
-        if QK1 > 0:
-            dq0, dq1 = warpgroup_mma_wait(0, [dq0, dq1])
+        if wide:
+            dq0, p = warpgroup_mma_wait(0, [dq0, p])
+            mbarrier.arrive(k_empty.index(before))
+            dp = _gradients(delta, which, step, tiles, v_full, V_PANELS, V_STAGES)
+            dp = warpgroup_mma_wait(0, [dp])
+            mbarrier.arrive(v_empty.index(step % V_STAGES))
+            ds = _weighted(p, dp, (high - 1 - n) * ROWS, limit, start, MASKED, HAS_LEFT, HAS_RIGHT)
         else:
-            dq0 = warpgroup_mma_wait(0, [dq0])
-        mbarrier.arrive(k_empty.index(before))
+            dp = warpgroup_mma_wait(parts, [dp])
+            mbarrier.arrive(v_empty.index(step % V_STAGES))
+            ds = _weighted(p, dp, (high - 1 - n) * ROWS, limit, start, MASKED, HAS_LEFT, HAS_RIGHT)
+            if QK1 > 0:
+                dq0, dq1 = warpgroup_mma_wait(0, [dq0, dq1])
+            else:
+                dq0 = warpgroup_mma_wait(0, [dq0])
+            mbarrier.arrive(k_empty.index(before))
     return dq0, dq1, ds, step
 
 
@@ -113,6 +127,8 @@ def compute_q(
     QK0: gl.constexpr,
     QK1: gl.constexpr,
     V_PANELS: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr,
@@ -164,38 +180,38 @@ def compute_q(
         if QK1 > 0:
             dq1 = gl.zeros([ROWS, QK1], gl.float32, product_layout(QK1))
         if last > first:
-            stage = step % STAGES
-            phase = step // STAGES & 1
+            stage = step % K_STAGES
             mbarrier.wait(q_full.index(which), tile & 1)
             tile += 1
-            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.wait(k_full.index(stage), step // K_STAGES & 1)
             if HAS_LENGTHS:
                 if last * ROWS > seqlen_kv:
                     clean(k_tiles, stage * panels, 0, seqlen_kv - (last - 1) * ROWS, panels)
-            s, dp = _products(delta, which, stage, tiles, v_full, phase, QK0 + QK1, V_PANELS)
+            s = _scores(which, step, tiles, QK0 + QK1, K_STAGES)
+            dp = _gradients(delta, which, step, tiles, v_full, V_PANELS, V_STAGES)
             s = warpgroup_mma_wait(V_PANELS, [s])
             p = gl.exp2(s * scale_log2 - lse[:, None])
             dp = warpgroup_mma_wait(0, [dp])
-            mbarrier.arrive(v_empty.index(stage))
+            mbarrier.arrive(v_empty.index(step % V_STAGES))
             ds = _weighted(p, dp, (last - 1) * ROWS, limit, start, True, HAS_LEFT, HAS_RIGHT)
             # fmt: off
             if HAS_RIGHT or HAS_LENGTHS:
                 dq0, dq1, ds, step = _attend(
                     dq0, dq1, ds, step, last - 1, whole_last, lse, delta, limit, start, scale_log2, tiles, barriers,
-                    which, QK0, QK1, V_PANELS, True, HAS_LEFT, HAS_RIGHT,
+                    which, QK0, QK1, V_PANELS, K_STAGES, V_STAGES, True, HAS_LEFT, HAS_RIGHT,
                 )
             dq0, dq1, ds, step = _attend(
                 dq0, dq1, ds, step, whole_last, whole_first, lse, delta, limit, start, scale_log2, tiles, barriers,
-                which, QK0, QK1, V_PANELS, False, HAS_LEFT, HAS_RIGHT,
+                which, QK0, QK1, V_PANELS, K_STAGES, V_STAGES, False, HAS_LEFT, HAS_RIGHT,
             )
             if HAS_LEFT:
                 dq0, dq1, ds, step = _attend(
                     dq0, dq1, ds, step, whole_first, first, lse, delta, limit, start, scale_log2, tiles, barriers,
-                    which, QK0, QK1, V_PANELS, True, HAS_LEFT, HAS_RIGHT,
+                    which, QK0, QK1, V_PANELS, K_STAGES, V_STAGES, True, HAS_LEFT, HAS_RIGHT,
                 )
             # fmt: on
             mbarrier.arrive(q_empty.index(which))
-            stage = step % STAGES
+            stage = step % K_STAGES
             a = operand(ds, k_tiles.dtype)
             dq0 = warpgroup_mma(a, columns_of(k_tiles, stage * panels, QK0), dq0, is_async=True)
             if QK1 > 0:

@@ -12,14 +12,12 @@ from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
-from mla_plugin.kernels.hopper.pieces import PANEL, ROWS
+from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, is_wide
 from mla_plugin.kernels.hopper.rule import QUERIES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
 
-_KEYS = 2 * ROWS.value
-"""Of a key tile: two warpgroups of 64."""
 _Call = tuple[Launch, tuple[object, ...]]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,13 +31,14 @@ class Backward:
         self._is_packed = kind.layout.is_packed
         is_causal = kind.band.right == 0 and kind.band.left < 0
         self._is_dynamic = self._is_packed or is_causal
-        tiles_q, tiles_kv = triton.cdiv(kind.seqlen_q, QUERIES), triton.cdiv(kind.seqlen_kv, _KEYS)
+        keys = _keys(kind)
+        tiles_q, tiles_kv = triton.cdiv(kind.seqlen_q, QUERIES), triton.cdiv(kind.seqlen_kv, keys)
         if self._is_packed:
             tiles_q = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
-            tiles_kv = plan.capacity(kind.pick(kind.k_shape)[2], kind.num_sequences, _KEYS)
+            tiles_kv = plan.capacity(kind.pick(kind.k_shape)[2], kind.num_sequences, keys)
             same, bottom_right = kind.same_lengths, kind.band.bottom_right
             self._plan_q = plan.launch(kind, "q", QUERIES, plan.rank(is_causal, bottom_right and not same))
-            self._plan_kv = plan.launch(kind, "kv", _KEYS, plan.rank(is_causal, not (bottom_right or same)))
+            self._plan_kv = plan.launch(kind, "kv", keys, plan.rank(is_causal, not (bottom_right or same)))
         self._size_q, self._size_kv = plan.HEADER + 2 * tiles_q, plan.HEADER + 2 * tiles_kv
         dout_shape = (*kind.q_shape[:-1], kind.v_shape[-1])
         tensors = (
@@ -87,10 +86,23 @@ class Backward:
         return [descriptor(x.data_ptr(), source) for x, source in zip(inputs, self._sources, strict=True)]
 
 
+def _first_sum(kind: Kind) -> int:
+    """Columns of dQ, and of dK, that are summed together: a power of 2. The others are a second sum."""
+    head_dim_qk = kind.q_shape[-1]
+    columns: int = 1 << head_dim_qk.bit_length() - 1
+    return columns
+
+
+def _keys(kind: Kind) -> int:
+    """Of a key tile: 64 for each of two warpgroups, or for both together."""
+    rows: int = ROWS.value
+    return rows if is_wide(_first_sum(kind)) else 2 * rows
+
+
 def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
     """The fixed arguments of both kernels; ``heads``: that have tiles, in one sequence of a dense batch."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
-    first = min(2 * PANEL.value, 1 << head_dim_qk.bit_length() - 1)  # a product has a power of 2 columns
+    first = _first_sum(kind)
     return {
         **named_strides("l", "bh", kind.lse_strides),
         "num_tiles": tiles,

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_plugin.kernels.hopper.loading import next_ticket, publish, sequence_of, work_of
 from mla_plugin.kernels.hopper.panels import copy_tile
-from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, STAGES, kv_tiles, query_tiles
+from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, STAGES, WIDE_STAGES, kv_tiles, query_tiles
 
 LOADERS = gl.constexpr(33)
 """Arrivals at a barrier of a tile that brings float32 with it: the copy engine, and each thread of the warp."""
@@ -54,6 +54,7 @@ def load_kv(
     window_right,
     QK_PANELS: gl.constexpr,
     V_PANELS: gl.constexpr,
+    WIDE: gl.constexpr,
     DYNAMIC: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
@@ -62,6 +63,8 @@ def load_kv(
     HAS_RIGHT: gl.constexpr,
 ):
     """The loading warp: takes tickets, says what they are, and brings their tiles."""
+    owners: gl.constexpr = 1 if WIDE else 2
+    stages: gl.constexpr = WIDE_STAGES if WIDE else STAGES
     q_tiles, d_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, records = tiles
     r_full, r_empty, kv_full, kv_empty, q_full, q_empty, d_full, d_empty = barriers
     if PACKED:
@@ -75,30 +78,38 @@ def load_kv(
         start_q, seqlen_q = sequence_of(b, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q, PACKED, HAS_LENGTHS)
         start_kv, seqlen_kv = sequence_of(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
         if PACKED:
-            num_tiles = gl.cdiv(seqlen_kv, 2 * ROWS)
-        start_n = (num_tiles - 1 - n) * 2 * ROWS  # under a causal mask the first keys have most queries
+            num_tiles = gl.cdiv(seqlen_kv, owners * ROWS)
+        start_n = (num_tiles - 1 - n) * owners * ROWS  # under a causal mask the first keys have most queries
         publish(records, record, r_full, r_empty, start_n, b, kv_head, start_kv, seqlen_q, seqlen_kv)
         record += 1
         first, _, _, last, _, _ = query_tiles(
-            start_n, seqlen_q, seqlen_kv, window_left, window_right, 2 * ROWS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
+            start_n, seqlen_q, seqlen_kv, window_left, window_right, owners * ROWS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
         )
         row = b
         if PACKED:
             row = 0
         if last > first:
-            for w in gl.static_range(2):
-                mbarrier.wait(kv_empty.index(w), (tile & 1) ^ 1)
-                mbarrier.expect(kv_full.index(w), ROWS * (QK_PANELS + V_PANELS) * PANEL * 2)
-                at = start_kv + start_n + w * ROWS
-                copy_tile(K, row, kv_head, at, kv_full.index(w), k_tiles, w * QK_PANELS, QK_PANELS)
-                copy_tile(V, row, kv_head, at, kv_full.index(w), v_tiles, w * V_PANELS, V_PANELS)
+            if WIDE:  # K is the first warpgroup's, V the second's
+                mbarrier.wait(kv_empty.index(0), (tile & 1) ^ 1)
+                mbarrier.expect(kv_full.index(0), ROWS * QK_PANELS * PANEL * 2)
+                copy_tile(K, row, kv_head, start_kv + start_n, kv_full.index(0), k_tiles, 0, QK_PANELS)
+                mbarrier.wait(kv_empty.index(1), (tile & 1) ^ 1)
+                mbarrier.expect(kv_full.index(1), ROWS * V_PANELS * PANEL * 2)
+                copy_tile(V, row, kv_head, start_kv + start_n, kv_full.index(1), v_tiles, 0, V_PANELS)
+            else:
+                for w in gl.static_range(2):
+                    mbarrier.wait(kv_empty.index(w), (tile & 1) ^ 1)
+                    mbarrier.expect(kv_full.index(w), ROWS * (QK_PANELS + V_PANELS) * PANEL * 2)
+                    at = start_kv + start_n + w * ROWS
+                    copy_tile(K, row, kv_head, at, kv_full.index(w), k_tiles, w * QK_PANELS, QK_PANELS)
+                    copy_tile(V, row, kv_head, at, kv_full.index(w), v_tiles, w * V_PANELS, V_PANELS)
             tile += 1
             for g in range(group):
                 head = kv_head * group + g
                 values = b.to(gl.int64) * stride_lb + head.to(gl.int64) * stride_lh + start_q
                 for m in range(first, last):
-                    stage = step % STAGES
-                    is_free = (step // STAGES & 1) ^ 1
+                    stage = step % stages
+                    is_free = (step // stages & 1) ^ 1
                     at = start_q + m * ROWS
                     mbarrier.wait(q_empty.index(stage), is_free)
                     mbarrier.expect(q_full.index(stage), ROWS * QK_PANELS * PANEL * 2)
@@ -137,6 +148,8 @@ def load_q(
     window_right,
     QK_PANELS: gl.constexpr,
     V_PANELS: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
     DYNAMIC: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
@@ -176,13 +189,13 @@ def load_q(
             tile += 1
         kv_head = head // group
         for n in range(last - first):
-            stage = step % STAGES
-            is_free = (step // STAGES & 1) ^ 1
+            stage = step % K_STAGES
             at = start_kv + (last - 1 - n) * ROWS
-            mbarrier.wait(k_empty.index(stage), is_free)
+            mbarrier.wait(k_empty.index(stage), (step // K_STAGES & 1) ^ 1)
             mbarrier.expect(k_full.index(stage), ROWS * QK_PANELS * PANEL * 2)
             copy_tile(K, row, kv_head, at, k_full.index(stage), k_tiles, stage * QK_PANELS, QK_PANELS)
-            mbarrier.wait(v_empty.index(stage), is_free)
+            stage = step % V_STAGES
+            mbarrier.wait(v_empty.index(stage), (step // V_STAGES & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), ROWS * V_PANELS * PANEL * 2)
             copy_tile(V, row, kv_head, at, v_full.index(stage), v_tiles, stage * V_PANELS, V_PANELS)
             step += 1

@@ -96,7 +96,7 @@ def clean(tiles, first, low, high, PANELS: gl.constexpr):
 @gluon.jit
 def store(base, out, first, num_rows, stride):
     """Rows ``first`` to num_rows - 1 of a product [64, columns]."""
-    layout: gl.constexpr = store_layout(out.shape[1])
+    layout: gl.constexpr = out.type.layout if out.shape[1] > 2 * PANEL else store_layout(out.shape[1])
     out = gl.convert_layout(out.to(base.dtype.element_ty), layout)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))

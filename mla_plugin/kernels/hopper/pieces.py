@@ -17,6 +17,8 @@ ROWS = gl.constexpr(64)
 """Queries of a warpgroup; two of them share the keys and values."""
 STAGES = gl.constexpr(3)
 """Tiles of 64 rows that a backward kernel's shared memory holds of each tensor it walks through."""
+WIDE_STAGES = gl.constexpr(2)
+"""The same where tiles have 256 columns."""
 RECORDS = gl.constexpr(2)
 """Query tiles that the loading warp may be ahead with its records."""
 FIELDS = gl.constexpr(8)
@@ -33,6 +35,12 @@ def panels_of(columns):
 def width_of(panel, columns):
     """How many of so many columns a panel has."""
     return min(PANEL.value, columns - panel * PANEL.value)
+
+
+@gluon.constexpr_function
+def is_wide(columns):
+    """Whether a sum of so many columns leaves a warpgroup no registers for a second one."""
+    return columns > 2 * PANEL.value
 
 
 @gluon.constexpr_function

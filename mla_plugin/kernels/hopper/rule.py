@@ -36,7 +36,7 @@ TILES: dict[tuple[int, int], Tile] = {
     (256, 256): Tile(64, 2),
     (96, 64): Tile(128, 2),
 }
-"""The forward's, by head_dim_qk and head_dim_v."""
+"""The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
 
 
 def plain_kernel_because(
@@ -66,13 +66,6 @@ def plain_kernel_because(
         return f"head dimensions {head_dim_qk}/{head_dim_v}, the Hopper kernel has {widths}"
     if batch_invariant:
         return "batch_invariant=True: strides, which decide between the kernels, must not change the bits"
-    return None
-
-
-def plain_backward_because(head_dim_qk: int, head_dim_v: int) -> str | None:
-    """Why the plain kernels compute the backward of what the Hopper kernel computes forward; None: they do not."""
-    if (head_dim_qk, head_dim_v) == (256, 256):
-        return "at head dimensions 256/256 the Hopper kernels would need more registers than there are"
     return None
 
 
@@ -123,7 +116,7 @@ def _can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def plain_dkv_for(kind: Kind, dout_strides: tuple[int, ...]) -> str | None:
     """The same for the kernel of dK and dV, which reads q, k, v as the forward does, and dout."""
-    reason = plain_kernel_for(kind) or plain_backward_because(kind.q_shape[-1], kind.v_shape[-1])
+    reason = plain_kernel_for(kind)
     if reason is not None:
         return reason
     if not _can_be_copied(kind.q_shape, dout_strides):

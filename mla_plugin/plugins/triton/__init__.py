@@ -82,12 +82,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Which kernels run, on the cards that have more than one set."""
-    from mla_plugin.kernels.hopper.rule import (
-        CAPABILITY,
-        plain_backward_because,
-        plain_dq_because,
-        plain_kernel_because,
-    )
+    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_dq_because, plain_kernel_because
 
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
@@ -96,7 +91,7 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     reason = plain_kernel_because(*given, batch_invariant=request.batch_invariant)
     yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
     if request.is_training:
-        reason = plain_kernel_because(*given) or plain_backward_because(*widths)
+        reason = plain_kernel_because(*given)
         if reason is not None:
             yield f"backward by the plain kernels: {reason}"
         else:
