@@ -7,6 +7,7 @@ memory and could go stale. Anything else is run as it is, on expanded K and V.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,24 +34,23 @@ class Projection(NamedTuple):
     weight: torch.Tensor
     updates: tuple[LowRank, ...]
 
-    def absorbed(self, q_nope: torch.Tensor, dim_v: int) -> torch.Tensor:
+    def absorbed(self, q_nope: torch.Tensor) -> torch.Tensor:
         """q_nope [B, H, S_q, D_nope] times W_UK: [B, S_q, H, R]."""
         (_, num_heads, _, dim_nope), dtype = q_nope.shape, q_nope.dtype
-        dims = (dim_nope, dim_v)
         q_nope = q_nope.transpose(1, 2)
-        out = _times(q_nope, _by_head(self.weight, num_heads, dims)[0])
+        out = _times(q_nope, _by_head(self.weight, num_heads, 0, dim_nope))
         for down, up, scaling in self.updates:
-            low = _times(q_nope.to(up.dtype), _by_head(up, num_heads, dims)[0])
+            low = _times(q_nope.to(up.dtype), _by_head(up, num_heads, 0, dim_nope))
             out = out + (low @ down) * scaling
         return out.to(dtype)
 
     def values(self, out: torch.Tensor, dim_nope: int, dim_v: int) -> torch.Tensor:
         """Latents [B, S_q, H, R] that attention returned, times W_UV: [B, S_q, H, D_v]."""
-        num_heads, dtype, dims = out.shape[2], out.dtype, (dim_nope, dim_v)
-        values = _times(out, _by_head(self.weight, num_heads, dims)[1].transpose(1, 2))
+        num_heads, dtype = out.shape[2], out.dtype
+        values = _times(out, _by_head(self.weight, num_heads, dim_nope, dim_v).transpose(1, 2))
         for down, up, scaling in self.updates:
             low = out.to(down.dtype) @ down.T
-            values = values + _times(low, _by_head(up, num_heads, dims)[1].transpose(1, 2)) * scaling
+            values = values + _times(low, _by_head(up, num_heads, dim_nope, dim_v).transpose(1, 2)) * scaling
         return values.to(dtype).contiguous()
 
 
@@ -61,9 +61,9 @@ def _times(x: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
     return torch.bmm(of_heads, by_head).transpose(0, 1).view(batch_size, s_q, num_heads, -1)
 
 
-def _by_head(weight: torch.Tensor, num_heads: int, dims: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    of_keys, of_values = weight.unflatten(0, (num_heads, -1)).split(dims, dim=1)
-    return of_keys, of_values
+def _by_head(weight: torch.Tensor, num_heads: int, first: int, count: int) -> torch.Tensor:
+    """Some rows of each head's part of a weight: [H, count, columns]."""
+    return weight.view(num_heads, -1, weight.shape[1]).narrow(1, first, count)
 
 
 def dtype_of(query: torch.Tensor) -> torch.dtype:
@@ -210,4 +210,9 @@ def _is_wrapped(projection: torch.nn.Module, own: Any) -> bool:
 
 
 def _qualified(given: object) -> str:
-    return f"{type(given).__module__}.{type(given).__qualname__}"
+    return _name_of(type(given))
+
+
+@functools.cache
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
