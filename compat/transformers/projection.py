@@ -209,7 +209,7 @@ def _is_wrapped(projection: torch.nn.Module, own: Any) -> bool:
     return getattr(forward, "__func__", None) is not own
 
 
-def _qualified(given: object) -> str:
+def _qualified(given: Any) -> str:
     return _name_of(type(given))
 
 
