@@ -209,8 +209,9 @@ def _is_wrapped(projection: torch.nn.Module, own: Any) -> bool:
     return getattr(forward, "__func__", None) is not own
 
 
-def _qualified(given: Any) -> str:
-    return _name_of(type(given))
+def _qualified(given: object) -> str:
+    kind: Any = type(given)
+    return _name_of(kind)
 
 
 @functools.cache

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin.conformance.budget import fail
 from mla_plugin.conformance.watch import Kept
@@ -51,11 +51,11 @@ def in_another_thread(run: Callable[[], Result]) -> Result:
 def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
     """Each of ``runs``, which check their results, a few times in a thread of its own; the first error is raised.
 
-    Between two operators of PyTorch the threads take turns, so that what they share shows.
+    Before each operator of PyTorch the threads take turns, so that what they share shows.
     """
 
     def some_times(run: Callable[[], object]) -> None:
-        with _Turns():
+        with _turns():
             for _ in range(_CALLS):
                 run()
 
@@ -70,17 +70,23 @@ def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
         sys.setswitchinterval(interval)
 
 
-class _Turns(TorchDispatchMode):
-    """Lets other threads run before each operator."""
+@contextlib.contextmanager
+def _turns() -> Iterator[None]:
+    """Lets other threads run before each call of a function written in C, which PyTorch's operators are.
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    Not by a dispatch mode: in one, an operator that returns an undefined tensor in a list fails, as FlashAttention 3's.
+    """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        time.sleep(0)
-        return func(*args, **(kwargs or {}))
+    def seen(frame: object, event: str, argument: object) -> None:
+        if event == "c_call":
+            time.sleep(0)
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def check_many_calls(run: Callable[[], Mapping[str, torch.Tensor | None]]) -> None:
