@@ -302,14 +302,19 @@ def merge(again: dict[str, Any]) -> None:
     kinds = [kind for kind in ("forward", "backward") if kind in again["rows"][0]]
     for name in ("prefill_backends", "prefill_backends_between"):
         path = RESULTS / f"{name}_{again['gpu'].replace(' ', '_')}.json"
+        if not path.exists():  # not every GPU has both
+            continue
         record = json.loads(path.read_text())
         for row, kind in itertools.product(record["rows"], kinds):
             found, kept = now.get(_case_of(row), {kind: {}})[kind], row[kind]
             common = [kept[other] / found[other] for other in kept if other in found and other != backend]
             if backend in found and common:
                 kept[backend] = found[backend] * statistics.geometric_mean(common)
+                row.get("superseded", {}).pop(f"{backend} {kind}", None)
             elif backend in kept:
                 row.setdefault("superseded", {})[f"{backend} {kind}"] = kept.pop(backend)
+            if not row.get("superseded", True):
+                del row["superseded"]
         record["again"] = {f"{backend} {kind}": again["commit"] for kind in kinds}
         path.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -137,7 +137,7 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str) -> di
     for row in _table(platform.compute_capability or (0, 0)):
         distance = 0.0 if row.card in (platform.device_name or "").split() else _OTHER_CARD
         distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
-        weight = 1 / (distance + _NEAR) ** 2
+        weight = 1 / (distance + _NEAR) ** 3
         for name, value in row.behind[direction].items():
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0.0) + weight

@@ -268,10 +268,11 @@ def test_decode_json_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 H100 = ("--capability", "9.0", "--cudnn-version", "9.20.0", "--cuda-version", "13.0")
+SHORT = ("--heads", "16", "--seqlen-q", "1024")
 
 
 def test_why_names_the_one_thing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = explain(capsys, *H100, "--package", "flash-attn-4=", "--inference", "--why", "fa4")
+    status, out, _ = explain(capsys, *H100, *SHORT, "--package", "flash-attn-4=", "--inference", "--why", "fa4")
     assert status == 1
     lines = out.splitlines()
     assert lines[0] == "fa4 does not take this request on cuda sm90: flash-attn-4 is not installed"
