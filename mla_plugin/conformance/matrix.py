@@ -59,7 +59,7 @@ class Feature:
 
 @dataclass
 class Matrix:
-    """All features of one backend on one device."""
+    """All features of one backend on one device; ``total`` and ``failures`` also hold what failed beside the cases."""
 
     backend: str
     device: str
@@ -173,12 +173,14 @@ class Recorder:
         result.get_result().user_properties.append(("conformance", found))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count the case."""
-        for name, found in report.user_properties:
-            if name == "conformance" and report.when == "call" and isinstance(found, Mapping):
-                self.matrix.failures += [report.nodeid.rpartition("::")[2]] if report.failed else []
-                outcome = "failed" if report.failed else "refused" if found["reasons"] else "computed"
-                self.matrix.add(found["operation"], found["tags"], outcome, found["reasons"])
+        """Count the case, and whatever else fails: tests of many calls, fixtures, a process that died."""
+        found = dict(report.user_properties).get("conformance") if report.when == "call" else None
+        self.matrix.failures += [report.nodeid.partition("::")[2]] if report.failed else []
+        if isinstance(found, Mapping):
+            outcome = "failed" if report.failed else "refused" if found["reasons"] else "computed"
+            self.matrix.add(found["operation"], found["tags"], outcome, found["reasons"])
+        elif report.failed:
+            self.matrix.add("", (), "failed", ())
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A backend that refuses everything has not passed."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mla_plugin.conformance import __main__ as program
 from mla_plugin.conformance import pages
-from mla_plugin.conformance.matrix import Matrix
+from mla_plugin.conformance.matrix import Matrix, Recorder
 from tests.repository.project import ROOT
 
 
@@ -63,6 +64,23 @@ def test_one_run_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "A selection of the cases, because it was asked for." in text
     assert "sdpa on cpu: " in capfd.readouterr().out
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".log"}
+
+
+@pytest.mark.parametrize(("when", "name"), [("call", "test_surroundings"), ("setup", "test_x"), ("???", "test_crash")])
+def test_what_fails_beside_the_cases_is_counted(when: str, name: str) -> None:
+    """A test of many calls, a fixture, and what pytest-xdist reports of a process that died."""
+    recorder = Recorder(SimpleNamespace(getoption=lambda _: "mine"))
+    case = ("conformance", {"operation": "decode", "tags": ["paged"], "reasons": []})
+    for nodeid, outcome, at, properties in (
+        ("suite.py::TestDecode::test_decode[x]", "passed", "call", [case]),
+        ("suite.py::TestDecode::test_decode[x]", "passed", "teardown", [case]),
+        (f"suite.py::TestDecode::{name}", "failed", when, []),
+    ):
+        report = pytest.TestReport(nodeid, ("suite.py", 1, ""), {}, outcome, None, at, user_properties=properties)
+        recorder.pytest_runtest_logreport(report)
+    assert recorder.matrix.failures == [f"TestDecode::{name}"]
+    assert recorder.matrix.as_json()["total"] == {"computed": 1, "refused": 0, "failed": 1}
+    assert recorder.matrix.as_json()["features"]["decode paged"]["computed"] == 1
 
 
 def test_all_runs_every_registered_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
