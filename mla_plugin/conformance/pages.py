@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mla_plugin import __version__, device
+from mla_plugin import device
 
 ALL = "all"
 """Instead of a backend's name: every registered one."""
@@ -72,7 +73,7 @@ def page(found: dict[str, Any], table: str, *, name: str, selection: str | None)
 def packages(backend: str) -> dict[str, str]:
     """What decides the answers: the versions on the page."""
     found = {
-        "mla-plugin": __version__,
+        "mla-plugin": metadata.version("mla-plugin"),
         "Python": host.python_version(),
         "PyTorch": torch.__version__,
     }
