@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_plugin.variables import VARIABLES
-from tests import quick
+from tests import interpreter, quick
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels are tested in its interpreter
@@ -31,8 +31,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """After every parametrization."""
-    if _is_quick(metafunc.config):
+    """After every parametrization. Half of all cases are a GPU's: where there is none, one of a function is loaded."""
+    is_deselected = metafunc.definition.get_closest_marker("gpu") and not torch.cuda.is_available()
+    if is_deselected or _is_quick(metafunc.config):
         quick.keep_one_call(metafunc)
 
 
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of large tensors are not run where the device lacks the memory."""
+    interpreter.make_quick()
     if torch.cuda.is_available():
         from tests.gpu import memory
 
