@@ -1,6 +1,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_deselected = metafunc.definition.get_closest_marker("gpu") and not torch.cuda.is_available()
     if is_deselected or _is_quick(metafunc.config):
         quick.keep_one_call(metafunc)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """On a GPU each test is handed out by itself: many processes share few files."""
+    if config.getoption("dist") != "loadgroup" or torch.cuda.is_available():
+        return None
+    from tests.distribution import ByFile
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
