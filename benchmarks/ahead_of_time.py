@@ -1,10 +1,11 @@
 """What the kernels take on each card, compiled ahead of time: no GPU is needed.
 
     python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
+    python -m benchmarks.ahead_of_time --hopper  compiles the Hopper kernels, and leaves the rest of the file as it is
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
 Which tiles, head dimensions and cards: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
-tests/kernels/decode_compiler.py.
+tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py, which the page does not show.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import triton
 
 from tests.kernels import decode_compiler
-from tests.kernels.compiler import AFRESH, RECORDED, ROOT, Usage, blocks_per_processor, keyed_results
+from tests.kernels.compiler import AFRESH, RECORDED, ROOT, Usage, blocks_per_processor, keyed_results, printed
 from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, TYPES, Job, jobs
 
 RESULTS = RECORDED
@@ -118,7 +119,14 @@ def measure() -> dict[str, Any]:
     miscompiled = _record(MISCOMPILED, *found[MISCOMPILED.name])
     found = keyed_results("tests.kernels.decode_compiler", AFRESH, cache=cache)
     decode = [_record(job, *found[job.name]) for job in decode_compiler.jobs()]
-    return {"triton": triton.__version__, "records": prefill, "miscompiled": miscompiled, "decode": decode}
+    kept = {"triton": triton.__version__, "records": prefill, "miscompiled": miscompiled, "decode": decode}
+    return kept | {"hopper": measure_hopper()}
+
+
+def measure_hopper() -> list[dict[str, Any]]:
+    """The same of the Hopper kernels."""
+    found = printed("tests.kernels.hopper_compiler", AFRESH, cache=Path(triton.knobs.cache.dir))
+    return [{"name": name, "key": key, "found": result} for name, (key, result) in found.items()]
 
 
 def _record(job: Job | decode_compiler.Job, key: str, usage: Usage) -> dict[str, Any]:
@@ -182,7 +190,8 @@ def _decode_table(found: dict[str, Any], *names: str, invariant: bool, quantised
 
 def main() -> None:
     if "--page" not in sys.argv:
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
+        kept = json.loads(RESULTS.read_text()) | {"hopper": measure_hopper()} if "--hopper" in sys.argv else measure()
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(render(json.loads(RESULTS.read_text())))
 
 

@@ -1,12 +1,13 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mla_plugin.variables import VARIABLES
-from tests import quick
+from tests import interpreter, quick
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels are tested in its interpreter
@@ -31,9 +32,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """After every parametrization."""
-    if _is_quick(metafunc.config):
+    """After every parametrization. Half of all cases are a GPU's: where there is none, one of a function is loaded."""
+    is_deselected = metafunc.definition.get_closest_marker("gpu") and not torch.cuda.is_available()
+    if is_deselected or _is_quick(metafunc.config):
         quick.keep_one_call(metafunc)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """On a GPU each test is handed out by itself: many processes share few files."""
+    if config.getoption("dist") != "loadgroup" or torch.cuda.is_available():
+        return None
+    from tests.distribution import ByFile
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of large tensors are not run where the device lacks the memory."""
+    interpreter.make_quick()
     if torch.cuda.is_available():
         from tests.gpu import memory
 

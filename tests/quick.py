@@ -94,6 +94,7 @@ LEFT_OUT = (
     "tests/resolver/test_te_coverage.py",
     "tests/test_cache.py::test_append_is_traced_whole",
     "tests/test_decode_layout.py::test_hooks_may_be_called_by_hand",
+    "tests/test_distribution.py::test_files_and_groups_stay_together",
     "tests/test_latent_attention.py::test_opcheck",
     "tests/test_ops.py::test_compiled_equals_eager_forward_and_backward",
     "tests/test_ops.py::test_gradcheck",

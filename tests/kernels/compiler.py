@@ -165,28 +165,40 @@ class Named(Protocol):
 J = TypeVar("J", bound=Named)
 
 
-def _line(program_of: Callable[[J], Program], recorded: Mapping[str, Usage], job: J) -> str:
+def _line(
+    program_of: Callable[[J], Program],
+    measured: Callable[[Program], Any],
+    recorded: Mapping[str, Mapping[str, Any]],
+    job: J,
+) -> str:
     program = program_of(job)
     key = program.key
-    return json.dumps({"name": job.name, "key": key, **asdict(recorded.get(key) or compiled(program))})
+    found = recorded.get(key) or asdict(measured(program))
+    return json.dumps({"name": job.name, "key": key, **found})
 
 
-def print_results(program_of: Callable[[J], Program], jobs: Iterable[J]) -> None:
-    """What a compiling program prints: one JSON line a job, two jobs at a time; ``--only=NAME`` leaves one job."""
+def print_results(
+    program_of: Callable[[J], Program], jobs: Iterable[J], measured: Callable[[Program], Any] = compiled
+) -> None:
+    """What a compiling program prints: one JSON line a job, two jobs at a time; ``--only=NAME`` leaves one job.
+
+    ``measured`` compiles a program and returns a dataclass of what it found.
+    """
     only = [text.removeprefix("--only=") for text in sys.argv if text.startswith("--only=")]
     chosen = [job for job in jobs if not only or job.name in only]
     recorded = {} if AFRESH in sys.argv else _recorded()
     with ProcessPoolExecutor(2) as pool:
-        for line in pool.map(functools.partial(_line, program_of, recorded), chosen):
+        for line in pool.map(functools.partial(_line, program_of, measured, recorded), chosen):
             print(line, flush=True)
 
 
-def _recorded() -> dict[str, Usage]:
-    """Key of a program to what it takes, of those that the benchmark compiled last."""
+def _recorded() -> dict[str, dict[str, Any]]:
+    """Key of a program to what was found, of those that the benchmark compiled last."""
     found = json.loads(RECORDED.read_text())
     names = [field.name for field in fields(Usage)]
     records = (*found["records"], *found["decode"], found["miscompiled"])
-    return {record["key"]: Usage(**{name: record[name] for name in names}) for record in records}
+    usages = {record["key"]: {name: record[name] for name in names} for record in records}
+    return usages | {record["key"]: record["found"] for record in found["hopper"]}
 
 
 def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:
@@ -199,10 +211,16 @@ def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:
 
 def keyed_results(module: str, *arguments: str, cache: Path) -> dict[str, tuple[str, Usage]]:
     """The same with the key of each program."""
+    found = printed(module, *arguments, cache=cache)
+    return {name: (key, Usage(**usage)) for name, (key, usage) in found.items()}
+
+
+def printed(module: str, *arguments: str, cache: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name of the job to the key of its program and what was found, whatever ``measured`` finds."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = map(json.loads, done.stdout.splitlines())
-    return {result.pop("name"): (result.pop("key"), Usage(**result)) for result in found}
+    return {result.pop("name"): (result.pop("key"), result) for result in found}

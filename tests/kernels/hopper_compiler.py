@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tests.kernels.assembly import Instruction, programs, undefined_reads
-from tests.kernels.compiler import Program, built
+from tests.kernels.compiler import Program, built, print_results
 
 
 @dataclass(frozen=True)
@@ -175,11 +173,11 @@ def _of_backward(job: Job) -> _Arguments:
     return described, others, {"QK0": first, "QK1": job.head_dim_qk - first, "V_PANELS": job.head_dim_v // 64}
 
 
-def measured(job: Job) -> dict[str, Any]:
+def measured(program: Program) -> Found:
     """Compile it and read the result."""
-    compiled, _, assembly = built(program(job))
+    compiled, _, assembly = built(program)
     (instructions,) = programs(assembly)
-    found = Found(
+    return Found(
         compiled.metadata.shared,
         _count(instructions, "STL"),
         _count(instructions, "HGMMA"),
@@ -188,10 +186,7 @@ def measured(job: Job) -> dict[str, Any]:
         loops(instructions),
         columns(compiled.asm["ptx"]),
     )
-    return {"name": job.name, **asdict(found)}
 
 
 if __name__ == "__main__":
-    with ProcessPoolExecutor(2) as pool:
-        for result in pool.map(measured, JOBS):
-            print(json.dumps(result), flush=True)
+    print_results(program, JOBS, measured)

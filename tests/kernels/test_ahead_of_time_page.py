@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from benchmarks import ahead_of_time
-from tests.kernels import decode_compiler, prefill_compiler
+from tests.kernels import decode_compiler, hopper_compiler, prefill_compiler
 
 FOUND = json.loads(ahead_of_time.RESULTS.read_text())
 
@@ -32,3 +32,9 @@ def test_the_results_are_those_of_the_present_tables(
     measured = [(*(record[name] for name in names), record["tile"]) for record in FOUND[kept]]
     present = [(*(getattr(job, name) for name in names), job.tile._asdict()) for job in jobs]
     assert measured == present, "run python -m benchmarks.ahead_of_time"
+
+
+def test_the_results_hold_every_hopper_kernel() -> None:
+    assert [record["name"] for record in FOUND["hopper"]] == [job.name for job in hopper_compiler.JOBS], (
+        "run python -m benchmarks.ahead_of_time --hopper"
+    )

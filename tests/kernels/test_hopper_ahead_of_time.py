@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,7 @@ import pytest
 import triton
 
 from mla_plugin.kernels.hopper.rule import TILES, TRITON_VERSIONS, plain_dq_because
-from tests.kernels.compiler import PER_BLOCK, ROOT
+from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
 from tests.kernels.hopper_compiler import JOBS, Job
 
 pytestmark = [
@@ -38,13 +34,15 @@ KERNELS = ("forward", "backward_kv", "backward_q")
 
 @pytest.fixture(scope="module")
 def compiled(triton_cache: Path) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(triton_cache)
-    command = [sys.executable, "-m", "tests.kernels.hopper_compiler"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = map(json.loads, done.stdout.splitlines())
-    return {result.pop("name"): result for result in found}
+    found = printed("tests.kernels.hopper_compiler", cache=triton_cache)
+    return {name: result for name, (_, result) in found.items()}
+
+
+def test_a_sample_compiled_afresh_is_as_recorded(tmp_path: Path) -> None:
+    only = f"--only={Job(64, 64).name}"
+    fresh = printed("tests.kernels.hopper_compiler", AFRESH, only, cache=tmp_path)
+    assert fresh.keys() == {Job(64, 64).name}
+    assert printed("tests.kernels.hopper_compiler", only, cache=tmp_path) == fresh
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,6 +1,7 @@
 """The decode conformance suite for every backend of ours that runs here; the others are in test_decode_gpu.py."""
 
 import math
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -77,7 +78,8 @@ def test_the_triton_plugin_counts_columns_as_the_kernels_do() -> None:
 
 @pytest.mark.parametrize("case", decode_cases()[::3], ids=str)
 def test_sdpa_computes_several_sequences_without_their_lengths_as_on_a_gpu(case: DecodeCase) -> None:
-    tensors = case.tensors("cpu", torch.Generator().manual_seed(0), math.nan)
+    few = replace(case, spare_columns=min(case.spare_columns, 2))  # a hundred unused pages a sequence take seconds
+    tensors = few.tensors("cpu", torch.Generator().manual_seed(0), math.nan)
     exact = reference.decode(tensors)
     batch = len(case.lengths)
     found = [

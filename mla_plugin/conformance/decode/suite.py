@@ -13,6 +13,7 @@ from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
+from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.conformance.decode import values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
@@ -81,11 +82,12 @@ class DecodeConformance(Suite):
             return
         generator, other = self._generator(), decode_case.other()
         first, second = (x.tensors(self.device, generator, self.padding_poison) for x in (decode_case, other))
-        output = self.forward(plan, first)
-        _check_output(decode_case, first, output)
+        calls, output = [(decode_case, first, expected(first))], self.forward(plan, first)
+        _check_output(decode_case, output, calls[0][2])
         kept = Kept("of one call", out=output.out, lse=output.lse)
         if self._repeats(decode_case.name):
-            _check_output(other, second, self.forward(plan, second))
+            calls.append((other, second, expected(second)))
+            _check_output(other, self.forward(plan, second), calls[1][2])
         kept.check()
         for _ in range(2 if self._repeats(decode_case.name) else 1):  # a fault may come at every second call
             again = self.forward(plan, first)
@@ -93,12 +95,12 @@ class DecodeConformance(Suite):
                 if x is not None and not torch.equal(x, getattr(again, name)):
                     checks.fail(f"{name} differs between two calls with the same tensors")
         if self._goes_through_the_library() and self._repeats(decode_case.name):
-            for case, tensors in ((decode_case, first), (other, second)):
-                self._check_library(case, tensors)
+            for call in calls:
+                self._check_library(*call)
         longer = _with_lengths(decode_case, (decode_case.capacity,) * len(decode_case.lengths))
         for case in (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,):
             _copy(first, case.tensors(self.device, generator, self.padding_poison))
-            _check_output(case, first, self.forward(plan, first))
+            self.check_output(case, first, self.forward(plan, first))
         kept.check()
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
@@ -152,13 +154,13 @@ class DecodeConformance(Suite):
                 )
             request = request.replace(max_seqlen_kv=cache.shape[1]) if page_size is None else request
             output = self.run(DecodePlan(request, self.platform(), self.backend), far)
-            _check_output(case, far, output)
+            self.check_output(case, far, output)
 
     def check_output(self, case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput) -> None:
         """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
-        _check_output(case, tensors, output)
+        _check_output(case, output, expected(tensors))
 
-    def _check_library(self, case: DecodeCase, tensors: DecodeTensors) -> None:
+    def _check_library(self, case: DecodeCase, tensors: DecodeTensors, wanted: tuple[Yardstick, Yardstick]) -> None:
         """The same call through ``mla_plugin.decode``."""
         with as_the_process_manager(self._manager()):
             result = decode(
@@ -176,7 +178,7 @@ class DecodeConformance(Suite):
                 kv_scale=tensors.kv_scale if tensors.kv_cache_format == FP8 else None,
             )
         out, lse = result if isinstance(result, tuple) else (result, None)
-        _check_output(case, tensors, DecodeOutput(out, lse))
+        _check_output(case, DecodeOutput(out, lse), wanted)
 
     def _check_captured_graph(self, plan: DecodePlan, decode_case: DecodeCase, tensors: DecodeTensors) -> None:
         """A CUDA graph of a call, replayed with other lengths, pages and numbers in the same memory."""
@@ -190,7 +192,7 @@ class DecodeConformance(Suite):
             other = _with_lengths(decode_case, tuple(int(length) for length in each))
             _copy(tensors, other.tensors(self.device, generator, self.padding_poison))
             graph.replay()
-            _check_output(other, tensors, output)
+            self.check_output(other, tensors, output)
 
     def _plan(self, case: DecodeCase) -> DecodePlan | None:
         """A plan for the case, or None after a refusal that was expected."""
@@ -249,9 +251,8 @@ def _copy(target: DecodeTensors, source: DecodeTensors) -> None:
         target.lengths.update(source.lengths.host)
 
 
-def _check_output(case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput) -> None:
-    """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
-    out, lse = expected(tensors)
+def _check_output(case: DecodeCase, output: DecodeOutput, wanted: tuple[Yardstick, Yardstick]) -> None:
+    out, lse = wanted
     rows = lse.exact.isneginf().transpose(1, 2)[..., None]
     checks.check_tensor("out", output.out, out.exact, case.dtype)
     checks.check_zero("out", output.out, rows)
