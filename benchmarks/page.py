@@ -300,8 +300,8 @@ SECTIONS = (
 
 `python -m benchmarks.prefill`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
 operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
-so below 4k tokens the time on the host shows. Ours are the plain kernels here; the Hopper kernels are in the table of all
-backends below.
+so below 4k tokens the time on the host shows. Ours are the plain kernels here; the Hopper kernels are in the table of
+all backends below.
 
 {prefill}
 
