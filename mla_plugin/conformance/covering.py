@@ -156,6 +156,7 @@ class Space(Generic[CaseT]):
         needing: a factor to the levels of others that give it a meaning.
         plain: the factors that are changed to find a call that a backend accepts.
         labels: a row to the words in its case's name.
+        shows_refusals: each level that a backend refuses gets a case too.
     """
 
     name: str
@@ -166,9 +167,10 @@ class Space(Generic[CaseT]):
     needing: Callable[[str], Row]
     plain: Sequence[str]
     labels: Callable[[Row], str]
+    shows_refusals: bool = True
 
     def cases(self, accepts: Callable[[CaseT], bool] | None = None) -> tuple[CaseT, ...]:
-        """The cases that hold every pair of what a backend accepts, and one for each level that it refuses.
+        """The cases that hold every pair of what a backend accepts, and those that it refuses, see ``shows_refusals``.
 
         Args:
             accepts: whether the backend accepts a case; None for a backend that accepts everything.
@@ -181,6 +183,8 @@ class Space(Generic[CaseT]):
 
         plain = self._plainest(takes)
         if plain is None:
+            if not self.shows_refusals:
+                return ()
             return (self.case_of(f"{self.name}-plain", self.settle(self._default)),)
         levels = {name: list(given) for name, given in self.factors.items()}
         refused = []
@@ -191,7 +195,7 @@ class Space(Generic[CaseT]):
             if level not in (plain[name], None) and not takes(row):
                 levels[name].remove(level)
                 refused.append(self.case_of(f"{self.name}-without-{name}-{_text(level)}", row))
-        return (*self._covering(levels, takes), *refused)
+        return (*self._covering(levels, takes), *(refused if self.shows_refusals else ()))
 
     @property
     def _default(self) -> Row:

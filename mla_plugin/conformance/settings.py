@@ -7,7 +7,12 @@ import functools
 import gc
 import io
 import logging
+import multiprocessing
+import os
+import signal
 import sys
+import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,12 +113,54 @@ _variables: dict[str, str | None] = {}
 """Environment variables that calls have changed, and what they were before."""
 
 
+def _umask() -> int:
+    before = os.umask(0o022)
+    os.umask(before)
+    return before
+
+
+_DIRECTORIES = os.path.realpath(tempfile.gettempdir()), os.path.realpath(os.sep)
+_PROCESS: dict[str, Setting] = {
+    "os.getcwd()": (os.getcwd, os.chdir, _DIRECTORIES),
+    "the mask of os.umask()": (_umask, os.umask, (0o022, 0o027)),
+    "sys.path": (
+        lambda: tuple(sys.path),
+        functools.partial(sys.path.__setitem__, slice(None)),
+        (tuple(sys.path), (*tuple(sys.path), "/conformance")),
+    ),
+    "sys.getswitchinterval()": (sys.getswitchinterval, sys.setswitchinterval, (0.004, 0.006)),
+    "gc.get_threshold()": (gc.get_threshold, lambda value: gc.set_threshold(*value), ((700, 10, 10), (800, 11, 11))),
+    "multiprocessing.get_start_method()": (
+        functools.partial(multiprocessing.get_start_method, allow_none=True),
+        functools.partial(multiprocessing.set_start_method, force=True),
+        ("spawn", None),
+    ),
+    "torch.autograd.set_multithreading_enabled()": (
+        torch._C._is_multithreading_enabled,
+        torch._C._set_multithreading_enabled,
+        (True, False),
+    ),
+}
+"""The same of the process; a library may change them when it is loaded, so a first call may."""
+if hasattr(os, "sched_setaffinity"):
+    _CPUS = os.sched_getaffinity(0)
+    _PROCESS["os.sched_getaffinity(0)"] = (
+        functools.partial(os.sched_getaffinity, 0),
+        functools.partial(os.sched_setaffinity, 0),
+        (_CPUS, {min(_CPUS)}),
+    )
+
+
 def _loaded() -> dict[str, Setting]:
-    """Those of packages that only some processes have loaded."""
-    found: dict[str, Setting] = {}
+    """Those of the process, and of packages that only some processes have loaded."""
+    found = dict(_PROCESS)
+    if threading.current_thread() is threading.main_thread():  # others may not
+        of_term = functools.partial(signal.signal, signal.SIGTERM)
+        values = signal.SIG_DFL, signal.SIG_IGN
+        found["signal.getsignal(SIGTERM)"] = functools.partial(signal.getsignal, signal.SIGTERM), of_term, values
     if (numpy := sys.modules.get("numpy")) is not None:
-        values = numpy.geterr() | {"under": "warn"}, numpy.geterr() | {"under": "ignore"}
-        found["numpy.geterr()"] = numpy.geterr, lambda value: numpy.seterr(**value), values
+        of_errors = numpy.geterr() | {"under": "warn"}, numpy.geterr() | {"under": "ignore"}
+        found["numpy.geterr()"] = numpy.geterr, lambda value: numpy.seterr(**value), of_errors
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
         found["torch._dynamo.config.suppress_errors"] = _attribute(config, "suppress_errors", False)
         found["torch._dynamo.config.recompile_limit"] = _attribute(config, "recompile_limit", 9, 10)

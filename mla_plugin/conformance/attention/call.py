@@ -46,10 +46,12 @@ class Call:
         device: str,
         generator: torch.Generator,
         padding_poison: float,
+        *,
+        is_guarded: bool = True,
     ) -> Call:
-        """Fresh data."""
-        tensors = case.tensors(device, generator, padding_poison=padding_poison)
-        dout, dlse = case.cotangents(device, generator, padding_poison=padding_poison)
+        """Fresh data; ``is_guarded`` as in ``Draw``."""
+        tensors = case.tensors(device, generator, padding_poison=padding_poison, is_guarded=is_guarded)
+        dout, dlse = case.cotangents(device, generator, padding_poison=padding_poison, is_guarded=is_guarded)
         if request.is_training:
             needing = {name: getattr(tensors, name).detach().requires_grad_() for name in case.needs_gradient}
             if request.bias_requires_grad and tensors.bias is not None:

@@ -130,7 +130,7 @@ class Case:
     def merged_storages(self) -> tuple[Storage, Storage]:
         """Memory of the out and the lse that a backward is given which another backend made; the name chooses."""
         storages: tuple[tuple[Storage, Storage], ...] = (
-            ("contiguous", "contiguous"),
+            ("offset", "contiguous"),
             ("transposed", "sliced_dims"),
             ("sliced_dims", "transposed"),
             ("sliced_tokens", "offset"),
@@ -286,6 +286,7 @@ class Case:
         generator: torch.Generator | None = None,
         *,
         padding_poison: float = PADDING_POISON,
+        is_guarded: bool = True,
     ) -> AttentionTensors:
         """Random normal q, k, v and whatever else the case needs.
 
@@ -293,8 +294,9 @@ class Case:
             device: where the tensors lie.
             generator: CPU generator; None for PyTorch's own.
             padding_poison: factor of the padded rows, see ``PADDING_POISON``.
+            is_guarded: as in ``Draw``.
         """
-        draw = Draw(self.dtype, torch.device(device), generator)
+        draw = Draw(self.dtype, torch.device(device), generator, is_guarded=is_guarded)
         q, k, v = self._qkv(draw, padding_poison)
         cu_q, cu_kv, padded_q, padded_kv = self._offsets(draw)
         has_mask, has_bias = self.attn_mask_type == "arbitrary", self.bias_type != "no_bias"
@@ -324,9 +326,10 @@ class Case:
         generator: torch.Generator | None = None,
         *,
         padding_poison: float = PADDING_POISON,
+        is_guarded: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Random dout, and dlse (lse's dtype) when the case uses lse; padded rows as in ``tensors``."""
-        draw = Draw(self.dtype, torch.device(device), generator)
+        draw = Draw(self.dtype, torch.device(device), generator, is_guarded=is_guarded)
         layout, poison = self._layout, self._factor("q", padding_poison).to(device)
         dout = draw.normal(self._shape("q", self.num_heads, self.head_dim_v))
         if self.dout_storage != "expanded":

@@ -1,4 +1,4 @@
-"""The catalogue of conformance cases: edges by hand, every pair of factors by ``factors``, real sizes for CUDA devices.
+"""The catalogue of conformance cases: edges by hand, pairs by ``factors`` and ``sizes``, real sizes for CUDA devices.
 
 By hand stand the plainest calls and the sizes at the edges: lengths of 1, primes and the neighbours of 64 and 128, so
 that no tile size divides them all, sequences without tokens, the narrowest and the widest heads.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_plugin.conformance.attention import sizes
 from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
@@ -46,24 +47,32 @@ def cases(*tags: str) -> tuple[Case, ...]:
     return tuple(case for case, its in _catalogue() if wanted <= its)
 
 
-def cases_for(accepts: Callable[[Case], bool], *, is_quick: bool = False) -> tuple[Case, ...]:
+def cases_for(accepts: Callable[[Case], bool], *, is_quick: bool = False, is_slow: bool = False) -> tuple[Case, ...]:
     """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts.
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair, and the edges that cost little.
+        is_quick: every third pair, every fourth case of sizes, and the edges that cost little.
+        is_slow: every fourth case of sizes.
     """
     edges = _edges()
-    accepts_all = all(accepts(case) for case in (*edges, *_every_pair()))
-    pairs = _every_pair() if accepts_all else SPACE.cases(accepts)
+    accepts_all = all(accepts(case) for case in (*edges, *_every_pair(), *_every_size()))
+    pairs, of_sizes = (
+        (_every_pair(), _every_size()) if accepts_all else (SPACE.cases(accepts), sizes.SPACE.cases(accepts))
+    )
     if is_quick:
-        return (*(case for case in edges if case.cost <= QUICK_COST), *pairs[::3])
-    return (*edges, *pairs)
+        return (*(case for case in edges if case.cost <= QUICK_COST), *pairs[::3], *of_sizes[::4])
+    return (*edges, *pairs, *of_sizes[:: 4 if is_slow else 1])
 
 
 @functools.cache
 def _every_pair() -> tuple[Case, ...]:
     return SPACE.cases()
+
+
+@functools.cache
+def _every_size() -> tuple[Case, ...]:
+    return sizes.SPACE.cases()
 
 
 @functools.cache
@@ -83,7 +92,7 @@ def _edges() -> tuple[Case, ...]:
 @functools.cache
 def _catalogue() -> tuple[tuple[Case, frozenset[str]], ...]:
     """Every case, and its tags."""
-    return tuple((case, case.tags) for case in (*_edges(), *_every_pair(), *_large()))
+    return tuple((case, case.tags) for case in (*_edges(), *_every_pair(), *_every_size(), *_large()))
 
 
 def _layouts() -> Iterator[Case]:

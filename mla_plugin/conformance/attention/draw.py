@@ -1,4 +1,4 @@
-"""Random tensors in memory laid out as a case says, each within a larger piece of memory that holds NaN elsewhere."""
+"""Random tensors in memory laid out as a case says, within a larger piece that holds NaN elsewhere, or alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mla_plugin.arguments.layout import LAYOUTS, Layout
 Storage = Literal[
     "contiguous",
     "transposed",
+    "batch_inside",
     "sliced_heads",
     "sliced_tokens",
     "sliced_dims",
@@ -38,10 +39,20 @@ class Draw:
         dtype: of the tensors, unless told otherwise.
         device: where they lie.
         generator: CPU generator; None for PyTorch's own.
+        is_guarded: memory goes on before and behind each tensor. Otherwise each begins where its memory does, as most
+            tensors do.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        generator: torch.Generator | None,
+        *,
+        is_guarded: bool = True,
+    ) -> None:
         self.dtype, self.device, self.generator = dtype, device, generator
+        self._guard = GUARD if is_guarded else 0
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Standard normal numbers, contiguous, without guards."""
@@ -78,8 +89,10 @@ class Draw:
         tokens, heads = (last - 1, last - 2) if layout is None else (layout.tokens, layout.heads)
         if storage == "transposed":
             a, b = (last, last - 1) if layout is None else (tokens, heads)
-            shape[a], shape[b] = shape[b], shape[a]
-            return self._like(values, shape).transpose(a, b)
+            return self._exchanged(values, a, b)
+        if storage == "batch_inside":
+            batch = 0 if layout is None else layout.batch
+            return self._like(values, shape) if batch is None else self._exchanged(values, batch, tokens)
         if storage in ("sliced_heads", "sliced_tokens", "strided"):
             axis = {"sliced_heads": heads, "sliced_tokens": tokens, "strided": last}[storage]
             shape[axis] *= 2
@@ -89,6 +102,12 @@ class Draw:
             return self._like(values, (*shape[:-1], shape[-1] + extra))[..., extra:]
         return self._like(values, shape, shift=1 if storage == "offset" else 0)
 
+    def _exchanged(self, values: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        """Two axes in the other order in memory."""
+        shape = list(values.shape)
+        shape[a], shape[b] = shape[b], shape[a]
+        return self._like(values, shape).transpose(a, b)
+
     def _like(self, values: torch.Tensor, shape: Sequence[int], shift: int = 0) -> torch.Tensor:
         return self._guarded(shape, values.dtype, shift)
 
@@ -96,8 +115,8 @@ class Draw:
         """Uninteresting memory: NaN, or what an integer or a bool has at its edges."""
         size, dtype = math.prod(shape), dtype or self.dtype
         fill = torch.nan if dtype.is_floating_point else True if dtype == torch.bool else torch.iinfo(dtype).max
-        memory = torch.full((size + 2 * GUARD,), fill, dtype=dtype, device=self.device)
-        return memory[GUARD + shift : GUARD + shift + size].view(tuple(shape))
+        memory = torch.full((size + shift + 2 * self._guard,), fill, dtype=dtype, device=self.device)
+        return memory[self._guard + shift :][:size].view(tuple(shape))
 
     def split(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The values side by side in the last dimension of one tensor."""

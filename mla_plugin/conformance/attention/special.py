@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import unittest
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -89,11 +90,14 @@ def check_dropout(suite: BackendConformance) -> None:
     keys = min(plain.head_dim_v, 96)
     square: dict[str, Any] = {"seqlens_q": (keys,) * 2, "seqlens_kv": (keys,) * 2, "rows_q": None, "rows_kv": None}
     case = replace(plain, **square, num_heads=4, num_kv_heads=4, scores="normal", lead=0, tail=0, return_lse=False)
-    for dropout_p in DROPOUTS:
-        request = case.request(suite.device).replace(dropout_p=dropout_p)
-        if isinstance(decision := suite._answer(request), Accepted):
+    for dropout_p, is_training in itertools.product(DROPOUTS, (True, False)):
+        request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p)
+        decision = suite._answer(request)
+        if isinstance(decision, Accepted):
             plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
             _check_dropout(suite, plan, case, keys)
+        elif isinstance(decision, Refused):
+            checks.check_reasons(decision.reasons)
 
 
 def _check_dropout(suite: BackendConformance, plan: Plan, case: Case, keys: int) -> None:
@@ -108,7 +112,8 @@ def _check_dropout(suite: BackendConformance, plan: Plan, case: Case, keys: int)
     calls = [replace(call, tensors=replace(call.tensors, v=v, dropout_seed=seed)) for seed in seeds]
     outputs = [suite.hooks().forward(plan, each) for each in calls]
     _check_dropped(calls[0], outputs, keys, request.dropout_p)
-    _check_dropped_backward(suite, plan, calls[0], outputs[0], keys)
+    if request.is_training:
+        _check_dropped_backward(suite, plan, calls[0], outputs[0], keys)
 
 
 def _weights(call: Call, keys: int) -> torch.Tensor:

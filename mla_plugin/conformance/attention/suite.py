@@ -39,7 +39,7 @@ class BackendConformance(Suite):
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        small = self._once(lambda: cases_for(self._accepts, is_quick=self.quick), cases())
+        small = self._once(lambda: cases_for(self._accepts, is_quick=self.quick, is_slow=self.is_slow), cases())
         return small + (cases("large") if torch.device(self.device).type == "cuda" and not self.quick else ())
 
     def _accepts(self, case: Case) -> bool:
@@ -70,8 +70,7 @@ class BackendConformance(Suite):
         plan = self._plan(case, is_training=False)
         if plan is None:
             return
-        hooks, generator = self._hooks(), self._generator()
-        calls = [Call.of(x, plan.request, self.device, generator, self.padding_poison) for x in (case, case.other())]
+        hooks, calls = self._hooks(), self._two_calls(case, plan, self._generator())
         first = hooks.forward(plan, calls[0])
         kept = Kept("of one call", **_results(first))
         outputs = [first]
@@ -99,9 +98,7 @@ class BackendConformance(Suite):
         if plan is None:
             return
         hooks, generator = self._hooks(), self._generator()
-        first, second = (
-            Call.of(x, plan.request, self.device, generator, self.padding_poison) for x in (case, case.other())
-        )
+        first, second = self._two_calls(case, plan, generator)
         output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
         kept_output = Kept("of one call", **vars(output))
         runs: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
@@ -138,6 +135,14 @@ class BackendConformance(Suite):
                 library.check(self, plan, first)
             self._check_in_the_same_memory(plan, first, second)
         self._check_decision_again(plan)
+
+    def _two_calls(self, case: Case, plan: Plan, generator: torch.Generator) -> tuple[Call, Call]:
+        """Two of one request with different data, the second one's tensors without anything around them."""
+        first, second = (
+            Call.of(x, plan.request, self.device, generator, self.padding_poison, is_guarded=x is case)
+            for x in (case, case.other())
+        )
+        return first, second
 
     def _check_in_the_same_memory(self, plan: Plan, first: Call, second: Call) -> None:
         """The second call's data where the first one's was, as the next step of a training has it."""

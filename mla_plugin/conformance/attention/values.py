@@ -81,7 +81,14 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
     yield "large queries and tiny keys", _with(call, q=_times(large), k=_times(tiny))
     yield "a large v", _with(call, v=_times(large))
     yield "a tiny v", _with(call, v=_times(tiny))
-    for scale in (4.0, 2.0**-20):
+    of_one_sign = _with(call, q=torch.abs, k=torch.abs, v=torch.abs)  # nothing cancels
+    dlse = None if call.dlse is None else call.dlse.abs()
+    yield "numbers of one sign", replace(of_one_sign, dout=call.dout.abs(), dlse=dlse)
+    yield (
+        "equal keys and a large v of one sign",  # whose sum is beyond float16's numbers
+        replace(_with(call, k=torch.ones_like, v=lambda v: v.abs() * 2.0**12), dout=call.dout * 2.0**-6),
+    )
+    for scale in (4.0, 2.0**8, 2.0**-20):
         yield f"a softmax_scale of {scale:.3g}", replace(call, tensors=replace(call.tensors, softmax_scale=scale))
     if call.case.head_dim_v <= call.case.head_dim_qk:
         slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
@@ -194,11 +201,23 @@ def check_surroundings(suite: BackendConformance) -> None:
         if not suite.is_slow and case is plain[0]:
             surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
-            others = [call_of(suite, case, plan.request) for _ in range(2)]
-            surroundings.at_the_same_time([functools.partial(_checked_step, suite, plan, other) for other in others])
+            both = [(plan, call_of(suite, case, plan.request)), _unlike_call(suite, case, plan)]
+            surroundings.at_the_same_time([functools.partial(_checked_step, suite, *each) for each in both])
         _check_like_calls(suite, case, plan)
         _check_inference_mode(suite, case)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+
+
+def _unlike_call(suite: BackendConformance, case: Case, plan: Plan) -> tuple[Plan, Call]:
+    """A call with another mask, scale and lengths, where the backend takes one."""
+    lengths = (21, 29)[: len(case.seqlens_q)] if case.is_packed else (21,) * len(case.seqlens_q)
+    mask = "padding_causal" if case.is_packed else "causal"
+    both: dict[str, Any] = {"seqlens_q": lengths, "seqlens_kv": lengths}
+    unlike = replace(case, attn_mask_type=mask, window_size=(-1, -1), softmax_scale=0.3, **both)
+    other_plan = suite.plan_of(unlike)
+    if other_plan is None:
+        return plan, call_of(suite, case, plan.request)
+    return other_plan, call_of(suite, unlike, other_plan.request)
 
 
 def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:

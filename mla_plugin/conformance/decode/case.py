@@ -44,6 +44,8 @@ class DecodeCase:
         is_large: a real size, for CUDA devices only.
         softmax_scale: 0.1353 is DeepSeek-V3's, where YaRN multiplies 192 ** -0.5 by 1.87.
         scores: ``large`` are 100 and more.
+        numbers: of the cache; ``spread`` have every magnitude that a quantised cache tells apart, and tokens that are
+            small as a whole.
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
         rope_storage: of q_rope, where it is another one: the product with W_UK may leave q_nope_abs alone head-major.
         cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence,
@@ -52,7 +54,8 @@ class DecodeCase:
         rope_storage_in_cache: of k_rope, where it is another one; for a pair of caches.
         table_storage: of the page table; ``expanded_batch`` is one row for all, so the sequences have the same keys.
         spare_columns: columns of the page table behind those that the cache's capacity needs.
-        shares_pages: the sequences' first two pages are the same ones, as a cache of common prefixes has it.
+        shares_pages: the sequences' first pages are the same ones, as a cache of common prefixes has it.
+        prefix_pages: so many of them.
         page_order: ``ascending`` pages of a sequence follow one another, as in a cache that is still empty;
             ``descending`` ones come from the end of a list of free pages.
         spare_pages: pages of the cache that no sequence uses, half of them before those that one does.
@@ -77,6 +80,7 @@ class DecodeCase:
     is_large: bool = False
     softmax_scale: float = 0.1353
     scores: Literal["normal", "large"] = "normal"
+    numbers: Literal["normal", "spread"] = "normal"
     query_storage: Storage = "contiguous"
     rope_storage: Storage | None = None
     cache_storage: CacheStorage = "contiguous"
@@ -85,6 +89,7 @@ class DecodeCase:
     spare_columns: int = 1
     lengths_storage: Literal["contiguous", "offset"] = "contiguous"
     shares_pages: bool = False
+    prefix_pages: int = 2
     page_order: Literal["shuffled", "ascending", "descending"] = "shuffled"
     spare_pages: int = 3
     kv_cache_format: str = PLAIN
@@ -154,13 +159,14 @@ class DecodeCase:
         """Pages at the beginning that all sequences have in common."""
         if self.table_storage == "expanded_batch":
             return self.capacity // (self.page_size or 1)
-        return min(2, self.capacity // self.page_size) if self.shares_pages and self.page_size else 0
+        most = self.capacity // self.page_size if self.shares_pages and self.page_size else 0
+        return min(self.prefix_pages, most)
 
     @property
     def has_aligned_rows(self) -> bool:
         """As in ``DecodeRequest``: it follows from the widths of the rows in memory."""
         if self.kv_cache_format != PLAIN:
-            widths = (self.rank + self.rope,) if self.is_packed else (self.rank, self.rope)
+            widths = (self.rank, self.rank + self.rope if self.is_packed else self.rope)
             return self.kv_cache_format == FP8_DS_MLA or all(width % 16 == 0 for width in widths)
         extra, of_rope = (8 if storage == "sliced_dims" else 0 for storage in self._cache_storages)
         whole = self.rank + self.rope
@@ -204,14 +210,24 @@ class DecodeCase:
         leftpads, scale = self.leftpads and self.leftpads[::-1], 0.8 * self.softmax_scale
         return replace(self, lengths=self.lengths[::-1], leftpads=leftpads, rows=self.capacity, softmax_scale=scale)
 
-    def tensors(self, device: torch.device | str, generator: torch.Generator, poison: float) -> DecodeTensors:
-        """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are absurd."""
-        draw = Draw(self.dtype, torch.device(device), generator)
+    def tensors(
+        self, device: torch.device | str, generator: torch.Generator, poison: float, *, is_guarded: bool = True
+    ) -> DecodeTensors:
+        """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are absurd.
+
+        ``is_guarded`` as in ``Draw``.
+        """
+        draw = Draw(self.dtype, torch.device(device), generator, is_guarded=is_guarded)
         batch, width = len(self.lengths), self.rank + self.rope
         queries = draw.normal((batch, self.seqlen_q, self.num_heads, width))
         if self.scores == "large":
             queries = queries * 20.0
         tokens = draw.normal((batch, self.capacity, width))
+        if self.numbers == "spread":
+            exponents = (
+                20.0 * draw.uniform(tokens.shape) - 16.5 - 12.0 * draw.uniform(tokens.shape[:2])[..., None].round()
+            )
+            tokens = (tokens.sign() * exponents.exp2()).to(tokens.dtype)
         shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison

@@ -1,4 +1,4 @@
-"""The catalogue of decode cases: edges by hand, every pair of factors by ``factors``, real sizes for CUDA devices."""
+"""The catalogue of decode cases: edges by hand, pairs by ``factors`` and ``sizes``, real sizes for CUDA devices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.cases import QUICK_COST
+from mla_plugin.conformance.decode import sizes
 from mla_plugin.conformance.decode.borders import borders
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
@@ -27,27 +29,35 @@ REAL: dict[str, dict[str, Any]] = {
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
     """The small cases of a backend that accepts everything, or the large ones."""
-    return tuple(_large()) if large else (*_edges(), *_every_pair())
+    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_size())
 
 
-def decode_cases_for(accepts: Callable[[DecodeCase], bool], *, is_quick: bool = False) -> tuple[DecodeCase, ...]:
+def decode_cases_for(
+    accepts: Callable[[DecodeCase], bool], *, is_quick: bool = False, is_slow: bool = False
+) -> tuple[DecodeCase, ...]:
     """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts.
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair, and the edges that cost little.
+        is_quick: every third pair, every fourth case of sizes, and the edges that cost little.
+        is_slow: every fourth case of sizes.
     """
-    pairs = _every_pair()
+    pairs, of_sizes = _every_pair(), sizes.SPACE.cases(accepts)
     if not all(map(accepts, (*_edges(), *pairs))):
         pairs = SPACE.cases(accepts)
     if is_quick:
-        return (*(case for case in _edges() if case.cost <= QUICK_COST), *pairs[::3])
-    return (*_edges(), *pairs)
+        return (*(case for case in _edges() if case.cost <= QUICK_COST), *pairs[::3], *of_sizes[::4])
+    return (*_edges(), *pairs, *of_sizes[:: 4 if is_slow else 1])
 
 
 @functools.cache
 def _every_pair() -> tuple[DecodeCase, ...]:
     return SPACE.cases()
+
+
+@functools.cache
+def _every_size() -> tuple[DecodeCase, ...]:
+    return sizes.SPACE.cases(lambda case: case.kv_cache_format == PLAIN)
 
 
 @functools.cache
@@ -166,7 +176,7 @@ def _quantised() -> Iterator[DecodeCase]:
 
 
 def _large() -> Iterator[DecodeCase]:
-    for name, sizes in REAL.items():
+    for name, given in REAL.items():
         for page_size in (None, 64):
             for seqlen_q in (1, 2):
                 yield DecodeCase(
@@ -177,5 +187,5 @@ def _large() -> Iterator[DecodeCase]:
                     page_size=page_size,
                     has_host_lengths=True,
                     is_large=True,
-                    **({"rank": 512, "rope": 64} | sizes),
+                    **({"rank": 512, "rope": 64} | given),
                 )

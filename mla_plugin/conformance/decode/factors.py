@@ -82,7 +82,7 @@ def case_of(name: str, row: Row) -> DecodeCase:
         causal=row["causal"],
         has_seqlens_kv=row["given"] != "none",
         has_host_lengths=row["given"] == "host",
-        leftpads=tuple(map(_leftpad, range(len(lengths)), lengths)) if row["leftpad"] else None,
+        leftpads=tuple(map(leftpad_of, range(len(lengths)), lengths)) if row["leftpad"] else None,
         return_lse=row["lse"],
         is_packed=row["is_packed"],
         softmax_scale=row["scale"],
@@ -97,7 +97,7 @@ def case_of(name: str, row: Row) -> DecodeCase:
     )
 
 
-def _leftpad(b: int, length: int) -> int:
+def leftpad_of(b: int, length: int) -> int:
     """Half of the keys, so that pages are left out too; more than there are; none; all of them."""
     return (min(70, length // 2), 5, 0, length)[b % 4]
 

@@ -37,7 +37,9 @@ class DecodeConformance(Suite):
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        small = self._once(lambda: decode_cases_for(self._accepts, is_quick=self.quick), decode_cases())
+        small = self._once(
+            lambda: decode_cases_for(self._accepts, is_quick=self.quick, is_slow=self.is_slow), decode_cases()
+        )
         quantised = tuple(case for case in quantised_cases() if self._accepts(case))
         on_cuda = torch.device(self.device).type == "cuda" and not self.quick
         return small + quantised + (decode_cases(large=True) if on_cuda else ())
@@ -81,7 +83,8 @@ class DecodeConformance(Suite):
         if plan is None:
             return
         generator, other = self._generator(), decode_case.other()
-        first, second = (x.tensors(self.device, generator, self.padding_poison) for x in (decode_case, other))
+        first = decode_case.tensors(self.device, generator, self.padding_poison)
+        second = other.tensors(self.device, generator, self.padding_poison, is_guarded=False)
         calls, output = [(decode_case, first, expected(first))], self.forward(plan, first)
         _check_output(decode_case, output, calls[0][2])
         kept = Kept("of one call", out=output.out, lse=output.lse)

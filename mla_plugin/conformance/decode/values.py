@@ -57,10 +57,11 @@ def check_values(suite: DecodeConformance) -> None:
 
 
 def _calls(suite: DecodeConformance) -> Iterator[tuple[DecodeCase, DecodePlan]]:
-    """The plain ones, and one in bfloat16, which holds numbers beyond float16's."""
+    """The plain ones, and one in each low precision: bfloat16 holds numbers beyond float16's."""
     plain = plain_calls(suite)
     yield from plain
-    for case in [replace(case, dtype=torch.bfloat16) for case, _ in plain[:1] if case.dtype != torch.bfloat16]:
+    low = itertools.product((case for case, _ in plain[:1]), (torch.bfloat16, torch.float16))
+    for case in [replace(case, dtype=dtype) for case, dtype in low if case.dtype != dtype]:
         request = case.request(suite.device)
         if isinstance(suite._answer(request), Accepted):
             yield case, DecodePlan(request, suite.platform(), suite.backend)
@@ -97,7 +98,14 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
         q_nope_abs, q_rope = (x * 2.0**-power for x in tensors[:2])
         c_kv, k_rope = (x * 2.0**power for x in tensors[2:4])
         yield words, case, tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope)
-    for scale in (4.0, 2.0**-20):
+    q_nope_abs, q_rope, c_kv, k_rope = (x.abs() for x in tensors[:4])  # nothing cancels
+    of_one_sign = tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope)
+    yield "numbers of one sign", case, of_one_sign
+    q_nope_abs, q_rope, c_kv, k_rope = (x * 2.0**6 for x in tensors[:4])
+    scale = case.softmax_scale * 2.0**-12
+    beyond = tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, k_rope=k_rope, softmax_scale=scale)
+    yield "products beyond float16's numbers", replace(case, softmax_scale=scale), beyond
+    for scale in (4.0, 2.0**8, 2.0**-20):
         yield f"a softmax_scale of {scale:.3g}", case, drawn(replace(case, softmax_scale=scale))
     if case.has_seqlens_kv:
         empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
@@ -136,7 +144,8 @@ def check_surroundings(suite: DecodeConformance) -> None:
         if not suite.is_slow and not index:
             surroundings.check_many_calls(functools.partial(_results_of, suite, case, plan, tensors))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
-            surroundings.at_the_same_time([run, run])
+            other_run = functools.partial(_one_call, suite, case.other(), plan)
+            surroundings.at_the_same_time([run, other_run])
         with torch.inference_mode():
             run()
         surroundings.check_nothing_is_kept(run)
