@@ -154,7 +154,8 @@ if hasattr(os, "sched_setaffinity"):
 def _loaded() -> dict[str, Setting]:
     """Those of the process, and of packages that only some processes have loaded."""
     found = dict(_PROCESS)
-    if threading.current_thread() is threading.main_thread():  # others may not
+    is_main = threading.current_thread() is threading.main_thread()  # others may not
+    if is_main and signal.getsignal(signal.SIGTERM) is not None:
         of_term = functools.partial(signal.signal, signal.SIGTERM)
         values = signal.SIG_DFL, signal.SIG_IGN
         found["signal.getsignal(SIGTERM)"] = functools.partial(signal.getsignal, signal.SIGTERM), of_term, values

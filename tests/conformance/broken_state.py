@@ -44,6 +44,11 @@ SETTINGS = {
     "dynamo": "__import__('torch._dynamo')._dynamo.config.suppress_errors = True",
     "mkldnn": "torch.backends.mkldnn.enabled = False",
     "fill_memory": "torch.utils.deterministic.fill_uninitialized_memory = False",
+    "directory": "__import__('os').chdir('/')",
+    "path": "__import__('sys').path.append('/sample')",
+    "umask": "__import__('os').umask(0o077)",
+    "start_method": "__import__('multiprocessing').set_start_method('spawn', force=True)",
+    "handler": "__import__('signal').signal(15, lambda *_: None)",
     "sdpa_replaced": "torch.nn.functional.scaled_dot_product_attention = forward",
 }
 """What a backend sets at every call."""

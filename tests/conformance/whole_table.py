@@ -26,6 +26,7 @@ from tests.conformance import (
     broken_later,
     broken_ported,
     broken_rare,
+    broken_sizes,
     broken_state,
 )
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
@@ -41,7 +42,7 @@ GENERAL = {
     ),
     "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
 }
-_TABLES = (broken_later, broken_rare, broken_hidden, broken_state, broken_ported)
+_TABLES = (broken_later, broken_rare, broken_hidden, broken_state, broken_ported, broken_sizes)
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
     "decode": (*broken_decode.BROKEN, *(fault for table in _TABLES for fault in table.DECODE)),

@@ -1,4 +1,4 @@
-"""Calls of the same shapes, some in the same memory, that differ in options, strides or dtype.
+"""Calls of the same shapes, some in the same memory, that differ in options, strides or dtype, from each host in turn.
 
 What a backend keeps for a shape or an address (a choice of kernels, a descriptor of a tensor) must not be another
 call's.
@@ -7,17 +7,20 @@ call's.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of
 from mla_plugin.hooks.attention import Plan
+from mla_plugin.hooks.types import Accepted
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
@@ -54,7 +57,7 @@ def check_alike(suite: BackendConformance, plain: list[Case]) -> None:
 def _calls(
     suite: BackendConformance, case: Case, all_options: tuple[dict[str, Any], ...]
 ) -> Iterator[tuple[Plan, Call, str]]:
-    for options in all_options:
+    for options, host in zip(all_options, itertools.cycle(HOSTS), strict=False):
         mask = options["attn_mask_type"]
         if case.is_packed and ("bias_type" in options or mask == "arbitrary"):
             continue
@@ -65,6 +68,9 @@ def _calls(
         plan = suite.plan_of(other)
         if plan is not None:
             words = ", ".join(f"{name}={x!r}" for name, x in given.items())
+            request = plan.request.replace(host=host)
+            if isinstance(suite._answer(request), Accepted):
+                plan, words = replace(plan, request=request), f"{words}, host={host!r}"
             yield plan, call_of(suite, other, plan.request), words
 
 

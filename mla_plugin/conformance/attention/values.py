@@ -100,9 +100,13 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
     if call.tensors.bias is not None:
         hidden = torch.rand(call.tensors.bias.shape, device=call.tensors.bias.device) < 1 / 3
         hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
-        bias = call.tensors.bias.detach().masked_fill(hidden, torch.finfo(call.case.dtype).min)
-        bias.requires_grad_(call.tensors.bias.requires_grad)
-        yield "a bias that hides keys", replace(call, tensors=replace(call.tensors, bias=bias))
+        lowest = torch.finfo(call.case.dtype).min
+        for words, bias in (
+            ("a bias that hides keys", call.tensors.bias.detach().masked_fill(hidden, lowest)),
+            ("a large bias of one sign", 64.0 * call.tensors.bias.detach().abs()),
+        ):
+            bias.requires_grad_(call.tensors.bias.requires_grad)
+            yield words, replace(call, tensors=replace(call.tensors, bias=bias))
 
 
 def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:

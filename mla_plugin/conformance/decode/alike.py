@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
@@ -29,11 +31,11 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 def check_alike(suite: DecodeConformance, case: DecodeCase) -> None:
     """What is kept for a shape or an address must not be another call's: options in both orders, strides, dtypes."""
     for lengths, options in (((40, 9, 33), _OPTIONS), ((41, 8, 35), _OPTIONS[::-1])):
-        for given in options:
+        for given, host in zip(options, itertools.cycle(HOSTS[1:]), strict=False):
             other = replace(case, lengths=lengths, rows=48, seqlen_q=2, **({"causal": True, "leftpads": None} | given))
             if not case.has_seqlens_kv:
                 other = replace(other, lengths=(max(lengths),) * len(lengths))
-            _check(suite, other, _drawn(suite, other), f"after calls of its shapes with other options, {given}")
+            _check(suite, other, _drawn(suite, other), f"after calls of its shapes with other options, {given}", host)
     first = _drawn(suite, other)
     _check(suite, other, first, "in memory of its own")
     _check(suite, other, _turned(_drawn(suite, other), first), "after one in the same memory with other strides")
@@ -90,12 +92,14 @@ def _axes(tensors: DecodeTensors) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, axes
 
 
-def _check(suite: DecodeConformance, case: DecodeCase, tensors: DecodeTensors, words: str) -> None:
-    request = DecodeRequest.of(tensors)
+def _check(
+    suite: DecodeConformance, case: DecodeCase, tensors: DecodeTensors, words: str, host: str = HOSTS[0]
+) -> None:
+    request = DecodeRequest.of(tensors, host=host)
     if not isinstance(suite._answer(request), Accepted):
         return
     try:
         output = suite.forward(DecodePlan(request, suite.platform(), suite.backend), tensors)
         suite.check_output(case, tensors, output)
     except checks.ConformanceError as error:
-        checks.fail(f"a call of {case.name} {words}: {error}")
+        checks.fail(f"a call of {case.name} from host {host!r} {words}: {error}")
