@@ -98,15 +98,26 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
             mask = torch.full_like(call.tensors.attention_mask, hides)
             yield f"a mask that hides {words}", replace(call, tensors=replace(call.tensors, attention_mask=mask))
     if call.tensors.bias is not None:
-        hidden = torch.rand(call.tensors.bias.shape, device=call.tensors.bias.device) < 1 / 3
-        hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
-        lowest = torch.finfo(call.case.dtype).min
-        for words, bias in (
-            ("a bias that hides keys", call.tensors.bias.detach().masked_fill(hidden, lowest)),
-            ("a large bias of one sign", 64.0 * call.tensors.bias.detach().abs()),
-        ):
-            bias.requires_grad_(call.tensors.bias.requires_grad)
-            yield words, replace(call, tensors=replace(call.tensors, bias=bias))
+        yield from _biases(call)
+
+
+def _biases(call: Call) -> Iterator[tuple[str, Call]]:
+    """Biases that hide keys, as a mask that is added does, and a large one."""
+    assert call.tensors.bias is not None
+    given, needs_gradient = call.tensors.bias.detach(), call.tensors.bias.requires_grad
+    hidden = torch.rand(given.shape, device=given.device) < 1 / 3
+    hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
+    hidden[..., -1] = False
+
+    def biased(bias: torch.Tensor) -> Call:
+        return replace(call, tensors=replace(call.tensors, bias=bias.requires_grad_(needs_gradient)))
+
+    hiding = biased(given.masked_fill(hidden, torch.finfo(call.case.dtype).min))
+    yield "a bias that hides keys", hiding
+    infinite = biased(given.masked_fill(hidden, -torch.inf))
+    vars(infinite)["oracle"] = hiding.oracle  # the same softmax
+    yield "a bias of -inf that hides keys", infinite
+    yield "a large bias of one sign", biased(64.0 * given.abs())
 
 
 def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:
@@ -205,8 +216,9 @@ def check_surroundings(suite: BackendConformance) -> None:
         if not suite.is_slow and case is plain[0]:
             surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
-            both = [(plan, call_of(suite, case, plan.request)), _unlike_call(suite, case, plan)]
-            surroundings.at_the_same_time([functools.partial(_checked_step, suite, *each) for each in both])
+            like = [(plan, call_of(suite, case, plan.request)) for _ in range(2)]
+            given = (*like, _unlike_call(suite, case, plan))
+            surroundings.at_the_same_time([functools.partial(_checked_step, suite, *each) for each in given])
         _check_like_calls(suite, case, plan)
         _check_inference_mode(suite, case)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))

@@ -145,7 +145,7 @@ def check_surroundings(suite: DecodeConformance) -> None:
             surroundings.check_many_calls(functools.partial(_results_of, suite, case, plan, tensors))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
             other_run = functools.partial(_one_call, suite, case.other(), plan)
-            surroundings.at_the_same_time([run, other_run])
+            surroundings.at_the_same_time([run, run, other_run])
         with torch.inference_mode():
             run()
         surroundings.check_nothing_is_kept(run)
