@@ -86,6 +86,7 @@ def case_of(name: str, row: Row) -> Case:
     if row["padded"]:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
     shape = "".join(letter if row[axis] else "1" for letter, axis in zip("bhss", _SHAPE, strict=True))
+    shape = shape.lstrip("1") or "1"  # as few dimensions as say it
     return Case(
         name,
         qkv_format=row["qkv_format"],

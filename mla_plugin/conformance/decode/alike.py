@@ -38,6 +38,9 @@ def check_alike(suite: DecodeConformance, case: DecodeCase) -> None:
             _check(suite, other, _drawn(suite, other), f"after calls of its shapes with other options, {given}", host)
     first = _drawn(suite, other)
     _check(suite, other, first, "in memory of its own")
+    empty = replace(other, lengths=(0,) * len(other.lengths), leftpads=None, has_host_lengths=True)
+    if case.has_seqlens_kv:
+        _check(suite, empty, _drawn(suite, empty), "without keys, whose lengths the host knows")
     _check(suite, other, _turned(_drawn(suite, other), first), "after one in the same memory with other strides")
 
 

@@ -48,5 +48,7 @@ def _widths() -> Iterator[DecodeCase]:
 
 
 def _many_programs() -> Iterator[DecodeCase]:
-    """Sequences times heads by the thousand."""
+    """Sequences times heads by the thousand, and one query for all heads."""
     yield DecodeCase("batch_48-heads_128", lengths=(3, 40, 0, 9) * 12, num_heads=128, rank=40, rope=8, page_size=16)
+    expanded: dict[str, Any] = {"query_storage": "expanded_heads", "seqlen_q": 2, "rank": 72, "rope": 8}
+    yield DecodeCase("expanded_heads_of_queries", page_size=16, **expanded)
