@@ -34,6 +34,8 @@ DIMS = {
     "head_dims=136/200": "expected on Hopper head_dim_v up to head_dim_qk",
     "head_dims=40/24 training": "the kernel's dQ has 48 columns",
     "head_dims=8/8 training": "the kernel's dQ has 16 columns",
+    "head_dims=16/16 training": "the kernel's dQ has 16 columns",
+    "head_dims=80/64 training": "the kernel's dQ has 80 columns",
     "head_dims=64/32 training": "rounded to 64/32",
     "head_dims=24/16 training": "rounded to 32/16",
 }

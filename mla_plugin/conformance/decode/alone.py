@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, VALUE_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
@@ -105,21 +106,37 @@ def _part(whole: DecodeTensors, sequences: list[int], queries: slice, lengths: l
     """
     device = whole.q_nope_abs.device
     seqlens_kv = torch.tensor(lengths, dtype=torch.int32, device=device)
-    paged, page_table, rows = whole.page_table is not None, None, max(*lengths, 1)
+    cache, page_table = (whole.c_kv, whole.k_rope, whole.kv_scale), None
     if whole.page_table is not None:
         given = whole.page_table[sequences]
         page_table = torch.cat([given, torch.full_like(given[:, :3], 2**30)], 1)
+    else:
+        cache = _rows(whole, sequences, max(*lengths, 1))
+    c_kv, k_rope, kv_scale = cache
     return whole._replace(
         q_nope_abs=whole.q_nope_abs[sequences][:, queries],
         q_rope=whole.q_rope[sequences][:, queries],
-        c_kv=whole.c_kv if paged else whole.c_kv[sequences][:, :rows],
-        k_rope=whole.k_rope if paged else whole.k_rope[sequences][:, :rows],
+        c_kv=c_kv,
+        k_rope=k_rope,
+        kv_scale=kv_scale,
         causal=whole.causal and queries == slice(None),
         page_table=page_table,
         seqlens_kv=seqlens_kv,
         leftpad_kv=None if whole.leftpad_kv is None else whole.leftpad_kv[sequences],
         lengths=None if whole.lengths is None else DecodeLengths(lengths, seqlens_kv=seqlens_kv),
     )
+
+
+def _rows(
+    whole: DecodeTensors, sequences: list[int], count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """c_kv, k_rope and kv_scale of the first rows of some sequences; a row of ``fp8_ds_mla`` holds its scales."""
+    c_kv, k_rope = whole.c_kv, whole.k_rope[sequences][:, :count]
+    if whole.kv_cache_format != FP8_DS_MLA:
+        return c_kv[sequences][:, :count], k_rope, whole.kv_scale
+    rows = c_kv.as_strided((*c_kv.shape[:2], VALUE_BYTES), c_kv.stride())[sequences][:, :count]
+    values, scales = rows.split_with_sizes((RANK, VALUE_BYTES - RANK), -1)
+    return values, k_rope, scales.view(torch.float32)
 
 
 def _run(suite: DecodeConformance, tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
