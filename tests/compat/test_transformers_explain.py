@@ -126,9 +126,9 @@ def test_windows_are_kinds_of_their_own():
 
 
 def test_why_is_answered_for_every_layer():
-    text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4", is_training=True)
+    text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4", is_training=True, seqlen=512)
     assert '=> pip install "mla-plugin[fa4]"' in text
-    assert "Then fa4 runs this request's backward" in text
+    assert "Then fa4 runs this request's forward and backward" in text
     text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4")
     assert "fa4 cannot compute this: DecodeRequest, expected AttentionRequest" in text
 

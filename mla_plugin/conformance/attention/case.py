@@ -349,8 +349,7 @@ class Case:
 
     def _score_shape(self, letters: str) -> tuple[int, ...]:
         sizes = (self.batch_size, self.num_heads, self._extent("q"), self._extent("kv"))
-        shape = zip(letters, sizes[4 - len(letters) :], strict=True)
-        return tuple(1 if letter == "1" else size for letter, size in shape)
+        return tuple(1 if letter == "1" else size for letter, size in zip(letters, sizes[-len(letters) :], strict=True))
 
     def _factor(self, side: Side, padding_poison: float) -> torch.Tensor:
         """``padding_poison`` on padded rows and 1 elsewhere, broadcastable to q or k."""

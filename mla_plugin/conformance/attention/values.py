@@ -107,13 +107,16 @@ def _biases(call: Call) -> Iterator[tuple[str, Call]]:
     given, needs_gradient = call.tensors.bias.detach(), call.tensors.bias.requires_grad
     hidden = torch.rand(given.shape, device=given.device) < 1 / 3
     hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
-    hidden[..., -1] = False
+    hidden[..., 0] = hidden[..., -1] = False
 
     def biased(bias: torch.Tensor) -> Call:
         return replace(call, tensors=replace(call.tensors, bias=bias.requires_grad_(needs_gradient)))
 
     hiding = biased(given.masked_fill(hidden, torch.finfo(call.case.dtype).min))
     yield "a bias that hides keys", hiding
+    lse = hiding.expected()[1].exact
+    if bool((lse.isfinite() & (lse < torch.finfo(call.case.dtype).min / 2)).any()):
+        return  # a window or lengths leave a query hidden keys alone, which are as good as none with -inf
     infinite = biased(given.masked_fill(hidden, -torch.inf))
     vars(infinite)["oracle"] = hiding.oracle  # the same softmax
     yield "a bias of -inf that hides keys", infinite
