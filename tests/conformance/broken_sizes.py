@@ -91,6 +91,12 @@ DECODE = [
         SCALES_OF_TILES,
         "            scales = scales.clamp(min=1e-4)\n" + SCALES_OF_TILES,
     ),
+    broken(
+        "fp8_ds_mla_scales_up_to_1", SCALES_OF_TILES, "            scales = scales.clamp(max=1.0)\n" + SCALES_OF_TILES
+    ),
+    broken(
+        "fp8_scale_from_1e-3", SCALED, SCALED.replace("t.kv_scale.to(exact)", "t.kv_scale.to(exact).clamp(min=1e-3)")
+    ),
     out_halved("fp8_above_256_keys", "t.kv_cache_format != 'plain' and length > 256"),
     out_halved("fp8_of_many_heads", "t.kv_cache_format != 'plain' and heads > 64"),
     broken("fp8_subnormals_flushed", SCALED, "            values = values * (values.abs() >= 2.0**-6)\n" + SCALED),

@@ -17,6 +17,9 @@ from mla_plugin.hooks.decode import DecodeRequest
 CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
 SCALE = 0.0123
 """About that of caches in ``fp8``."""
+_TINY, _LARGE = 2.0**-12, 2.0**7
+"""What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
+sequence, for scales above 1 beside tiny ones."""
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -227,7 +230,8 @@ class DecodeCase:
             exponents = (
                 20.0 * draw.uniform(tokens.shape) - 16.5 - 12.0 * draw.uniform(tokens.shape[:2])[..., None].round()
             )
-            tokens = (tokens.sign() * exponents.exp2()).to(tokens.dtype)
+            tokens = (tokens.sign() * exponents.exp2()).to(tokens.dtype) * self._magnitude
+            tokens[1::2] *= _LARGE if self.kv_cache_format == FP8_DS_MLA else 1.0
         shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison
@@ -249,7 +253,7 @@ class DecodeCase:
             leftpad_kv = draw.placed(given, self.lengths_storage)
         return DecodeTensors(
             *(q_nope, q_rope, c_kv, k_rope),
-            softmax_scale=self.softmax_scale,
+            softmax_scale=self.softmax_scale / self._magnitude,
             causal=self.causal and self.seqlen_q > 1,
             return_lse=self.return_lse,
             page_table=None if page_table is None else draw.placed(page_table, self.table_storage, LAYOUTS["bshd"]),
@@ -259,6 +263,10 @@ class DecodeCase:
             kv_scale=kv_scale,
             kv_cache_format=self.kv_cache_format,
         )
+
+    @property
+    def _magnitude(self) -> float:
+        return _TINY if self.numbers == "spread" and self.kv_cache_format == FP8 else 1.0
 
     def _stored(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """c_kv, k_rope and kv_scale with the numbers of ``cache``, which a quantised one rounds."""
@@ -271,7 +279,7 @@ class DecodeCase:
         return stored[0], stored[1], None
 
     def _quantised(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale = SCALE * (0.5 + draw.uniform(())) if self.kv_cache_format == FP8 else None
+        scale = self._magnitude * SCALE * (0.5 + draw.uniform(())) if self.kv_cache_format == FP8 else None
         rows = cache.flatten(0, 1)
         parts = quantised_rows(rows[:, : self.rank], rows[:, self.rank :], scale, self.kv_cache_format, False)
         found = [torch.cat(parts, -1)] if self.is_packed else list(parts)
