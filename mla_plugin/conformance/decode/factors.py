@@ -69,32 +69,38 @@ def settle(row: Row) -> Row:
 
 def case_of(name: str, row: Row) -> DecodeCase:
     """The case of a settled row."""
-    lengths = LENGTHS[row["lengths"]]
     return DecodeCase(
         name,
-        dtype=row["dtype"],
-        lengths=lengths,
-        seqlen_q=row["seqlen_q"],
-        num_heads=row["heads"],
-        rank=row["ranks"][0],
-        rope=row["ranks"][1],
-        page_size=row["page_size"],
-        causal=row["causal"],
-        has_seqlens_kv=row["given"] != "none",
-        has_host_lengths=row["given"] == "host",
-        leftpads=tuple(map(leftpad_of, range(len(lengths)), lengths)) if row["leftpad"] else None,
-        return_lse=row["lse"],
-        is_packed=row["is_packed"],
+        **plain_fields(row, LENGTHS[row["lengths"]]),
         softmax_scale=row["scale"],
         scores=row["scores"],
-        query_storage=row["queries"],
-        cache_storage=row["cache"],
         rope_storage_in_cache=row["rope_cache"],
         table_storage=row["table"],
         spare_columns=row["columns"],
         page_order=row["page_order"],
         shares_pages=row["shares_pages"],
     )
+
+
+def plain_fields(row: Row, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """What every space of decode cases varies, as ``DecodeCase`` names it."""
+    return {
+        "dtype": row["dtype"],
+        "lengths": lengths,
+        "seqlen_q": row["seqlen_q"],
+        "num_heads": row["heads"],
+        "rank": row["ranks"][0],
+        "rope": row["ranks"][1],
+        "page_size": row["page_size"],
+        "causal": row["causal"],
+        "has_seqlens_kv": row["given"] != "none",
+        "has_host_lengths": row["given"] == "host",
+        "leftpads": tuple(map(leftpad_of, range(len(lengths)), lengths)) if row["leftpad"] else None,
+        "return_lse": row["lse"],
+        "is_packed": row["is_packed"],
+        "query_storage": row["queries"],
+        "cache_storage": row["cache"],
+    }
 
 
 def leftpad_of(b: int, length: int) -> int:

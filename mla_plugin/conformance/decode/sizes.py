@@ -11,7 +11,7 @@ from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, RANK, ROPE
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.covering import Row, Space
 from mla_plugin.conformance.decode.case import DecodeCase
-from mla_plugin.conformance.decode.factors import leftpad_of
+from mla_plugin.conformance.decode.factors import plain_fields
 
 LENGTHS: dict[str, tuple[int, ...]] = {
     "around_64": (63, 64, 65, 0),
@@ -69,24 +69,9 @@ def settle(row: Row) -> Row:
 
 def case_of(name: str, row: Row) -> DecodeCase:
     """The case of a settled row."""
-    lengths = LENGTHS[row["lengths"]]
     return DecodeCase(
         name,
-        dtype=row["dtype"],
-        lengths=lengths,
-        seqlen_q=row["seqlen_q"],
-        num_heads=row["heads"],
-        rank=row["ranks"][0],
-        rope=row["ranks"][1],
-        page_size=row["page_size"],
-        causal=row["causal"],
-        has_seqlens_kv=row["given"] != "none",
-        has_host_lengths=row["given"] == "host",
-        leftpads=tuple(map(leftpad_of, range(len(lengths)), lengths)) if row["leftpad"] else None,
-        return_lse=row["lse"],
-        is_packed=row["is_packed"],
-        query_storage=row["queries"],
-        cache_storage=row["cache"],
+        **plain_fields(row, LENGTHS[row["lengths"]]),
         numbers=row["numbers"],
         shares_pages=row["prefix_pages"] > 0,
         prefix_pages=row["prefix_pages"],
