@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,20 @@ def test_a_dense_call_takes_few_steps(
     print(name, found)
     assert found[0] <= forward
     assert found[1] <= backward
+
+
+def test_a_dense_call_of_a_packed_library_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 out of vLLM, which takes packed sequences only: six views, their offsets are kept."""
+    q, v = torch.zeros(2, 16, 2, 192, dtype=torch.bfloat16), torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16)
+    operator = Operator("fwd", (v.flatten(0, 1), torch.empty(2, 32), None, None))
+    install(monkeypatch, "vllm.vllm_flash_attn")
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=operator), raising=False)
+    tensors = AttentionTensors(q, q, v, 0.1)
+    vars(tensors)["kept"] = {}
+    request = request_of(tensors, CallOptions().completed(tensors)).replace(device_type="cuda")
+    plan = Plan(request, replace(HOPPER, packages=(("vllm", "0.26.0"),)), "fa3", "fa3")
+    assert fa3.forward(plan, tensors).out.shape == v.shape
+    assert calls_of(lambda: fa3.forward(plan, tensors)) <= 37
 
 
 BASE: dict[str, Any] = {"softmax_scale": 0.1, "attn_mask_type": "causal", "deterministic": False, "return_lse": False}

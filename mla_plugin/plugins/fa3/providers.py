@@ -83,8 +83,8 @@ class Provider:
         """
         raise NotImplementedError
 
-    def dense_forward(self, options: Options) -> Run:
-        """``forward`` of dense tensors with these options, for many calls."""
+    def forward_with(self, options: Options) -> Run:
+        """``forward`` with these options, for many calls of dense batches."""
         return functools.partial(self.forward, options=options)
 
     def backward(
@@ -129,12 +129,12 @@ class FlashAttn3(Provider):
             )
         return result[0], result[1]
 
-    def dense_forward(self, options: Options) -> Run:
+    def forward_with(self, options: Options) -> Run:
         """See ``Provider``; what follows q, k and v is put together once."""
         operators = _operators(self.library())
         if operators is None:
-            return super().dense_forward(options)
-        return operators.forward.after(3, *_DENSE, *_mask(options))
+            return super().forward_with(options)
+        return operators.forward.after(3, *_packed(options), *_mask(options))
 
     def backward(
         self,
@@ -207,6 +207,12 @@ class Vllm(Provider):
         operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
         result = operator(q, k, v, *_packed(options), *_mask(options))
         return result[0], result[1]
+
+    def forward_with(self, options: Options) -> Run:
+        """See ``Provider``; what follows q, k and v is put together once."""
+        self.library()
+        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
+        return operator.after(3, *_packed(options), *_mask(options))
 
 
 class SglKernel(Provider):

@@ -1,7 +1,10 @@
 """Dense calls of the FlashAttention backends, without padding: the first call of a kind finds out what all need.
 
 The library's function, with everything but q, k and v given to it, is kept for all calls of the kind
-(``AttentionTensors.kept``). A later call only asks whether its tensors start on 16 bytes.
+(``AttentionTensors.kept``). A later call only checks that its tensors start at a multiple of 16 bytes.
+
+A library that takes packed sequences only gets the rows of a dense batch concatenated. The offsets are tensors, so its
+function is kept for each stream, whose later work sees them written, and not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from mla_plugin.hooks.attention import AttentionOutput
 from mla_plugin.plugins.shared.packed import Rows
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
-"""Of q, k and v [B, S, H, D]: out, lse [B, H, S_q], and whatever else the library returns."""
+"""Of q, k and v, [B, S, H, D] or concatenated [B * S, H, D]: out, lse, and whatever else the library returns."""
 
 
 def kept_forward(backend: str, tensors: AttentionTensors) -> Callable[[AttentionTensors], AttentionOutput] | None:
@@ -26,15 +29,58 @@ def kept_forward(backend: str, tensors: AttentionTensors) -> Callable[[Attention
     return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
 
 
-def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Callable[[], Run]) -> None:
-    """Keep what ``make`` makes for calls of this kind, if they are dense and their strides need no copy."""
+def kept_concatenated_forward(
+    backend: str, tensors: AttentionTensors
+) -> Callable[[AttentionTensors], AttentionOutput] | None:
+    """``kept_forward`` for a library that takes packed sequences only."""
+    key = _of_stream(backend, tensors.q)
     kept = tensors.kept
-    if kept is None or rows.q is not None or not has_addressable_strides(tensors.q, tensors.k, tensors.v):
+    forward = None if kept is None or key is None else kept.get(key)
+    return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
+
+
+def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Callable[[], Run]) -> None:
+    """Keep what ``make`` makes for calls of this kind, if they are dense and their strides need no copy.
+
+    Args:
+        backend: which keeps it.
+        tensors: of the call.
+        rows: of the call.
+        make: gives the library's function of q, k and v as ``rows`` describes them.
+    """
+    kept, request = tensors.kept, rows.request
+    if kept is None or request.layout.is_packed or request.has_padding:
         return
-    run, layout = make(), rows.request.layout
+    if not has_addressable_strides(tensors.q, tensors.k, tensors.v):
+        return
+    if rows.q is None:
+        kept[backend] = _forward(make(), rows)
+    elif (key := _of_stream(backend, tensors.q)) is not None:
+        kept[key] = _concatenated_forward(make(), rows)
+
+
+def _of_stream(backend: str, x: torch.Tensor) -> str | None:
+    """The key of the current stream; None while it is captured in a CUDA graph, which must own what it reads."""
+    if not x.is_cuda:
+        return f"{backend} on the CPU"
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return f"{backend} on stream {torch._C._cuda_getCurrentRawStream(x.device.index)}"
+
+
+def _forward(run: Run, rows: Rows) -> Callable[[AttentionTensors], AttentionOutput]:
+    layout = rows.request.layout
 
     def forward(tensors: AttentionTensors) -> AttentionOutput:
         found = run(layout.to_bshd(tensors.q), layout.to_bshd(tensors.k), layout.to_bshd(tensors.v))
         return AttentionOutput(layout.from_bshd(found[0]), rows.lse(found[1]))
 
-    kept[backend] = forward
+    return forward
+
+
+def _concatenated_forward(run: Run, rows: Rows) -> Callable[[AttentionTensors], AttentionOutput]:
+    def forward(tensors: AttentionTensors) -> AttentionOutput:
+        found = run(rows.of_tensor(tensors.q), rows.of_tensor(tensors.k), rows.of_tensor(tensors.v))
+        return AttentionOutput(rows.queries(found[0]), rows.lse(found[1]))
+
+    return forward
