@@ -19,6 +19,7 @@ class Job:
         dtype: Triton's name.
         call: ``full``, ``causal`` and ``window`` over dense batches, ``packed`` causal with lengths.
         kernel: ``forward``, ``backward_kv`` or ``backward_q``.
+        sums: dk and dv are float32, as for copies of heads, see ``shared_heads.py``.
     """
 
     head_dim_qk: int = 192
@@ -26,11 +27,13 @@ class Job:
     dtype: str = "bf16"
     call: str = "causal"
     kernel: str = "forward"
+    sums: bool = False
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
-        return f"{self.kernel} {self.head_dim_qk}/{self.head_dim_v} {self.dtype} {self.call}"
+        sums = " float32 sums" if self.sums else ""
+        return f"{self.kernel} {self.head_dim_qk}/{self.head_dim_v} {self.dtype} {self.call}{sums}"
 
 
 JOBS = (
@@ -40,6 +43,7 @@ JOBS = (
     *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
     *(Job(96, 64, kernel=kernel) for kernel in ("backward_kv", "backward_q")),
     *(Job(256, 256, call="full", kernel="backward_kv"), Job(256, 256, "fp16", kernel="backward_q")),
+    *(Job(call="packed", kernel="backward_kv", sums=True), Job(256, 256, kernel="backward_kv", sums=True)),
     *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
 )
 
@@ -168,7 +172,7 @@ def _of_forward(job: Job) -> _Arguments:
 def _of_backward(job: Job) -> _Arguments:
     described = dict.fromkeys(("Q", "K", "V", "DOut"), (64, 64))
     outputs = ("DK", "DV") if job.kernel == "backward_kv" else ("DQ",)
-    others = {"Lse": "*fp32", "Delta": "*fp32"} | dict.fromkeys(outputs, f"*{job.dtype}")
+    others = {"Lse": "*fp32", "Delta": "*fp32"} | dict.fromkeys(outputs, "*fp32" if job.sums else f"*{job.dtype}")
     first = 1 << job.head_dim_qk.bit_length() - 1
     return described, others, {"QK0": first, "QK1": job.head_dim_qk - first, "V_PANELS": job.head_dim_v // 64}
 

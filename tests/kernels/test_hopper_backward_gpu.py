@@ -9,6 +9,7 @@ import torch
 
 from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.hopper.rule import plain_dkv_for
+from mla_plugin.kernels.prefill import shared_heads
 from mla_plugin.kernels.prefill.launch_backward import backward
 from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
@@ -94,6 +95,32 @@ def test_factors_in_combination(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_other_head_dimensions(seed: int, head_dims: tuple[int, int]) -> None:
     check(draw(seed, head_dims=head_dims))
+
+
+@pytest.mark.parametrize("seed", range(300, 332))
+def test_copies_of_heads_of_keys(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are heads of q, whatever their number is good for; dk and dv are summed in float32."""
+    monkeypatch.setattr(shared_heads, "copies", lambda kind: kind.num_heads // kind.num_kv_heads)
+    check(draw(seed))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(64, 4, 2048), (32, 1, 3000), (32, 2, 1200), (48, 4, 5000)])
+def test_few_heads_of_keys_over_short_sequences(heads: int, kv_heads: int, tokens: int) -> None:
+    """Against the gradients of one call a group, whose programs need no copies."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, tokens, n, width, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for n, width in ((heads, 192), (kv_heads, 192), (kv_heads, 128), (heads, 128))
+    )
+    packing = Packing("bshd", tokens, tokens, mask=Band(-1, 0, True))
+    assert shared_heads.copies(Kind.of(q, k, v, 0.1, packing)) > 1
+    dq, dk, dv = gradients((q, k, v, 0.1, packing), dout)
+    every = [shared_heads.repeated(x, 2, heads // kv_heads) for x in (k, v)]
+    wanted_q, *wanted = gradients((q, *every, 0.1, packing), dout)
+    assert torch.equal(dq, wanted_q)
+    for x, parts in zip((dk, dv), wanted, strict=True):
+        exact = parts.double().unflatten(2, (kv_heads, -1)).sum(3)
+        assert (x.double() - exact).norm() <= 4e-3 * exact.norm()
 
 
 def test_200_runs_agree_bit_for_bit() -> None:

@@ -230,12 +230,12 @@ def test_the_backward_launches_the_kernels_that_the_rule_says(
         return lambda kind, tile: lambda *arguments: launched.append(name)
 
     filled = []
-    monkeypatch.setattr(launch_backward, "_hopper", lambda: lambda kind, strides: Launches())
+    monkeypatch.setattr(launch_backward, "_hopper", lambda: lambda *kind: Launches())
     monkeypatch.setattr(launch_backward, "_kv_launch", plain("kv"))
     monkeypatch.setattr(launch_backward, "_q_launch", plain("q"))
     monkeypatch.setattr(launch_backward, "_delta_launch", lambda kind: lambda *_: launched.append("delta"))
     monkeypatch.setattr(
-        launch_backward, "output_like", lambda x, width, layout: filled.append(width) or torch.zeros_like(x)
+        launch_backward, "output_like", lambda x, width, layout, dtype=None: filled.append(width) or torch.zeros_like(x)
     )
     rows = (10, 4) if is_packed else (2, 8, 4)
     q, k = (torch.zeros(*rows, widths[0], dtype=torch.bfloat16) for _ in range(2))

@@ -14,9 +14,9 @@ from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, is_wide
 from mla_plugin.kernels.hopper.rule import QUERIES
-from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
-from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
+from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
 
 _Call = tuple[Launch, tuple[object, ...]]
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -164,6 +164,9 @@ def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_of(kind: Kind, dout_strides: tuple[int, ...]) -> Backward:
-    """The prepared call of a kind for which ``plain_dkv_for`` has no reason."""
+def backward_of(kind: Kind, dout_strides: tuple[int, ...], kv_dtype: torch.dtype) -> Backward:
+    """The prepared call of a kind for which ``plain_dkv_for`` has no reason.
+
+    ``kv_dtype``: of dk and dv; a launch keeps a kernel that is compiled for it, so each dtype has its own.
+    """
     return Backward(kind, dout_strides)

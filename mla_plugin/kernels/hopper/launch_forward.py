@@ -12,9 +12,9 @@ from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.forward import attention_forward_kernel
 from mla_plugin.kernels.hopper.pieces import PANEL
 from mla_plugin.kernels.hopper.rule import QUERIES, TILES
-from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, multiprocessors
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
-from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes
+from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
 
 
 def _sources(kind: Kind) -> tuple[Source, Source, Source]:

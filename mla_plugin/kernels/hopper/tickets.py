@@ -11,12 +11,6 @@ LOADING_REGISTERS = 24
 """Of each thread of the loading warp; the others have 240."""
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a card."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
     """Heads whose query tiles are taken side by side: as many as fit half the L2 cache with their keys and values.
 

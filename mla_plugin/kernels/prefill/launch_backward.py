@@ -14,6 +14,7 @@ from mla_plugin.kernels import tiles
 from mla_plugin.kernels.descriptors import descriptor
 from mla_plugin.kernels.hopper.rule import plain_dkv_for, plain_dq_for
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides, on_device_of
+from mla_plugin.kernels.prefill import shared_heads
 from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.prefill.backward_rows import delta_kernel
@@ -38,13 +39,17 @@ _Call = tuple[Launch, tuple[object, ...]]
 
 
 class _Kind(NamedTuple):
-    """What a backward's launches depend on: the call's kind and the strides and options of the backward."""
+    """What a backward's launches depend on: the call's kind and the strides and options of the backward.
+
+    ``kv_dtype`` is that of dk and dv, for which a launch keeps a compiled kernel.
+    """
 
     call: Kind
     out_strides: tuple[int, ...]
     dout_strides: tuple[int, ...]
     has_dlse: bool
     by_descriptors: bool
+    kv_dtype: torch.dtype
 
     @property
     def code(self) -> tuple[object, ...]:
@@ -52,8 +57,8 @@ class _Kind(NamedTuple):
         call = self.call
         mask = (call.some_query_may_see_no_key, call.band.left >= 0, call.band.right >= 0, call.band.bottom_right)
         widths = (call.q_shape[-1], call.v_shape[-1], call.num_heads // call.num_kv_heads)
-        tensors = (call.dtype, call.device, call.qkv_format, call.has_lengths, self.has_dlse, self.by_descriptors)
-        return (*tensors, *widths, *mask)
+        tensors = (call.dtype, self.kv_dtype, call.device, call.qkv_format, call.has_lengths)
+        return (*tensors, self.has_dlse, self.by_descriptors, *widths, *mask)
 
 
 _compiled: set[tuple[object, ...]] = set()
@@ -133,13 +138,19 @@ def backward(
     lse = lse.contiguous()
     rows = (torch.empty_like(lse), torch.empty_like(lse))
     dlse = None if dlse is None else dlse.contiguous()
-    is_plain_kv = plain_dkv_for(kind.call, kind.dout_strides) is not None
+    inputs_kv, kind_kv, copies = inputs, kind, shared_heads.copies(kind.call)
+    heads = packing.layout.heads
+    if copies > 1:
+        k_copies, v_copies = (with_aligned_rows(shared_heads.repeated(x, heads, copies)) for x in (k, v))
+        inputs_kv = (q, k_copies, v_copies, dout)
+        kind_kv = _kind_of(inputs_kv, out, dlse, softmax_scale, packing)._replace(kv_dtype=torch.float32)
+    is_plain_kv = plain_dkv_for(kind_kv.call, kind.dout_strides) is not None
     is_plain_q = plain_dq_for(kind.call, kind.dout_strides) is not None
     dq = _memory_like(q, is_plain_q, packing.layout)
-    dk, dv = (_memory_like(x, is_plain_kv, packing.layout) for x in (k, v))
+    dk, dv = (_memory_like(x, is_plain_kv, packing.layout, kind_kv.kv_dtype) for x in inputs_kv[1:3])
 
     def call_kv(tile: tiles.Tile) -> _Call:
-        return _kv_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dk, dv, *offsets)
+        return _kv_launch(kind_kv, tile), (*_sources(kind_kv, inputs_kv, tile), *rows, dk, dv, *offsets)
 
     def call_q(tile: tiles.Tile) -> _Call:
         return _q_launch(kind, tile), (*_sources(kind, inputs, tile), *rows, dq, *offsets)
@@ -151,14 +162,21 @@ def backward(
         calls: list[_Call] = [(_delta_launch(kind), (out, dout, lse, dlse, *rows))]
         if tuned:
             _run(*calls.pop())  # what is measured needs the row statistics
-        launches: Any = None if is_plain_kv else _hopper()(kind.call, kind.dout_strides)
-        calls += launches.calls_kv(inputs, rows, (dk, dv), offsets) if launches else [plain("backward_kv", call_kv)]
-        calls += [plain("backward_q", call_q)] if is_plain_q else launches.calls_q(inputs, rows, dq, offsets)
-        if q.is_cuda and kind.code not in _compiled:
+        if is_plain_kv:
+            calls.append(plain("backward_kv", call_kv))
+        else:
+            calls += _hopper_launches(kind_kv).calls_kv(inputs_kv, rows, (dk, dv), offsets)
+        if is_plain_q:
+            calls.append(plain("backward_q", call_q))
+        else:
+            calls += _hopper_launches(kind).calls_q(inputs, rows, dq, offsets)
+        if q.is_cuda and kind_kv.code not in _compiled:
             compile_together(calls, q.device)
-            _compiled.add(kind.code)
+            _compiled.add(kind_kv.code)
         for call in calls:
             _run(*call)
+    if copies > 1:
+        dk, dv = (shared_heads.added(x, heads, copies, q.dtype) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -170,9 +188,13 @@ def _hopper() -> Callable[..., Any]:
     return backward_of
 
 
-def _memory_like(x: torch.Tensor, is_plain: bool, layout: Layout) -> torch.Tensor:
+def _hopper_launches(kind: _Kind) -> Any:
+    return _hopper()(kind.call, kind.dout_strides, kind.kv_dtype)
+
+
+def _memory_like(x: torch.Tensor, is_plain: bool, layout: Layout, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Memory for the gradient of x; the Hopper kernels write every row, padding too."""
-    return output_like(x, x.shape[-1], layout) if is_plain else x.new_empty(x.shape)
+    return output_like(x, x.shape[-1], layout, dtype) if is_plain else x.new_empty(x.shape, dtype=dtype)
 
 
 def _run(launch: Launch, arguments: tuple[object, ...]) -> None:
@@ -198,7 +220,7 @@ def _kind_of(
     described = (
         _has_tensor_memory_access(q.device) and call.shapes_show_every_query_a_key and _can_be_described(*inputs)
     )
-    return _Kind(call, out.stride(), dout.stride(), dlse is not None, described)
+    return _Kind(call, out.stride(), dout.stride(), dlse is not None, described, q.dtype)
 
 
 @functools.lru_cache(maxsize=_MAX_KINDS)

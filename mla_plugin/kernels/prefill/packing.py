@@ -112,10 +112,10 @@ def lse_like(q: torch.Tensor, layout: Layout) -> torch.Tensor:
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def output_like(x: torch.Tensor, head_dim: int, layout: Layout) -> torch.Tensor:
-    """Memory for an output; zeros for packed sequences, because no program writes the padding tokens."""
+def output_like(x: torch.Tensor, head_dim: int, layout: Layout, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Memory for an output, of x's dtype by default; zeros for packed sequences, whose padding no program writes."""
     shape = (*x.shape[:-1], head_dim)
-    return x.new_zeros(shape) if layout.is_packed else x.new_empty(shape)
+    return x.new_zeros(shape, dtype=dtype) if layout.is_packed else x.new_empty(shape, dtype=dtype)
 
 
 @functools.cache
@@ -131,6 +131,12 @@ def card_of(device: torch.device) -> str:
 def l2_cache_bytes(device: torch.device) -> int:
     """Size of a device's L2 cache; an H100's under the interpreter."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a device; 1 under the interpreter, which runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
