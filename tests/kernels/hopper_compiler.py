@@ -43,7 +43,7 @@ JOBS = (
     *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
     *(Job(96, 64, kernel=kernel) for kernel in ("backward_kv", "backward_q")),
     *(Job(256, 256, call="full", kernel="backward_kv"), Job(256, 256, "fp16", kernel="backward_q")),
-    *(Job(call="packed", kernel="backward_kv", sums=True), Job(256, 256, kernel="backward_kv", sums=True)),
+    *(Job(call="packed", kernel="backward_kv", sums=True), Job(256, 256, call="full", kernel="backward_kv", sums=True)),
     *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
 )
 
