@@ -1,10 +1,10 @@
-"""What the kernels take on each card, compiled ahead of time: no GPU is needed.
+"""Registers, spills and shared memory of the kernels on each GPU, compiled ahead of time: no GPU is needed.
 
     python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
     python -m benchmarks.ahead_of_time --hopper  compiles the Hopper kernels, and leaves the rest of the file as it is
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
-Which tiles, head dimensions and cards: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
+Which tiles, head dimensions and GPUs: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
 tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py, which the page does not show.
 """
 
@@ -25,19 +25,19 @@ from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, TYPES, Job, jo
 
 RESULTS = RECORDED
 PAGE = ROOT / "docs" / "kernels_ahead_of_time.md"
-CARDS = {80: "A100", 86: "RTX 30, A10", 89: "RTX 40, L4, L40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
+GPUS = {80: "A100", 86: "RTX 30, A10", 89: "RTX 40, L4, L40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
 MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 COLUMNS = ("tile", "warps", "stages", "registers", "spilled stores", "shared memory", "blocks", "warps per SM")
 
 TEXT = """\
 # The kernels, compiled ahead of time
 
-Written by `python -m benchmarks.ahead_of_time` with Triton {triton}; do not edit. Nothing here was run on a card: the
-kernels were compiled for it, and the numbers are what the compiler allotted.
-`tests/kernels/test_prefill_ahead_of_time.py` and `test_decode_ahead_of_time.py` hold them: shared memory to the card's
-limit per block, spilled stores to stated figures. They compile every entry of the tile tables for every card of its
-class, of prefill for the widest head dimensions that it serves and DeepSeek-V3's 192/128 in bfloat16; with
-`--all-targets` for head dimensions from 24/16 to 576/512, with lengths and windows, and by tensor descriptors.
+Written by `python -m benchmarks.ahead_of_time` with Triton {triton}; do not edit. Nothing here was run on a GPU: the
+kernels were compiled for it, and the numbers are what the compiler allocated.
+`tests/kernels/test_prefill_ahead_of_time.py` and `test_decode_ahead_of_time.py` check them: shared memory against the
+GPU's limit per block, spilled stores against stated figures. They compile every entry of the tile tables for every GPU
+of its class: prefill for the widest head dimensions that the entry serves and DeepSeek-V3's 192/128 in bfloat16, and
+with `--all-targets` for head dimensions from 24/16 to 576/512, with lengths and windows, and by tensor descriptors.
 
 A tile of prefill is queries x keys. Blocks are those that one multiprocessor holds at a time, by registers and shared
 memory. Spilled stores are instructions in the whole program. *Causal* is a dense batch under a causal mask, *packed*
@@ -68,17 +68,17 @@ and 64 float32 operations a clock.
   instructions, that of `forward` none; this does not decide.
 - 108 multiprocessors hold one block each: fewer than 108 tiles of 128 queries, over all heads, leave some idle.
 
-## Prefill: the same on every card
+## Prefill: the same on every GPU
 
-{cards}
+{gpus}
 
 ## Prefill: every entry of the tables
 
-For the first card of its class and the widest head dimensions that it serves.
+For the first GPU of its class and the widest head dimensions that it serves.
 
 {entries}
 
-## Decode: every entry of the table, on every card
+## Decode: every entry of the table, on every GPU
 
 A tile is (query, head) rows x keys, in pages of 64; rank and rope are those of the widest cache that the entry serves.
 
@@ -92,7 +92,7 @@ Of `fp8` and `fp8_ds_mla`, with queries in bfloat16.
 
 ### With `batch_invariant=True`
 
-The same tiles in the kernel that cuts every sequence at the same keys, for the widest cache.
+The same tiles in the kernel that splits every sequence at the same keys, for the widest cache.
 
 {invariant}
 
@@ -150,8 +150,8 @@ def _table(records: Iterable[dict[str, Any]], *names: str) -> str:
     describe = {
         "kernel": lambda r: f"`{r['kernel']}`",
         "call": lambda r: r["call"],
-        "card": lambda r: f"{CARDS[r['capability']]} (sm{r['capability']})",
-        "class": lambda r: r["card"],
+        "GPU": lambda r: f"{GPUS[r['capability']]} (sm{r['capability']})",
+        "class": lambda r: r["gpu_class"],
         "cache": lambda r: f"`{r['kv_cache_format']}`",
         "rank, rope": lambda r: (
             f"{'/'.join(map(str, decode_compiler.RANKS[r['columns']]))} {decode_compiler.TYPES[r['itemsize']]}"
@@ -169,12 +169,12 @@ def render(found: dict[str, Any]) -> str:
     deepseek = [r for r in records if (r["head_dim_qk"], r["head_dim_v"], r["itemsize"]) == (*DEEPSEEK, 2)]
     entries: dict[tuple[str, str, int, int], dict[str, Any]] = {}
     for record in records:
-        if record["call"] == "causal":  # the first card of a class comes first
-            entries.setdefault((record["kernel"], record["card"], record["itemsize"], record["columns"]), record)
+        if record["call"] == "causal":  # the first GPU of a class comes first
+            entries.setdefault((record["kernel"], record["gpu_class"], record["itemsize"], record["columns"]), record)
     return TEXT.format(
         triton=found["triton"],
         a100=_table((r for r in deepseek if r["capability"] == 80), "kernel", "call"),
-        cards=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "card", "call"),
+        gpus=_table((r for r in deepseek if r["call"] != "packed"), "kernel", "GPU", "call"),
         entries=_table(entries.values(), "kernel", "class", "head dims"),
         decode=_decode_table(found, invariant=False),
         quantised=_decode_table(found, "cache", invariant=False, quantised=True),
@@ -185,7 +185,7 @@ def render(found: dict[str, Any]) -> str:
 def _decode_table(found: dict[str, Any], *names: str, invariant: bool, quantised: bool = False) -> str:
     records = (r for r in found["decode"] if r["page_size"] == 64 and not r["descriptors"])
     kept = (r for r in records if r["invariant"] == invariant and (r["kv_cache_format"] != "plain") == quantised)
-    return _table(kept, "card", "rank, rope", *names)
+    return _table(kept, "GPU", "rank, rope", *names)
 
 
 def main() -> None:

@@ -14,29 +14,29 @@ from mla_plugin import DecodeLengths, cache
 from mla_plugin.arguments.cache_format import byte_columns, split_quantised
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.kernels.decode import e4m3, quantised_cache
-from mla_plugin.kernels.decode.e4m3 import bytes_of, numbers_of
+from mla_plugin.kernels.decode.e4m3 import from_e4m3, to_e4m3
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ("fields", "instruction", "pure instruction", "bits") if DEVICE == "cuda" else ("fields",)
 DTYPES = {torch.float16: tl.float16, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 FORMATS = ("fp8", "fp8_ds_mla")
 INTERPRETED_ROUNDS_DOWN = DEVICE == "cpu"
-"""Triton's interpreter cuts a float32 off where a card rounds it to bfloat16."""
+"""Triton's interpreter cuts a float32 off where a GPU rounds it to bfloat16."""
 R, DR = 512, 64
 WIDTH = {"fp8": R + DR, "fp8_ds_mla": 656}
 SCALE = 0.0371
 
 
 @triton.jit
-def _numbers(X, Y, N: tl.constexpr, DTYPE: tl.constexpr, WAY: tl.constexpr):
+def _numbers(X, Y, N: tl.constexpr, DTYPE: tl.constexpr, CONVERSION: tl.constexpr):
     columns = tl.arange(0, N)
-    tl.store(Y + columns, numbers_of(tl.load(X + columns), DTYPE, WAY))
+    tl.store(Y + columns, from_e4m3(tl.load(X + columns), DTYPE, CONVERSION))
 
 
 @triton.jit
 def _bytes(X, Y, N: tl.constexpr):
     columns = tl.arange(0, N)
-    tl.store(Y + columns, bytes_of(tl.load(X + columns)))
+    tl.store(Y + columns, to_e4m3(tl.load(X + columns)))
 
 
 def every_byte() -> torch.Tensor:
@@ -574,7 +574,7 @@ def test_tensors_of_another_format_are_an_error() -> None:
     check_tensors(given)
     for changes, message in (
         ({"kv_cache_format": "fp8_ds_mla"}, r"c_kv torch.uint8, k_rope torch.uint8; .* torch.bfloat16"),
-        ({"kv_scale": scale[None]}, r"kv_scale is torch.float32 \[1\]; float32 \[\]"),
+        ({"kv_scale": scale[None]}, r"kv_scale is torch.float32 \[1\]; expected float32 \[\]"),
         ({"kv_scale": None}, r"kv_scale is None"),
         ({"kv_cache_format": "fp4"}, r"kv_cache_format='fp4'"),
         ({"kv_cache_format": "plain"}, r"kv_scale is given with kv_cache_format='plain'"),

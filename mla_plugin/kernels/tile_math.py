@@ -1,7 +1,7 @@
-"""Pieces that the kernels share: tiles of rows, the split of a head dimension, and where one sequence lies in memory.
+"""Device functions that the kernels share: tiles of rows, the split of a head dimension, the bounds of a sequence.
 
 A head dimension D is handled as two blocks of columns, D0 + D1, each a power of two (192 = 128 + 64), because a Triton
-block must be one: padding 192 to 256 would waste a quarter of the work. D1 == 0 means one block.
+block size must be one: padding 192 to 256 would waste a quarter of the work. D1 == 0 means one block.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""log2(e): the softmax is computed with exp2."""
+LN_2 = tl.constexpr(0.6931471805599453)
+"""ln(2): turns a log-sum-exp in base 2 into the natural one."""
+LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
+"""Start of a running maximum where -inf - -inf would be NaN."""
+
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Two powers of two (the second may be 0) that hold ``head_dim`` columns, each at least 16, what a product needs.
+    """Two powers of two (the second may be 0) that hold ``head_dim`` columns, each at least 16 (for tl.dot).
 
-    192 gives (128, 64), 128 (128, 0), 576 (512, 64), 24 (32, 0), 72 (128, 0). Only a single block may have columns to
-    spare: Triton 3.6 computes a product with a partly masked second block of 16 columns wrongly on an H200.
+    192 gives (128, 64), 128 (128, 0), 576 (512, 64), 24 (32, 0), 72 (128, 0). Only a single block may be
+    padded: Triton 3.6 computes a product with a partly masked second block of 16 columns wrongly on an H200.
     """
     whole = max(16, triton.next_power_of_2(head_dim))
     first, second = whole // 2, head_dim - whole // 2
@@ -77,7 +84,7 @@ def store_rows(
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Store x [R, C] into rows from ``start`` on, columns C0 .. C0 + C, leaving out what ``load_rows`` gives as 0."""
+    """Store x [R, C] into rows from ``start`` on, columns C0 .. C0 + C, except those that ``load_rows`` masks."""
     rows = tile_rows(R, WIDE)
     columns = C0 + tl.arange(0, C)
     pointers = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
@@ -89,9 +96,9 @@ def store_rows(
 
 @triton.jit
 def sequence(b, cu_seqlens, cu_seqlens_padded, seqlen, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr):
-    """First token in memory and number of tokens of sequence ``b``: (int64, int32).
+    """First token and number of tokens of sequence ``b``: (int64, int32).
 
-    Packed sequences start where the padded offsets say; rows of a dense batch start at token 0 of their row.
+    Packed sequences start at the padded offsets; a sequence of a dense batch starts at token 0 of its batch entry.
     """
     start = tl.cast(0, tl.int64)
     length = seqlen
@@ -119,7 +126,7 @@ def load_tile(
     WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[R, C] of one head, by pointers from ``base`` or by the tensor descriptor ``source`` over [B, H, S, D]."""
+    """A tile [R, C] of one head, by pointers from ``base`` or by the tensor descriptor ``source`` over [B, H, S, D]."""
     if TMA:
         return source.load([b, head, start, C0]).reshape(R, C)
     else:
@@ -128,7 +135,7 @@ def load_tile(
 
 @triton.jit
 def grouped_tile(tiles, together):
-    """(tile, head of the batch) of this program: ``together`` heads advance side by side through their tiles."""
+    """(tile, batch * head) of this program: the tiles of ``together`` heads are interleaved."""
     pid = tl.program_id(0)
     per_group = together * tiles
     rest = pid % per_group
@@ -173,9 +180,9 @@ def tile_bounds(
 def rows_with_keys(
     seqlen_q, seqlen_kv, diagonal, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
 ):
-    """Queries (first, last) from which and up to which each sees a key; a backward reads nothing of the others.
+    """The queries [first, last) that see a key; a backward must not read the rows of the others.
 
-    Their weights are 0, but 0 times an infinite gradient would be NaN in the sums over the queries.
+    Their weights are 0, but 0 times an infinite gradient would put NaN into the sums over the queries.
     """
     first = 0
     last = seqlen_q

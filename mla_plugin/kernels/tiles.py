@@ -1,8 +1,8 @@
-"""Static tile tables: one configuration per kernel, kind of card, element size and head dimensions.
+"""Static tile tables: one configuration per kernel, GPU class, element size and head dimensions.
 
-The kinds of card are classes of shared memory per block. Hopper has its own: its warpgroup products read both operands
-from shared memory, while compute capability 10.0, with as much memory, keeps copies of them. Every entry is compiled
-ahead of time for its cards in tests/kernels/test_prefill_ahead_of_time.py, which checks its shared memory and its
+A GPU class is named after the shared memory per block. Hopper is a class by itself: WGMMA reads both operands from
+shared memory, while on compute capability 10.0, with as much memory, copies are kept. Every entry is compiled ahead of
+time for the GPUs of its class in tests/kernels/test_prefill_ahead_of_time.py, which checks its shared memory and its
 register spills against stated figures; docs/kernels_ahead_of_time.md lists them. Only the 2-byte Hopper entries for up
 to 320 columns were chosen by timing (H200); the others are the tiles with the most reuse that fit with few spills.
 """
@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-CARDS: dict[str, tuple[int, ...]] = {"99 KiB": (86, 89, 120), "163 KiB": (80,), "227 KiB": (100,), "Hopper": (90,)}
-"""Kinds of card, and the compute capabilities (major * 10 + minor) that each entry is compiled for."""
+GPU_CLASSES: dict[str, tuple[int, ...]] = {
+    "99 KiB": (86, 89, 120),
+    "163 KiB": (80,),
+    "227 KiB": (100,),
+    "Hopper": (90,),
+}
+"""GPU classes, and the compute capabilities (major * 10 + minor) that the entries of each are compiled for."""
 
 
 class Tile(NamedTuple):
@@ -23,16 +28,16 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Passed to the assembler, which otherwise sometimes limits itself to 32 registers and spills thousands of them."""
+    """``maxnreg`` of the launch: without it ptxas sometimes limits itself to 32 registers and spills thousands."""
 
     @property
     def suits_descriptors(self) -> bool:
-        """Whether tensor descriptors are faster: smaller tiles keep the resident operand in registers and spill it."""
+        """Whether tensor descriptors are faster: small tiles keep the resident operand in registers and spill it."""
         return max(self.block_m, self.block_n) >= 64
 
 
-def card(capability: tuple[int, int], shared_memory_per_block: int) -> str:
-    """The kind of card of a device.
+def gpu_class(capability: tuple[int, int], shared_memory_per_block: int) -> str:
+    """The GPU class of a device.
 
     Raises:
         ValueError: the device has less than 99 KiB of shared memory per block.
@@ -147,18 +152,18 @@ BACKWARD_Q: Table = {
 TABLES: dict[str, Table] = {"forward": FORWARD, "backward_kv": BACKWARD_KV, "backward_q": BACKWARD_Q}
 
 
-def tile_for(table: Table, kind: str, itemsize: int, columns: int) -> Tile:
+def tile_for(table: Table, gpu_class: str, itemsize: int, columns: int) -> Tile:
     """The table's tile for ``columns`` = head_dim_qk + head_dim_v in padded columns.
 
     Raises:
         ValueError: no entry is wide enough.
     """
-    if kind == INTERPRETED:
+    if gpu_class == INTERPRETED:
         return _INTERPRETED_TILE
-    for widest, tile in table[kind, itemsize]:
+    for widest, tile in table[gpu_class, itemsize]:
         if columns <= widest:
             return tile
     raise ValueError(
         f"head_dim_qk and head_dim_v take {columns} padded columns of {itemsize} bytes; "
-        f"this card ({kind}) has tiles for at most {table[kind, itemsize][-1][0]}"
+        f"GPUs of the class {gpu_class} have tiles for at most {table[gpu_class, itemsize][-1][0]}"
     )

@@ -1,9 +1,9 @@
-"""Compile kernels for cards that are not here, and read what they take from the result.
+"""Compile kernels without a GPU, and read the resources that they use from the result.
 
-Triton's compiler and its interpreter do not share a process, so the jobs run in their own program: ``results``.
+Triton's compiler and its interpreter cannot share a process, so the jobs run in a separate program: ``results``.
 
-A kernel takes some ten seconds, so what benchmarks/results/ahead_of_time.json holds of the very same program is taken
-from there: the same source, constants, options and card under the same Triton. ``AFRESH`` compiles all the same.
+Compiling a kernel takes some ten seconds, so results in benchmarks/results/ahead_of_time.json are reused for the same
+program: same source, constants, options and compute capability under the same Triton. ``AFRESH`` compiles regardless.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TENSOR_MEMORY_COLUMNS = 512
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes.
+    """The resources of one compiled kernel.
 
     Attributes:
         shared: bytes of shared memory a block.
@@ -46,11 +46,10 @@ class Usage:
         registers: registers a thread.
         spills: instructions that store a register to local memory, in the whole program.
         warpgroup_products: Hopper's matrix instructions.
-        steps: what the program does in the order of its text, a letter each, repeated ones once: p such an instruction,
-            i where the warps meet to issue some that run on together, c a tile asked for through a descriptor, e an
-            exponential.
-        undefined_reads: up to compute capability 9.0, instructions that read a uniform register which nothing has
-            written, see assembly.py; what comes after has another assembler and other instructions.
+        steps: the order of some instructions in the program, one letter each, repeated ones once: p a matrix
+            instruction, i where warps synchronise to issue asynchronous ones, c a TMA copy, e an exponential.
+        undefined_reads: instructions that read a uniform register that was never written, see assembly.py; up to
+            compute capability 9.0, as newer ones have another assembler and other instructions.
     """
 
     shared: int
@@ -96,7 +95,7 @@ class Program:
     strides_are_aligned: bool = True
 
     def source(self) -> Any:
-        """What Triton compiles."""
+        """Triton's source object, to be compiled."""
         from triton.compiler import ASTSource
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -114,7 +113,7 @@ class Program:
 
     @property
     def key(self) -> str:
-        """Two programs with one key compile to the same."""
+        """Programs with equal keys compile to the same machine code."""
         import triton
 
         given = (triton.__version__, self.capability, sorted(self.options.items()), self.source().hash())
@@ -122,7 +121,7 @@ class Program:
 
 
 def built(program: Program) -> tuple[Any, str, str]:
-    """What Triton makes of it, the report on its resources, and its assembly."""
+    """The compiled kernel, the report on its resources, and its assembly."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -180,7 +179,7 @@ def _line(
 def print_results(
     program_of: Callable[[J], Program], jobs: Iterable[J], measured: Callable[[Program], Any] = compiled
 ) -> None:
-    """What a compiling program prints: one JSON line a job, two jobs at a time; ``--only=NAME`` leaves one job.
+    """Prints one JSON line per job, compiling two jobs at a time; ``--only=NAME`` selects one job.
 
     ``measured`` compiles a program and returns a dataclass of what it found.
     """
@@ -193,7 +192,7 @@ def print_results(
 
 
 def _recorded() -> dict[str, dict[str, Any]]:
-    """Key of a program to what was found, of those that the benchmark compiled last."""
+    """Key of a program to its result, from the last run of the benchmark."""
     found = json.loads(RECORDED.read_text())
     names = [field.name for field in fields(Usage)]
     records = (*found["records"], *found["decode"], found["miscompiled"])
@@ -204,7 +203,7 @@ def _recorded() -> dict[str, dict[str, Any]]:
 def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:
     """Run ``python -m module``, which ends in ``print_results``, outside the interpreter: name of the job to its usage.
 
-    ``cache`` keeps what Triton compiles, so that an unchanged kernel is compiled once.
+    ``cache``: Triton's cache directory, so that an unchanged kernel is compiled once.
     """
     return {name: usage for name, (_, usage) in keyed_results(module, *arguments, cache=cache).items()}
 
@@ -216,7 +215,7 @@ def keyed_results(module: str, *arguments: str, cache: Path) -> dict[str, tuple[
 
 
 def printed(module: str, *arguments: str, cache: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name of the job to the key of its program and what was found, whatever ``measured`` finds."""
+    """Name of the job to the key of its program and the fields of what ``measured`` returned."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", module, *arguments]

@@ -2,7 +2,7 @@
 
 Bits are the same where operations and layouts are: a layout says which thread adds what in which order. Triton chooses
 layouts for each compiled kernel anew, so they are compared: of calls with and without a causal mask, with left padding,
-of every way to read the cache. ``--all`` does so for every card and for float32.
+of every way to read the cache. ``--all`` does so for every compute capability and for float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from mla_plugin.kernels.decode.tiles import DECODE
-from mla_plugin.kernels.tiles import CARDS
+from mla_plugin.kernels.tiles import GPU_CLASSES
 from tests.kernels.compiler import Program
 from tests.kernels.decode_compiler import Job, program
 
@@ -38,8 +38,8 @@ def operations(text: str) -> Counter[str]:
 
 def calls(capability: int, itemsize: int, columns: int) -> Iterator[tuple[str, str, Program]]:
     """(tile, kind of call, program)."""
-    kind = next(kind for kind, cards in CARDS.items() if capability in cards)
-    for most, tile in DECODE[kind, itemsize]:
+    gpu_class = next(name for name, capabilities in GPU_CLASSES.items() if capability in capabilities)
+    for most, tile in DECODE[gpu_class, itemsize]:
         if most != columns:
             continue
         plain = Job(capability, itemsize, columns, tile, 64, invariant=True)
@@ -84,11 +84,13 @@ def _compiled(given: Program) -> Counter[str]:
 
 def main() -> None:
     """One JSON line a call: what it has beside the tile's first call, and how often each operation occurs."""
-    cards = [(card, size, 576) for cards in CARDS.values() for card in cards for size in (2, 4)]
-    for card, itemsize, columns in cards if "--all" in sys.argv else [(80, 2, 576), (90, 2, 576)]:
-        for tile, name, given in calls(card, itemsize, columns):
+    entries = [(each, size, 576) for capabilities in GPU_CLASSES.values() for each in capabilities for size in (2, 4)]
+    for capability, itemsize, columns in entries if "--all" in sys.argv else [(80, 2, 576), (90, 2, 576)]:
+        for tile, name, given in calls(capability, itemsize, columns):
             found = _compiled(given)
-            print(json.dumps({"card": card, "itemsize": itemsize, "tile": tile, "call": name, "found": found}))
+            print(
+                json.dumps({"capability": capability, "itemsize": itemsize, "tile": tile, "call": name, "found": found})
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compile the decode kernels for cards that are not here: ``python -m tests.kernels.decode_compiler``."""
+"""Compile the decode kernels without a GPU: ``python -m tests.kernels.decode_compiler``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from mla_plugin import environment
 from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, stages_for
-from mla_plugin.kernels.tiles import CARDS
+from mla_plugin.kernels.tiles import GPU_CLASSES
 from tests.kernels.compiler import Program, print_results
 
 RANKS = {576: (512, 64), 320: (256, 64)}  # (R, Dr) that take all columns of an entry
-_WAYS = {80: "bits", 86: "bits"}
+_CONVERSIONS = {80: "bits", 86: "bits"}
 TYPES = {1: "bf16", 2: "bf16", 4: "fp32"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of the tile table, compiled for one card and one kind of cache (page_size 0: contiguous).
+    """One entry of the tile table, compiled for one compute capability and kind of cache (page_size 0: contiguous).
 
     ``invariant``: for ``batch_invariant``. ``kv_cache_format``: of the cache.
     """
@@ -43,45 +43,45 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """Every entry for every card it is for; the largest caches also contiguous, in small pages, through descriptors."""
+    """Every entry for every GPU of its class; the largest caches also contiguous, in pages of 1, by descriptors."""
     found = list(_quantised())
-    for (kind, itemsize), entries in DECODE.items():
+    for (gpu_class, itemsize), entries in DECODE.items():
         if itemsize == 1:
             continue
         for columns, tile in entries:
-            for capability in CARDS[kind]:
+            for capability in GPU_CLASSES[gpu_class]:
                 found.append(Job(capability, itemsize, columns, tile, 64))
             if columns < 576:
                 continue
-            for capability in CARDS[kind]:
+            for capability in GPU_CLASSES[gpu_class]:
                 found.append(Job(capability, itemsize, columns, tile, 64, invariant=True))
             if itemsize == 4:
                 continue
-            found.append(Job(CARDS[kind][0], itemsize, columns, tile, 0))
-            found.append(Job(CARDS[kind][0], itemsize, columns, tile, 1))
-            if tile.block_m == 64 and kind != "163 KiB":
-                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True))
-                found.append(Job(CARDS[kind][0], itemsize, columns, tile, 64, True, invariant=True))
+            found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 0))
+            found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 1))
+            if tile.block_m == 64 and gpu_class != "163 KiB":
+                found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True))
+                found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True, invariant=True))
     return found
 
 
 def _quantised() -> Iterator[Job]:
-    """Every entry for quantised caches, for every card; the largest ones in both formats, and in small pages."""
-    for (kind, itemsize), entries in DECODE.items():
+    """Every entry for quantised caches, for every GPU of its class; the largest in both formats, and in small pages."""
+    for (gpu_class, itemsize), entries in DECODE.items():
         for columns, tile in entries if itemsize == 1 else ():
-            for capability in CARDS[kind]:
+            for capability in GPU_CLASSES[gpu_class]:
                 yield Job(capability, 1, columns, tile, 64, kv_cache_format="fp8")
                 if columns == 576:
                     yield Job(capability, 1, columns, tile, 64, kv_cache_format="fp8_ds_mla")
             if columns == 576:
                 for kv_format in ("fp8", "fp8_ds_mla"):
-                    yield Job(CARDS[kind][0], 1, columns, tile, 1, kv_cache_format=kv_format)
+                    yield Job(GPU_CLASSES[gpu_class][0], 1, columns, tile, 1, kv_cache_format=kv_format)
 
 
 def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's pointers and descriptors, and its constants."""
     from mla_plugin.kernels.decode.device import Device
-    from mla_plugin.kernels.decode.launch import e4m3_way
+    from mla_plugin.kernels.decode.launch import e4m3_conversion
     from mla_plugin.kernels.tile_math import split_head_dim
 
     rank, rope = RANKS[job.columns]
@@ -91,8 +91,10 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "Parts": f"*{dtype}", "Out": f"*{dtype}", "Lse": "*fp32"}
     types["softmax_scale"] = "fp32"
     is_plain, is_ds_mla = job.kv_cache_format == "plain", job.kv_cache_format == "fp8_ds_mla"
-    device = Device("227 KiB" if job.capability == 100 else "", 1, True, True, _WAYS.get(job.capability, "instruction"))
-    constants: dict[str, Any] = {"FORMAT": job.kv_cache_format, "WAY": e4m3_way(device, tile)}
+    device = Device(
+        "227 KiB" if job.capability == 100 else "", 1, True, True, _CONVERSIONS.get(job.capability, "instruction")
+    )
+    constants: dict[str, Any] = {"FORMAT": job.kv_cache_format, "CONVERSION": e4m3_conversion(device, tile)}
     if is_plain:
         constants["KV_scale"] = None
     else:
@@ -120,7 +122,7 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def program(job: Job) -> Program:
-    """The kernel for the job's card."""
+    """The kernel for the job's compute capability."""
     from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
     from mla_plugin.kernels.decode.kernel import decode_kernel
 

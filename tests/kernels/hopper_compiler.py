@@ -1,4 +1,4 @@
-"""Compile the Hopper kernels without such a card: ``python -m tests.kernels.hopper_compiler`` prints what they take."""
+"""Compile the Hopper kernels without a GPU: ``python -m tests.kernels.hopper_compiler`` prints their resources."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Found:
-    """What a compiled kernel takes and does.
+    """The resources and instructions of a compiled kernel.
 
     Attributes:
         shared: bytes of shared memory.

@@ -1,9 +1,9 @@
-"""Compile the prefill kernels for cards that are not here: ``python -m tests.kernels.prefill_compiler``.
+"""Compile the prefill kernels without a GPU: ``python -m tests.kernels.prefill_compiler``.
 
-Every entry of the tile tables is compiled for every compute capability of its kind of card. Without --all-targets: for
-the widest head dimensions that it serves; and DeepSeek-V3's 192/128 in bfloat16, on the first capability of each kind
-also with lengths and a window, from 9.0 on also through tensor descriptors. With it: for all of ``HEAD_DIMS``, with
-lengths and a window everywhere. And always ``MISCOMPILED``, which is never launched.
+Every entry of the tile tables is compiled for every compute capability of its GPU class. Without --all-targets: for the
+widest head dimensions that it serves; and DeepSeek-V3's 192/128 in bfloat16, on the first capability of each class also
+with lengths and a window, from 9.0 on also through tensor descriptors. With it: for all of ``HEAD_DIMS``, with lengths
+and a window everywhere. And always ``MISCOMPILED``, which is never launched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from mla_plugin.kernels.tiles import CARDS, TABLES, Tile
+from mla_plugin.kernels.tiles import GPU_CLASSES, TABLES, Tile
 from tests.kernels.compiler import Program, print_results
 
 TYPES = {2: "bf16", 4: "fp32"}
@@ -32,11 +32,11 @@ Call: TypeAlias = Literal["causal", "descriptors", "packed", "unaligned"]
 
 @dataclass(frozen=True)
 class Job:
-    """One entry of a tile table, compiled for one card, pair of head dimensions and kind of call.
+    """One entry of a tile table, compiled for one compute capability, pair of head dimensions and kind of call.
 
     Attributes:
         kernel: name of the kernel and its table.
-        card, itemsize, columns: the entry: kind of card, bytes of an element, most columns that it serves.
+        gpu_class, itemsize, columns: the entry: GPU class, bytes of an element, most columns that it serves.
         tile: the entry's.
         capability: major * 10 + minor.
         head_dim_qk, head_dim_v: compiled for these.
@@ -45,7 +45,7 @@ class Job:
     """
 
     kernel: str
-    card: str
+    gpu_class: str
     itemsize: int
     columns: int
     tile: Tile
@@ -56,8 +56,8 @@ class Job:
 
     @property
     def entry(self) -> tuple[str, str, int, int]:
-        """What names the entry."""
-        return self.kernel, self.card, self.itemsize, self.columns
+        """Identifies the entry."""
+        return self.kernel, self.gpu_class, self.itemsize, self.columns
 
     @property
     def name(self) -> str:
@@ -66,19 +66,19 @@ class Job:
         return f"sm{self.capability} {self.kernel} {head_dims} {TYPES[self.itemsize]} {self.call}"
 
 
-def _entry_jobs(kernel: str, card: str, itemsize: int, capability: int) -> Iterator[Job]:
+def _entry_jobs(kernel: str, gpu_class: str, itemsize: int, capability: int) -> Iterator[Job]:
     """Every pair of head dimensions that some entry serves, in ascending order of columns."""
     from mla_plugin.kernels.prefill.packing import columns_of
 
     for head_dims in HEAD_DIMS if itemsize == 2 else HEAD_DIMS_FLOAT32:
-        for columns, tile in TABLES[kernel][card, itemsize]:
+        for columns, tile in TABLES[kernel][gpu_class, itemsize]:
             if sum(columns_of(*head_dims)) <= columns:
-                yield Job(kernel, card, itemsize, columns, tile, capability, *head_dims)
+                yield Job(kernel, gpu_class, itemsize, columns, tile, capability, *head_dims)
                 break
 
 
 def _calls(job: Job) -> Iterator[Job]:
-    """The job for every kind of call that has code of its own."""
+    """The job for every kind of call that is compiled differently."""
     calls: tuple[Call, ...] = ("causal", "packed")
     if job.kernel != "forward" and job.capability in (90, 100) and job.tile.suits_descriptors:
         calls = (*calls, "descriptors")
@@ -87,7 +87,7 @@ def _calls(job: Job) -> Iterator[Job]:
 
 
 def _representatives(found: list[Job], is_first: bool) -> Iterator[Job]:
-    """Of one kernel, card, element size and compute capability: those that are always compiled."""
+    """The jobs that are always compiled, of one kernel, element size and compute capability."""
     for job in found:
         if job.itemsize == 2 and (job.head_dim_qk, job.head_dim_v) == DEEPSEEK:
             yield from (call for call in _calls(job) if is_first or call.call != "packed")
@@ -102,17 +102,17 @@ def _columns(job: Job) -> int:
 def jobs(all_targets: bool) -> Iterator[Job]:
     """What is compiled, see the top of this file."""
     for kernel, table in TABLES.items():
-        for card, itemsize in table:
-            for capability in CARDS[card]:
-                found = list(_entry_jobs(kernel, card, itemsize, capability))
+        for gpu_class, itemsize in table:
+            for capability in GPU_CLASSES[gpu_class]:
+                found = list(_entry_jobs(kernel, gpu_class, itemsize, capability))
                 if all_targets:
                     yield from (call for job in found for call in _calls(job))
                 else:
-                    yield from _representatives(found, capability == CARDS[card][0])
+                    yield from _representatives(found, capability == GPU_CLASSES[gpu_class][0])
 
 
 MISCOMPILED = Job("forward", "Hopper", 2, 0, Tile(128, 64, 8, 3), 90, 24, 16, "unaligned")
-"""What ``packing.with_aligned_rows`` keeps from being launched: the assembler forgets to set a register."""
+"""``packing.with_aligned_rows`` prevents its launch: ptxas leaves a register unset."""
 
 
 def _descriptor_types(dtype: str, tile: Tile, columns: dict[str, int]) -> dict[str, str]:
@@ -159,7 +159,7 @@ def _arguments(job: Job, names: list[str]) -> tuple[dict[str, str], dict[str, An
 
 
 def program(job: Job) -> Program:
-    """The job's kernel for its card."""
+    """The job's kernel for its compute capability."""
     from mla_plugin.kernels.prefill.backward_kv import attention_backward_kv_kernel
     from mla_plugin.kernels.prefill.backward_q import attention_backward_q_kernel
     from mla_plugin.kernels.prefill.forward import attention_forward_kernel

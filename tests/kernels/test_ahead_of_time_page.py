@@ -17,7 +17,7 @@ def test_the_page_is_the_generated_one() -> None:
     )
 
 
-PREFILL = ("kernel", "card", "itemsize", "columns", "capability", "head_dim_qk", "head_dim_v", "call")
+PREFILL = ("kernel", "gpu_class", "itemsize", "columns", "capability", "head_dim_qk", "head_dim_v", "call")
 DECODE = ("capability", "itemsize", "columns", "page_size", "descriptors", "invariant", "kv_cache_format")
 
 

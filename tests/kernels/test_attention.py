@@ -232,7 +232,11 @@ WRONG: dict[str, tuple[Change, type[Exception], str]] = {
     "batch": (change("q", lambda x: x[:1]), ValueError, "batch 1 and 2"),
     "heads": (layout_change(1, 0), ValueError, "3 query heads over 2 key-value heads.*multiple"),
     "no heads": (layout_change(0, 2), ValueError, "4 query heads over 0 key-value heads"),
-    "scale 0": (lambda given: given.update(softmax_scale=0.0), ValueError, "softmax_scale=0.0; a positive, finite"),
+    "scale 0": (
+        lambda given: given.update(softmax_scale=0.0),
+        ValueError,
+        "softmax_scale=0.0; expected a positive, finite",
+    ),
     "scale nan": (lambda given: given.update(softmax_scale=float("nan")), ValueError, "softmax_scale=nan"),
     "strides": (change("v", lambda x: x.mT.contiguous().mT), ValueError, r"strides 1, 1, 2;.*\.contiguous\(\)"),
 }

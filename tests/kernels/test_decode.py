@@ -92,7 +92,7 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         describe_for_the_interpreter(monkeypatch)
     device = decode_launch.device_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
-    if device.kind == "Hopper":
+    if device.gpu_class == "Hopper":
         monkeypatch.setattr(decode_launch, "device_of", lambda _: device._replace(has_descriptors=True))
     monkeypatch.setattr(decode_launch, "_TILES_FOR_DESCRIPTORS", 0)
     monkeypatch.setattr(decode_layout, "_known", {})

@@ -1,4 +1,4 @@
-"""Every entry of the decode kernel's tile table fits its cards: compiled for each of them, without any of them."""
+"""Every entry of the decode kernel's tile table fits the GPUs of its class: compiled for each, without a GPU."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def compiled(triton_cache: Path) -> dict[str, Usage]:
     return results("tests.kernels.decode_compiler", cache=triton_cache)
 
 
-def test_every_card_is_compiled_for() -> None:
+def test_every_gpu_is_compiled_for() -> None:
     assert {job.capability for job in JOBS.values()} == set(PER_BLOCK)
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
+def test_an_entry_fits_its_gpu(job: Job, compiled: dict[str, Usage]) -> None:
     result = compiled[job.name]
     assert result.shared <= PER_BLOCK[job.capability]
     assert result.tensor_memory * job.tile.programs <= TENSOR_MEMORY_COLUMNS

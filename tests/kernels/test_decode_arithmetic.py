@@ -15,8 +15,8 @@ def test_the_arithmetic_does_not_depend_on_the_call() -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(x["tile"], x["call"]) for x in found} >= {("16", "left padding"), ("64", "descriptors")}
-    for card, tile in {(x["card"], x["tile"]) for x in found}:
-        first, *others = (x for x in found if (x["card"], x["tile"]) == (card, tile))
+    for capability, tile in {(x["capability"], x["tile"]) for x in found}:
+        first, *others = (x for x in found if (x["capability"], x["tile"]) == (capability, tile))
         wanted = first["found"]
         assert sum("dot" in name for name in wanted) >= 3
         assert any(name.startswith("})") for name in wanted)  # a sum or a maximum over threads

@@ -200,14 +200,14 @@ def test_long_pieces_of_many_heads_read_by_descriptors() -> None:
     inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
     check(inputs, is_causal=False)
     launches = list(decode_layout._known.values())[-1].kept["triton"]
-    assert (launches.descriptor_widths is not None) == (device.kind in ("Hopper", "227 KiB"))
+    assert (launches.descriptor_widths is not None) == (device.gpu_class in ("Hopper", "227 KiB"))
 
 
 @pytest.mark.parametrize(("heads", "kernels"), [(16, 2), (128, 3)])
 def test_the_kernels_are_compiled_together_once_for_all_lengths(
     heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 64 rows the plan is a kernel of its own."""
+    """With 64 rows the plan is a separate kernel."""
     if decode_launch.device_of(torch.device("cuda", torch.cuda.current_device())).kind == "99 KiB":
         kernels = 2
     compiled = []

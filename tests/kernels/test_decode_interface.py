@@ -56,10 +56,22 @@ WRONG = {
         TypeError,
         r"softmax_scale is a torch.Tensor.*no gradient.*float\(softmax_scale\)",
     ),
-    "a number for causal": (lambda given: given.update(is_causal=1), TypeError, "is_causal=1 is int; True or False"),
+    "a number for causal": (
+        lambda given: given.update(is_causal=1),
+        TypeError,
+        "is_causal=1 is int; expected True or False",
+    ),
     "None for return_lse": (lambda given: given.update(return_lse=None), TypeError, "return_lse=None is NoneType"),
-    "numpy": (spoil("q_nope_abs", lambda x: x.cpu().numpy()), TypeError, "q_nope_abs is ndarray; a torch.Tensor"),
-    "a list of lengths": (spoil("seqlens_kv", lambda x: [70, 9]), TypeError, "seqlens_kv is list; a torch.Tensor"),
+    "numpy": (
+        spoil("q_nope_abs", lambda x: x.cpu().numpy()),
+        TypeError,
+        "q_nope_abs is ndarray; expected a torch.Tensor",
+    ),
+    "a list of lengths": (
+        spoil("seqlens_kv", lambda x: [70, 9]),
+        TypeError,
+        "seqlens_kv is list; expected a torch.Tensor",
+    ),
     "sparse": (spoil("k_rope", lambda x: x.to_sparse()), TypeError, "k_rope is of the memory layout torch.sparse_coo"),
     "nested": (
         spoil("c_kv", lambda x: torch.nested.nested_tensor(list(x))),
@@ -329,13 +341,13 @@ def test_more_tiles_than_the_plan_can_count(monkeypatch: pytest.MonkeyPatch) -> 
         ((12, 0), 101376, "99 KiB"),
     ],
 )
-def test_kinds_of_card(capability: tuple[int, int], memory: int, kind: str) -> None:
-    assert tiles.card(capability, memory) == kind
+def test_gpu_classes(capability: tuple[int, int], memory: int, kind: str) -> None:
+    assert tiles.gpu_class(capability, memory) == kind
 
 
-def test_a_card_with_too_little_shared_memory_is_refused() -> None:
+def test_a_gpu_with_too_little_shared_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="65536 bytes"):
-        tiles.card((7, 5), 65536)
+        tiles.gpu_class((7, 5), 65536)
 
 
 @pytest.mark.parametrize(("rows", "block_m"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64), (512, 64)])

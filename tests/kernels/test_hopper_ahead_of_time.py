@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled without a Hopper card: what they take, and that nothing makes their products wait."""
+"""The Hopper kernels compiled without a GPU: their resources, and that nothing makes their products wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Hopper backward is launched with, without a card: descriptors, memory for tickets, heads side by side."""
+"""What the Hopper backward is launched with, without a GPU: descriptors, memory for tickets, heads side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KV_SHAPES = {"bshd": (2, 200, 2), "sbhd": (200, 2, 2), "bhsd": (2, 2, 200), "thd
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch_backward, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
 

@@ -1,4 +1,4 @@
-"""What the Hopper forward is launched with, without a card: descriptors, memory for tickets, heads side by side."""
+"""What the Hopper forward is launched with, without a GPU: descriptors, memory for tickets, heads side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = {"bshd": (2, 300, 4), "sbhd": (300, 2, 4), "bhsd": (2, 4, 300), "thd": 
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_forward, "multiprocessors", lambda device: 132)
 
 

@@ -56,7 +56,7 @@ def test_what_goes_to_the_plain_kernel(change: dict, reason: str) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The rule as on a Hopper card with Triton 3.6."""
+    """The rule as on a Hopper GPU with Triton 3.6."""
     monkeypatch.setattr(rule, "_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.6.0")
     caches = (rule.plain_kernel_for, rule.plain_dkv_for, rule.plain_dq_for)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mla_plugin.kernels import tile_math
-from mla_plugin.kernels.hopper import pieces
+from mla_plugin.kernels.hopper import common
 
 ROWS = 64
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200, 300)
 
 
 class _Scalars:
-    """What the functions use of Triton's language, of Python's numbers; division rounds towards 0, as on the card."""
+    """What the functions use of Triton's language, of Python's numbers; division rounds towards 0, as on the GPU."""
 
     maximum, minimum = max, min
 
@@ -51,8 +51,8 @@ def python(function: Any, **names: Any) -> Any:
     return types.FunctionType(function.fn.__code__, {"gl": _Scalars, "tl": _Scalars, "ROWS": ROWS, **names})
 
 
-query_tiles = python(pieces.query_tiles, rows_with_keys=python(tile_math.rows_with_keys))
-kv_tiles = python(pieces.kv_tiles, _tile_bounds=python(tile_math.tile_bounds))
+query_tiles = python(common.query_tiles, rows_with_keys=python(tile_math.rows_with_keys))
+kv_tiles = python(common.kv_tiles, _tile_bounds=python(tile_math.tile_bounds))
 
 
 def draws(seed: int) -> tuple[int, int, int, int, bool]:

@@ -164,7 +164,7 @@ class TestAlignedRows:
 
     @pytest.fixture(autouse=True)
     def _on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packing, "card_of", lambda device: "Hopper")
+        monkeypatch.setattr(packing, "gpu_class_of", lambda device: "Hopper")
 
     @pytest.mark.parametrize("shape", [(B, S, 2, 24), (B, S, 2, 16), (9, 2, 8), (0, 2, 24)])
     @pytest.mark.parametrize(("offset", "gap"), [(0, 0), (0, 8), (1, 3), (1, 16), (8, 16)])
@@ -189,8 +189,8 @@ class TestAlignedRows:
         x = torch.randn(B, S, 3, 24)
         assert packing.with_aligned_rows(x) is x
 
-    def test_no_other_card_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packing, "card_of", lambda device: "163 KiB")
+    def test_no_other_gpu_class_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(packing, "gpu_class_of", lambda device: "163 KiB")
         x = torch.randn(B, S, 3, 24, dtype=torch.bfloat16)
         assert packing.with_aligned_rows(x) is x
 
@@ -214,7 +214,7 @@ class TestAlignedRows:
         strides = [three for kind in (of_forward, of_backward.call) for three in kind[6:9]] + [of_backward.dout_strides]
         assert len(strides) == 7
         assert all(original(three[:-1]) for three in strides)
-        monkeypatch.setattr(packing, "card_of", lambda device: tiles.INTERPRETED)
+        monkeypatch.setattr(packing, "gpu_class_of", lambda device: tiles.INTERPRETED)
         for x, expected in zip(found, run(), strict=True):
             assert torch.equal(x, expected)
 

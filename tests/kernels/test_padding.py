@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_plugin.kernels.prefill import padding
-from tests.plugins import flash_road
+from tests.plugins import flash_on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCHES = {
@@ -35,7 +35,7 @@ def test_rows(batch: tuple[list[int], list[int] | None]) -> None:
     starts, lengths = map(offsets, batch)
     x = torch.randn(12, 2, 24, device=DEVICE).to(torch.bfloat16)
     expected = x.cpu().clone()
-    flash_road.write_gaps(expected, starts.cpu(), None if lengths is None else lengths.cpu())
+    flash_on_cpu.write_gaps(expected, starts.cpu(), None if lengths is None else lengths.cpu())
     padding.write_gaps(x, starts, lengths)
     assert torch.equal(x.cpu(), expected)
 

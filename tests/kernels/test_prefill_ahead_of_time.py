@@ -1,4 +1,4 @@
-"""Every entry of the prefill kernels' tile tables fits its cards: compiled for them, without any of them.
+"""Every entry of the prefill kernels' tile tables fits the GPUs of its class: compiled for each, without a GPU.
 
 Which jobs run always and which with --all-targets: prefill_compiler.py.
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_plugin.kernels.tiles import CARDS, TABLES
+from mla_plugin.kernels.tiles import GPU_CLASSES, TABLES
 from tests.kernels.compiler import PER_BLOCK, TENSOR_MEMORY_COLUMNS, Usage, blocks_per_processor, results
 from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, Job, jobs
 
@@ -39,7 +39,7 @@ def compiled(request: pytest.FixtureRequest, triton_cache: Path) -> dict[str, Us
     return results("tests.kernels.prefill_compiler", *chosen, cache=triton_cache)
 
 
-def test_an_entry_fits_its_card(job: Job, compiled: dict[str, Usage]) -> None:
+def test_an_entry_fits_its_gpu(job: Job, compiled: dict[str, Usage]) -> None:
     usage = compiled[job.name]
     assert usage.shared <= PER_BLOCK[job.capability]
     assert usage.undefined_reads == []
@@ -59,9 +59,9 @@ def test_no_entry_is_left_out(all_targets: bool) -> None:
     found = list(jobs(all_targets))
     assert len({job.name for job in found}) == len(found)
     entries = {
-        (kernel, card, itemsize, columns): set(CARDS[card])
+        (kernel, gpu_class, itemsize, columns): set(GPU_CLASSES[gpu_class])
         for kernel, table in TABLES.items()
-        for (card, itemsize), rows in table.items()
+        for (gpu_class, itemsize), rows in table.items()
         for columns, _ in rows
     }
     assert entries.keys() == {job.entry for job in found}
@@ -69,18 +69,18 @@ def test_no_entry_is_left_out(all_targets: bool) -> None:
         assert {job.capability for job in found if job.entry == entry} == capabilities
 
 
-def test_deepseek_is_always_compiled_for_every_card() -> None:
+def test_deepseek_is_always_compiled_for_every_gpu() -> None:
     found = [job for job in REPRESENTATIVES if (job.head_dim_qk, job.head_dim_v) == DEEPSEEK and job.itemsize == 2]
     for kernel in TABLES:
         assert {job.capability for job in found if job.kernel == kernel} == set(PER_BLOCK)
     assert {job.capability for job in found if job.call == "descriptors"} == {90, 100}
-    assert {job.card for job in found if job.call == "packed"} == set(CARDS)
+    assert {job.gpu_class for job in found if job.call == "packed"} == set(GPU_CLASSES)
 
 
 def test_all_kernels_serve_the_same_head_dimensions() -> None:
     widest = [{key: rows[-1][0] for key, rows in table.items()} for table in TABLES.values()]
     assert widest[0] == widest[1] == widest[2]
-    assert set(widest[0]) == {(card, itemsize) for card in CARDS for itemsize in (2, 4)}
+    assert set(widest[0]) == {(gpu_class, itemsize) for gpu_class in GPU_CLASSES for itemsize in (2, 4)}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

@@ -1,4 +1,4 @@
-"""The static tables' lookup, the split of head dimensions, and the kinds of card."""
+"""The static tables' lookup, the split of head dimensions, and the GPU classes."""
 
 import pytest
 
@@ -49,17 +49,17 @@ def test_columns_of_both_head_dimensions() -> None:
 
 
 @pytest.mark.parametrize("kernel", tiles.TABLES)
-@pytest.mark.parametrize(("card", "itemsize"), tiles.FORWARD)
-def test_the_first_row_that_is_wide_enough_is_taken(kernel: str, card: str, itemsize: int) -> None:
+@pytest.mark.parametrize(("gpu_class", "itemsize"), tiles.FORWARD)
+def test_the_first_row_that_is_wide_enough_is_taken(kernel: str, gpu_class: str, itemsize: int) -> None:
     table = tiles.TABLES[kernel]
     narrower = 0
-    for widest, tile in table[card, itemsize]:
+    for widest, tile in table[gpu_class, itemsize]:
         for columns in (narrower + 1, widest):
-            assert tiles.tile_for(table, card, itemsize, columns) is tile
+            assert tiles.tile_for(table, gpu_class, itemsize, columns) is tile
         narrower = widest
 
 
-def test_too_many_columns_are_refused_with_the_most_that_a_card_takes() -> None:
+def test_too_many_columns_are_refused_with_the_most_that_a_gpu_class_takes() -> None:
     with pytest.raises(ValueError, match=r"1089 padded columns of 2 bytes.*163 KiB.*at most 1088"):
         tiles.tile_for(tiles.FORWARD, "163 KiB", 2, 1089)
     with pytest.raises(ValueError, match=r"1088 padded columns of 4 bytes.*99 KiB.*at most 768"):

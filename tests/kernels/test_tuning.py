@@ -148,7 +148,7 @@ def test_candidates_are_the_tile_and_its_neighbours(tile: Tile) -> None:
 @pytest.mark.parametrize(
     "failure", [triton.runtime.errors.OutOfResources(9, 1, "shared"), triton.runtime.errors.PTXASError()]
 )
-def test_a_tile_that_a_card_cannot_hold_is_never_the_fastest(
+def test_a_tile_that_a_gpu_cannot_hold_is_never_the_fastest(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def do_bench(run: Callable[[], None], **_: object) -> float:
@@ -191,7 +191,7 @@ def cuda_tensor(dtype: torch.dtype) -> SimpleNamespace:
 def test_only_two_byte_calls_on_a_gpu_are_measured(
     dtype: torch.dtype, measured: bool, path: Path, timer: Timer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "card_of", lambda device: "163 KiB")
+    monkeypatch.setattr(packing, "gpu_class_of", lambda device: "163 KiB")
     monkeypatch.setattr(tuning, "tuner", {torch.device("cuda", 3): Tuner(path, timer)}.__getitem__)
     how = Packing("bshd", 64, 64)
     q = cuda_tensor(dtype)

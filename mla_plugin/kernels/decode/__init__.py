@@ -1,1 +1,1 @@
-"""The Triton kernels over the compressed cache, and their launches."""
+"""The Triton kernels over the compressed cache, and their launchers."""

@@ -1,4 +1,4 @@
-"""``mla_decode_attention``: the decode kernels as one function that torch.compile keeps whole."""
+"""``mla_decode_attention``: the decode kernels as one function without graph breaks under torch.compile."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def mla_decode_attention(
     leftpad_kv: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed MLA over the compressed cache: softmax(scale (q_nope_abs c_kv^T + q_rope k_rope^T)) c_kv.
+    """MLA decode with weight absorption: softmax(scale (q_nope_abs c_kv^T + q_rope k_rope^T)) c_kv.
 
-    c_kv is read once, as keys and as values; no per-head key or value is ever made. Algorithms: weight absorption
-    (DeepSeek-V2, 2024), keys split over programs and summed by a second kernel (Flash-Decoding, Dao et al., 2023).
-    Nothing is read from the device by the host, so a call can be captured in a CUDA graph and replayed with other
-    lengths and page tables. Two runs agree bit for bit. There is no backward.
+    c_kv is read once, as keys and as values; per-head keys and values are never materialised. Algorithms: weight
+    absorption (DeepSeek-V2, 2024), keys split over programs and combined by a second kernel (Flash-Decoding, Dao et
+    al., 2023). There is no device-to-host synchronisation, so a call can be captured in a CUDA graph and replayed with
+    other lengths and page tables. Results are bitwise deterministic. There is no backward.
 
     Args:
         q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. bfloat16, float16 or float32.
@@ -86,7 +86,7 @@ def mla_decode_attention(
         float32, natural logarithm. A query that sees no key gives out 0 and lse -inf.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NotImplementedError: an argument requires grad.
     """
     decode_checks.check_options(softmax_scale, is_causal, return_lse, "is_causal")
@@ -95,7 +95,7 @@ def mla_decode_attention(
     )
     is_compiling = torch.compiler.is_compiling()
     if is_traced(q_nope_abs, c_kv):
-        # the operator's dispatcher costs as much time on the host as a launch: it is for tracing alone
+        # the dispatcher takes as much host time as a launch, so the operator is used only while tracing
         if not is_compiling:
             check_no_transformed_gradient()
             decode_checks.check_tensors(tensors, launch.DTYPES)

@@ -11,7 +11,7 @@ from mla_plugin.kernels.launch import on_device_of
 
 @triton.jit
 def _copy_row(source, target, D: tl.constexpr, BLOCK: tl.constexpr, exists):
-    """D contiguous elements, or zeros where the source does not exist."""
+    """Copy D contiguous elements; write zeros if not ``exists``."""
     columns = tl.arange(0, BLOCK)
     x = tl.load(source + columns, mask=(columns < D) & exists, other=0.0)
     tl.store(target + columns, x, mask=columns < D)
@@ -37,7 +37,7 @@ def append_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """One program: one token's row into its slot. A slot that the cache does not have is left alone."""
+    """One program writes one token's row into its slot. A slot outside the cache is ignored."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if (slot >= 0) & (slot < num_slots):
@@ -73,7 +73,7 @@ def gather_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """One program: one row of one sequence; zeros from the sequence's length on."""
+    """One program copies one row of one sequence; rows from the sequence's length on are zeros."""
     b = (tl.program_id(0) // max_seqlen_kv).to(tl.int64)
     key = tl.program_id(0) % max_seqlen_kv
     exists = key < tl.load(seqlens_kv + b)

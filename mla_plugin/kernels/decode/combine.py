@@ -1,6 +1,6 @@
-"""The second kernel of decoding: the sum of a row's results over the pieces of its keys.
+"""The second kernel of decoding: combines a row's partial results over the pieces of its keys.
 
-Mathematics and notation: README.md beside this folder.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.kernels.tile_math import LN_2, LOWEST_FLOAT32
+
 
 @triton.jit
 def lse_of_parts(Parts, num_parts, num_rows, R: tl.constexpr):
-    """Where the slots' log-sum-exps begin: float32, after 2 * num_parts * num_rows rows of R columns, aligned."""
+    """Pointer to the slots' log-sum-exps: float32, after 2 * num_parts * num_rows rows of R columns, aligned."""
     elements = tl.cdiv(num_parts.to(tl.int64) * num_rows * (2 * R), 2) * 2
     return (Parts + elements).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
-def list_of_cut(Parts, num_parts, num_rows, R: tl.constexpr):
-    """Where the list of sequences of several pieces begins: two int32 each."""
+def list_of_split(Parts, num_parts, num_rows, R: tl.constexpr):
+    """Pointer to the list of sequences with several pieces: two int32 each."""
     rows = num_parts.to(tl.int64) * num_rows * 2
     return (lse_of_parts(Parts, num_parts, num_rows, R) + rows).to(tl.pointer_type(tl.int32))
 
@@ -38,7 +40,7 @@ def combine_kernel(
     BLOCK_PIECES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_R columns of BLOCK_ROWS rows of a sequence of several pieces, summed over them.
+    """One program combines the pieces of a sequence, for BLOCK_R columns of BLOCK_ROWS rows.
 
     Grid: (row blocks x entries of the list, column blocks). Parts is the workspace of ``decode_kernel``:
 
@@ -46,7 +48,7 @@ def combine_kernel(
       before in slot first + k, where no two sequences share ``first``, which is below num_parts;
     - their lse in log2, float32 [2 * num_parts, S_q * H];
     - the list, int32 pairs: (first, number of pieces) of each sequence, or, where there are more sequences than
-      parts, (sequence, number of pieces) of each ``first``; fewer than two pieces mean that there is nothing to do.
+      parts, (sequence, number of pieces) of each ``first``; with fewer than two pieces there is nothing to do.
 
     Lse may be None.
     """
@@ -56,7 +58,7 @@ def combine_kernel(
     num_rows = seqlen_q * num_heads
     row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     entry = tl.program_id(0) // row_blocks
-    found = list_of_cut(Parts, num_parts, num_rows, R) + 2 * entry
+    found = list_of_split(Parts, num_parts, num_rows, R) + 2 * entry
     other, count = tl.load(found), tl.load(found + 1)
     if count < 2:
         return
@@ -66,7 +68,7 @@ def combine_kernel(
     rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts_lse = lse_of_parts(Parts, num_parts, num_rows, R)
-    highest = tl.full([BLOCK_ROWS], -3.4028234663852886e38, tl.float32)
+    highest = tl.full([BLOCK_ROWS], LOWEST_FLOAT32, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
     for piece in range(0, count, BLOCK_PIECES):
@@ -76,7 +78,7 @@ def combine_kernel(
         exists = (pieces < count)[None, :] & (rows < num_rows)[:, None]
         lse_log2 = tl.load(parts_lse + parts, mask=exists, other=float("-inf"))
         exists = exists[:, :, None] & (columns < R)[None, None, :]
-        # not masked by the lse, which would have to arrive first
+        # not masked by the lse: the load would have to wait for it
         x = tl.load(Parts + parts[:, :, None] * R + columns[None, None, :], mask=exists, other=0.0)
         higher = tl.maximum(highest, tl.max(lse_log2, 1))
         weights = tl.exp2(lse_log2 - higher[:, None])
@@ -91,6 +93,6 @@ def combine_kernel(
     out = (out / total[:, None]).to(Out.dtype.element_ty)
     tl.store(Out + out_rows[:, None] * R + columns[None, :], out, mask=exists)
     if (Lse is not None) and tl.program_id(1) == 0:
-        lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * 0.6931471805599453)
+        lse = tl.where(empty, float("-inf"), (highest + tl.log2(total)) * LN_2)
         lse_rows = (b.to(tl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
         tl.store(Lse + lse_rows, lse, mask=rows < num_rows)

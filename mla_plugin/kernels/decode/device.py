@@ -1,4 +1,4 @@
-"""What the launch of the decode kernels must know of a device."""
+"""Properties of a device that the launch of the decode kernels needs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,43 @@ import torch
 import triton
 
 from mla_plugin.kernels.decode.kernel import decode_kernel
-from mla_plugin.kernels.tiles import card
+from mla_plugin.kernels.tiles import gpu_class
 
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 
 
 class Device(NamedTuple):
-    """What the launch must know of a device."""
+    """Properties of a device that decide about the launch.
 
-    kind: str
+    Attributes:
+        gpu_class: a key of ``tiles.GPU_CLASSES``.
+        processors: streaming multiprocessors.
+        has_descriptors: tensor descriptors (TMA).
+        has_dependent_launch: a kernel may start before the previous one has ended.
+        e4m3_conversion: how e4m3 bytes are converted, see ``from_e4m3``.
+    """
+
+    gpu_class: str
     processors: int
     has_descriptors: bool
-    has_dependent_launch: bool  # a kernel may start before the one before it has ended
-    e4m3_way: str = "instruction"  # how bytes of e4m3 become numbers, see e4m3.py
+    has_dependent_launch: bool
+    e4m3_conversion: str = "instruction"
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """What the launch must know of it."""
+    """The properties of ``device``.
+
+    Raises:
+        ValueError: it is no CUDA device, outside the interpreter.
+    """
     if _INTERPRETED:
         return Device("Hopper", 8, False, False, "fields")
     if device.type != "cuda":
         raise ValueError(f"the tensors are on {device}; the kernels need a CUDA device: move the tensors there")
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
     capability = (properties.major, properties.minor)
-    kind = card(capability, properties.shared_memory_per_block_optin)
+    name = gpu_class(capability, properties.shared_memory_per_block_optin)
     is_hopper_or_newer = capability >= (9, 0)
-    way = "instruction" if capability >= (8, 9) else "bits"
-    return Device(kind, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer, way)
+    conversion = "instruction" if capability >= (8, 9) else "bits"
+    return Device(name, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer, conversion)

@@ -1,7 +1,8 @@
-"""e4m3 numbers (torch.float8_e4m3fn) from and to bytes, on every card; exact for all 256 of them.
+"""Conversion of e4m3 (torch.float8_e4m3fn) from and to bytes on every GPU; exact for all 256 values.
 
 A byte is s eeee mmm: (-1)^s 2^(e - 7) (1 + m / 8); e = 0 is 2^-6 m / 8, 0x7F and 0xFF are NaN, there is no infinity.
-Read as the same fields of a float16 it is 2^-8 of the number, of a bfloat16 2^-120, also where e = 0.
+With its fields moved to those of a float16 the value is 2^-8 of the number, to those of a bfloat16 2^-120, also where
+e = 0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 E4M3_MAX = tl.constexpr(448.0)
 
-# two instructions for four numbers in float16, from compute capability 8.9 on
+# converts four bytes to float16 by two instructions, from compute capability 8.9 on
 _BY_INSTRUCTION = tl.constexpr("""{
     .reg .b16 low, high;
     mov.b32 {low, high}, $2;
@@ -19,7 +20,7 @@ _BY_INSTRUCTION = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 
-# 0x7F + 1 sets a byte's highest bit, which prmt then spreads over both bytes of a number: NaN
+# NaN: 0x7F + 1 sets a byte's highest bit, which prmt copies to all bits of both bytes of the result
 _BY_BITS = """{{
     .reg .b32 low, high, shifted, nan, spread, factor, zero;
     mov.b32 factor, {factor};
@@ -46,23 +47,23 @@ _BFLOAT16_BY_BITS = tl.constexpr(_BY_BITS.format(type="bf16x2", shift=4, fields=
 
 
 @triton.jit
-def numbers_of(x, DTYPE: tl.constexpr, WAY: tl.constexpr):
-    """The numbers of the bytes ``x``, uint8, in DTYPE: bfloat16, float16 or float32, which all hold each of them.
+def from_e4m3(x, DTYPE: tl.constexpr, CONVERSION: tl.constexpr):
+    """The values of the e4m3 bytes ``x``, uint8, in DTYPE: bfloat16, float16 or float32; all three hold them exactly.
 
-    WAY: ``instruction``, ``bits`` (of two numbers at a time), or ``fields``, plain operations for the interpreter;
-    ``pure instruction`` where products read shared memory alone (compute capability 10.0): Triton's pipeliner refuses
-    the other one there.
+    CONVERSION: ``instruction`` (cvt), ``bits`` (integer operations on two values at a time), or ``fields`` (Triton's
+    operations, for the interpreter). ``pure instruction`` is for compute capability 10.0, where operands of tl.dot must
+    be in shared memory: Triton's pipeliner does not take the impure assembly there.
     """
-    # is_pure=False: Triton would convert once for each product, in its layout, where bytes are loaded one by one
-    if WAY == "pure instruction":
+    # is_pure=False: otherwise Triton converts once for each tl.dot, in a layout that loads single bytes
+    if CONVERSION == "pure instruction":
         found = tl.inline_asm_elementwise(_BY_INSTRUCTION, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
         return found.to(DTYPE)
-    elif WAY == "instruction":
+    elif CONVERSION == "instruction":
         found = tl.inline_asm_elementwise(_BY_INSTRUCTION, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
         return found.to(DTYPE)
-    elif WAY == "bits" and tl.bfloat16 == DTYPE:
+    elif CONVERSION == "bits" and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(_BFLOAT16_BY_BITS, "=&r,=&r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
-    elif WAY == "bits":
+    elif CONVERSION == "bits":
         found = tl.inline_asm_elementwise(_FLOAT16_BY_BITS, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
         return found.to(DTYPE)
     else:
@@ -73,13 +74,13 @@ def numbers_of(x, DTYPE: tl.constexpr, WAY: tl.constexpr):
 
 
 @triton.jit
-def bytes_of(x):
-    """The nearest e4m3 of each ``x``, float32, ties to even, the largest one beyond it: uint8. NaN becomes 0x7F."""
+def to_e4m3(x):
+    """Round ``x``, float32, to e4m3, ties to even, saturating: uint8. NaN becomes 0x7F."""
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), E4M3_MAX)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # beside 2^14 a float32 has steps of 2^-9, those of e4m3 where e = 0
+    # at 2^14 float32 values are 2^-9 apart, as e4m3 values with e = 0 are
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal) | sign
     return tl.where(x == x, code, 0x7F).to(tl.uint8)

@@ -1,6 +1,6 @@
-"""The loops over key tiles: load a tile of the cache once, fold it into the running softmax.
+"""The loops over key tiles: load a tile of the cache once, use it as keys and as values.
 
-Mathematics and notation: README.md beside this folder.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import tiles
-from mla_plugin.kernels.decode.e4m3 import numbers_of
+from mla_plugin.kernels.decode.e4m3 import from_e4m3
 
 PAGES_OF_A_TILE = tl.constexpr(tiles.PAGES_OF_A_TILE)
 TILE = tl.constexpr(cache_format.TILE)
@@ -19,16 +19,16 @@ SCALES = tl.constexpr(cache_format.SCALES)
 
 @triton.jit
 def _locate(page_table, b, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(block, row in the block) of the keys from ``start``: two numbers when one block holds them, else one pair a key.
+    """(block, row in the block) of a tile of keys: two scalars if one block holds all of them, else one pair per key.
 
-    A block is a page, or one sequence of a contiguous cache (PAGE_SIZE 0). No entry from ``last`` on is looked up.
+    A block is a page, or one sequence of a contiguous cache (PAGE_SIZE 0). Entries from ``last`` on are not read.
     """
     if PAGE_SIZE == 0:
         return b, start
     elif PAGE_SIZE % BLOCK_N == 0:
         return tl.load(page_table + start // PAGE_SIZE), start % PAGE_SIZE
     elif BLOCK_N % PAGE_SIZE == 0 and BLOCK_N // PAGE_SIZE <= PAGES_OF_A_TILE:
-        # start is a multiple of BLOCK_N: one number a page, and which key is in which is known when compiled
+        # start is a multiple of BLOCK_N: one load per page, and the page of each key is known at compile time
         rows = tl.arange(0, BLOCK_N)
         entries = page_table + start // PAGE_SIZE
         pages = tl.zeros([BLOCK_N], tl.int32) + tl.load(entries)
@@ -56,7 +56,7 @@ def _load_scales(
     BLOCK_N: tl.constexpr,
     LEFTPAD: tl.constexpr,
 ):
-    """The scales of BLOCK_N keys of ``fp8_ds_mla``: [BLOCK_N, SCALES], 0 where not seen; strides in bytes."""
+    """The scales of BLOCK_N keys of ``fp8_ds_mla``: [BLOCK_N, SCALES], 0 for masked keys; strides in bytes."""
     tiles = tl.arange(0, SCALES)
     if PAGE_SIZE % BLOCK_N == 0:
         if stride_row * BLOCK_N >= 2**31:
@@ -93,21 +93,21 @@ def _load_keys(
     FULL: tl.constexpr,
     KV_scale,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Columns C0 .. C0 + C of BLOCK_N keys: [BLOCK_N, C]; ``rows`` are 0 .. BLOCK_N - 1.
 
-    FULL tiles come through the descriptor; others by pointers, and keys outside ``lowest`` .. ``last`` are 0 whatever
-    memory holds. Bytes of e4m3 become numbers of DTYPE: of ``fp8`` without their scale, which is the same for all; of
-    ``fp8_ds_mla`` with those that KV_scale has of this key.
+    FULL tiles are loaded through the descriptor. Others are loaded by pointers, and keys outside ``lowest`` .. ``last``
+    are set to 0 (memory there may hold NaN). e4m3 bytes are converted to DTYPE: ``fp8`` without its scale, which the
+    caller applies, ``fp8_ds_mla`` with the key's scales from KV_scale.
     """
     if FULL:
         return descriptor.load([block, row, C0]).reshape(BLOCK_N, C)
     else:
         columns = C0 + tl.arange(0, C)
         if PAGE_SIZE % BLOCK_N == 0:
-            # one int64 scalar and small offsets: int64 in every element costs registers
+            # one int64 scalar and int32 offsets: int64 for each element costs registers
             if stride_row * BLOCK_N >= 2**31:
                 rows = rows.to(tl.int64)
             base += tl.cast(block, tl.int64) * stride_block + tl.cast(row, tl.int64) * stride_row
@@ -124,9 +124,9 @@ def _load_keys(
         if x.dtype != tl.uint8:
             return x.to(DTYPE)
         elif FORMAT != "fp8_ds_mla":
-            return numbers_of(x, DTYPE, WAY)
+            return from_e4m3(x, DTYPE, CONVERSION)
         else:
-            x = numbers_of(x, tl.float32, WAY).reshape(BLOCK_N, C // TILE, TILE)
+            x = from_e4m3(x, tl.float32, CONVERSION).reshape(BLOCK_N, C // TILE, TILE)
             scales = _load_scales(
                 KV_scale, block, row, keys, rows, lowest, last, stride_block, stride_row, PAGE_SIZE, BLOCK_N, LEFTPAD
             )
@@ -135,9 +135,9 @@ def _load_keys(
 
 @triton.jit
 def _scores(q, keys, PRECISION: tl.constexpr):
-    """q keys^T [BLOCK_M, BLOCK_N]. In float32 blocks of 128 columns are summed on their own, then together.
+    """q keys^T [BLOCK_M, BLOCK_N]. In float32, blocks of 128 columns are summed separately, then added.
 
-    One sum over 512 columns rounds three times as much as PyTorch's product.
+    The rounding error of one sum over 512 columns is three times that of PyTorch's matmul.
     """
     if PRECISION == "ieee" and q.shape[1] > 128:
         blocks: tl.constexpr = q.shape[1] // 128
@@ -150,7 +150,7 @@ def _scores(q, keys, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_product(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a b. In float32 the product is summed on its own: one rounding of the long sum instead of one a term."""
+    """acc + a b. In float32 the product is summed first: acc is rounded once, not once per term."""
     if PRECISION == "ieee":
         return acc + tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -195,14 +195,14 @@ def fold_keys(
     FULL: tl.constexpr,
     KV_scale,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
-    """Fold the keys first .. last into the running softmax; a tile of c_kv is loaded once, as keys and as values.
+    """Update the online softmax with the keys first .. last; a tile of c_kv is loaded once, as keys and as values.
 
-    FULL tiles are seen whole by every row; in others a row sees the keys from ``lowest`` to below its ``visible``.
+    In FULL tiles every row sees every key; in others a row sees the keys from ``lowest`` to below its ``visible``.
     """
     DTYPE: tl.constexpr = q0.dtype
-    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
+    # first is never negative: this is 0 .. BLOCK_N - 1, but stops Triton from hoisting it into registers
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
@@ -210,19 +210,19 @@ def fold_keys(
         # fmt: off
         c0 = _load_keys(
             C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, CONVERSION, DTYPE,
         )  # [BLOCK_N, R0]
         s = _scores(q0, c0, PRECISION)  # [BLOCK_M, BLOCK_N]
         if R1 > 0:
             c1 = _load_keys(
                 C_kv, desc_c1, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
+                R0, R1, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, CONVERSION, DTYPE,
             )  # [BLOCK_N, R1]
             s = _add_product(s, q1, c1.T, PRECISION)
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
-                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, CONVERSION, DTYPE,
             )  # [BLOCK_N, ROPE]
             s = _add_product(s, q_rope, k.T, PRECISION)
         # fmt: on
@@ -275,22 +275,23 @@ def fold_on_hopper(
     FULL: tl.constexpr,
     KV_scale,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
-    """``fold_keys`` for warpgroup products, c_kv in one block of columns: acc, row_max, row_sum, sums.
+    """``fold_keys`` for WGMMA, with c_kv in one block of columns; returns acc, row_max, row_sum, sums.
 
-    Both conditions are always true, and nothing of them is left in the machine code. They steer Triton:
+    Both conditions are always true and leave no instruction in the machine code. They change what Triton generates:
 
-    - A product that feeds another, outside a condition, is computed whole by both warpgroups (their warps stand in one
-      column, twice as long as 64 rows need). Through the first condition each computes half of the keys. It is empty
-      without rope: both compute the whole.
-    - A condition whose results only the next iteration needs goes behind the loads of the next tile. So these start
-      before the softmax, not after the product with the values, and arrive in time.
+    - Outside a conditional, Triton makes both warpgroups compute the full product q keys^T, because its result feeds
+      another tl.dot and 64 rows are one warpgroup's. With the first condition each computes half of the keys. Without
+      rope the condition is empty, and both compute the full product.
+    - Triton schedules a conditional whose results only the next iteration needs after the loads of the next tile. So
+      these start before the softmax, not after the product with the values, and arrive in time.
 
-    The halves of the sum stay apart in ``sums``, [BLOCK_M, 2]: together they would be exchanged in every tile.
+    The two halves of the row sum are kept apart in ``sums``, [BLOCK_M, 2]: adding them would exchange data between the
+    warpgroups in every tile.
     """
     DTYPE: tl.constexpr = q0.dtype
-    # 0 .. BLOCK_N - 1, as first is never below 0; what depends on it is not kept in registers over all sequences
+    # first is never negative: this is 0 .. BLOCK_N - 1, but stops Triton from hoisting it into registers
     rows = (first < 0).to(tl.int32) + tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_N)
@@ -298,12 +299,12 @@ def fold_on_hopper(
         # fmt: off
         c = _load_keys(
             C_kv, desc_c0, block, row, keys, rows, lowest, last, stride_cb, stride_cn,
-            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
+            0, R0, R, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, CONVERSION, DTYPE,
         )  # [BLOCK_N, R0]
         if ROPE > 0:
             k = _load_keys(
                 K_rope, desc_k, block, row, keys, rows, lowest, last, stride_kb, stride_kn,
-                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, WAY, DTYPE,
+                0, ROPE, D_ROPE, PAGE_SIZE, BLOCK_N, LEFTPAD, FULL, KV_scale, FORMAT, CONVERSION, DTYPE,
             )  # [BLOCK_N, ROPE]
             s_rope = tl.dot(q_rope, k.T) * scale_log2
         # fmt: on

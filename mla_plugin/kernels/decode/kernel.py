@@ -1,6 +1,6 @@
-"""The decode kernel: absorbed MLA over the compressed cache, the key tiles of all sequences shared out to programs.
+"""The decode kernel: MLA with weight absorption, the key tiles of all sequences divided evenly among programs.
 
-Mathematics and notation: README.md beside this folder.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.decode.combine import list_of_cut, lse_of_parts
+from mla_plugin.kernels.decode.combine import list_of_split, lse_of_parts
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
-from mla_plugin.kernels.decode.plan import key_range, load_plan, run_of, tiles_between
+from mla_plugin.kernels.decode.plan import key_range, load_plan, part_range, tiles_between
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
 
 @triton.jit
 def load_queries(
     base, rows, num_rows, num_heads, stride_s, stride_h, C0: tl.constexpr, C: tl.constexpr, D: tl.constexpr
 ):
-    """Columns C0 .. C0 + C of some (query, head) rows: [len(rows), C]; what does not exist is 0."""
+    """Columns C0 .. C0 + C of the (query, head) rows ``rows``: [len(rows), C]; rows and columns out of range are 0."""
     columns = C0 + tl.arange(0, C)
     offsets = (rows // num_heads).to(tl.int64) * stride_s + (rows % num_heads) * stride_h
     exists = rows[:, None] < num_rows
@@ -90,19 +91,19 @@ def _attend(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
 ):
-    """Attention of BLOCK_M rows of sequence ``b`` to one piece of its keys; returns the sequence's tiles.
+    """Attention of BLOCK_M rows of sequence ``b`` to one piece of its keys; returns the sequence's number of tiles.
 
-    The piece is what of the sequence's tiles, which begin at ``at`` in the row of all, lies in the part; maybe nothing.
+    The sequence's tiles begin at ``at`` among those of all sequences; the piece is those in this part, maybe none.
     """
     num_rows = seqlen_q * num_heads
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     LEFTPAD: tl.constexpr = leftpad_kv is not None
     b64 = b.to(tl.int64)
-    # at is never below 0; what depends on it is not kept in registers from one sequence to the next
+    # at is never negative: adds 0, but stops Triton from hoisting the rows out of the loop over sequences
     rows = tile * BLOCK_M + (at < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
-    # before anything that depends on the length, so that both are fetched at the same time
+    # before anything that depends on the length, so that the loads overlap
     q_base = Q_nope_abs + b64 * stride_qb
     q0 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
     q1 = q0
@@ -130,8 +131,8 @@ def _attend(
     first = origin + low * BLOCK_N
     last = tl.minimum(last, origin + high * BLOCK_N)
 
-    # the lowest finite number, not -inf: nothing guards the softmax from a tile whose scores are all -inf
-    row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+    # not -inf: in a tile whose scores are all -inf, -inf - -inf would be NaN
+    row_max = tl.full([BLOCK_M], LOWEST_FLOAT32, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
@@ -146,32 +147,34 @@ def _attend(
             acc0, row_max, row_sum, sums = fold_on_hopper(
                 acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True, KV_scale, FORMAT, WAY,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, True, KV_scale, FORMAT, CONVERSION,
             )
             row_sum += tl.sum(sums, 1)
         else:
             acc0, acc1, row_max, row_sum = fold_keys(
                 acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                 first, lowest, full_last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True, KV_scale, FORMAT, WAY,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, True,
+                KV_scale, FORMAT, CONVERSION,
             )
         first = full_last
     if HOPPER:
         acc0, row_max, row_sum, sums = fold_on_hopper(
             acc0, row_max, row_sum, no_sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
             first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False, KV_scale, FORMAT, WAY,
+            R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, LEFTPAD, False, KV_scale, FORMAT, CONVERSION,
         )
         row_sum += tl.sum(sums, 1)
     else:
         acc0, acc1, row_max, row_sum = fold_keys(
             acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
             first, lowest, last, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False, KV_scale, FORMAT, WAY,
+            R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, LEFTPAD, False,
+            KV_scale, FORMAT, CONVERSION,
         )
     # fmt: on
     if DEPENDENT and is_end:
-        # the combine kernel starts beside the last stores; earlier it takes room from this one, 2 % at B 32, 4096
+        # the combine kernel starts during the last stores; earlier it takes room from this one, 2 % at B 32, 4096
         tl.extra.cuda.gdc_launch_dependents()
     rows = tile * BLOCK_M + (at < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
     exists = (rows < num_rows) & (low < high)
@@ -188,7 +191,7 @@ def _attend(
             store_columns(Out, b64 * num_rows + rows, exists, acc1, R0, R1, R)
         if Lse is not None:
             lse_rows = (b64 * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
-            tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
+            tl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
     else:
         slot = tl.where(high == tiles, num_parts + first_part, part)
         slot_rows = slot.to(tl.int64) * num_rows + rows
@@ -201,13 +204,13 @@ def _attend(
     if batch > num_parts:
         is_listed = is_listed & (count > 1)
         entry, other = first_part, b
-    entries = list_of_cut(Parts, num_parts, num_rows, R)
+    entries = list_of_split(Parts, num_parts, num_rows, R)
     tl.store(entries + 2 * entry, other, mask=is_listed)
     tl.store(entries + 2 * entry + 1, count, mask=is_listed)
     return tiles
 
 
-# extents that change from step to step, and must not compile anew
+# sizes that change from step to step and must not trigger a recompilation
 @triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"])
 def decode_kernel(
     Q_nope_abs,
@@ -238,7 +241,7 @@ def decode_kernel(
     stride_rs,
     stride_rh,
     stride_cb,
-    # row strides as constants are part of the load instructions; as arguments they take 70 registers more
+    # constant row strides become immediate offsets of the loads; as arguments they take 70 registers more
     stride_cn: tl.constexpr,
     stride_kb,
     stride_kn: tl.constexpr,
@@ -258,28 +261,28 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
-    """One program: BLOCK_M (query, head) rows over some tiles of keys.
+    """One program computes BLOCK_M (query, head) rows over one part of the key tiles.
 
-    Grid: (row tiles x parts,). A program has one part of the row of all sequences' tiles (``run_of``; PLANNED: found by
-    ``plan_kernel`` before), and a piece is what of one sequence lies in it. A sequence of one piece is written to Out
-    and Lse (None: not wanted). Of others, the pieces' results go to Parts, the workspace that ``combine_kernel``
-    describes.
+    Grid: (row tiles x parts,). The tiles of all sequences are concatenated and divided into equal parts
+    (``part_range``; PLANNED: ``plan_kernel`` has done so); the tiles of one sequence in a part are a piece. A sequence
+    with one piece is written to Out and Lse (None: not wanted). Other sequences' partial results go to Parts, the
+    workspace that ``combine_kernel`` describes.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
+        tl.extra.cuda.gdc_wait()  # programmatic dependent launch: wait for the previous kernel
     row_tiles = tl.cdiv(seqlen_q * num_heads, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
     part = tl.program_id(0) // row_tiles
-    # no sequence is cut behind this part, until one is found; the list of many sequences is by parts
+    # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
     unlisted = (batch > num_parts) & (tile == 0)
-    tl.store(list_of_cut(Parts, num_parts, seqlen_q * num_heads, R) + 2 * part + 1, 0, mask=unlisted)
+    tl.store(list_of_split(Parts, num_parts, seqlen_q * num_heads, R) + 2 * part + 1, 0, mask=unlisted)
     if PLANNED:
         first_b, last_b, begin, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, R)
     else:
-        first_b, last_b, begin, size = run_of(
+        first_b, last_b, begin, size = part_range(
             part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N
         )
     # fmt: off
@@ -292,6 +295,6 @@ def decode_kernel(
             b, tile, begin, size, part, b == last_b - 1,
             stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
             stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
-            PRECISION, DEPENDENT, FORMAT, WAY,
+            PRECISION, DEPENDENT, FORMAT, CONVERSION,
         )
     # fmt: on

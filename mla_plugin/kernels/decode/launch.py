@@ -1,4 +1,4 @@
-"""The launch of the decode kernels: how many programs, which tile, which arguments; worked out once for each shape."""
+"""The launch of the decode kernels: number of programs, tile, arguments; computed once for each shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_KEPT = "triton"  # where a layout's launches are kept
+_KEPT = "triton"  # key of a layout's cached launches
 _GIVEN = (
     *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "KV_scale"),
     *("Parts", "Out", "Lse"),
@@ -38,13 +38,13 @@ _MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_PIECES = 64
 _COMBINE_FEW_ROWS = 1024  # of all sequences
-# passing a descriptor costs the host more than passing a pointer; a program that reads few tiles does not earn it back
+# passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
-_OVERHEAD = 4  # tiles that a sequence's start counts as in a run
+_OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
 
 
 def choose_parts(row_tiles: int, slots: int) -> int:
-    """Into how many parts all key tiles go, so that ``row_tiles`` programs for each fill ``slots`` concurrent ones."""
+    """Number of parts of all key tiles, so that ``row_tiles`` programs per part fill ``slots`` concurrent programs."""
     return max(1, slots // max(row_tiles, 1))
 
 
@@ -52,9 +52,9 @@ class Round(NamedTuple):
     """The launches of the kernels, in order.
 
     Attributes:
-        plan: None where the programs of attend find their work themselves.
-        attend: computes.
-        combine: None where no sequence can have two pieces.
+        plan: None if the programs of attend compute their shares themselves.
+        attend: the attention kernel.
+        combine: None if no sequence can have two pieces.
     """
 
     plan: Launch | None
@@ -64,17 +64,17 @@ class Round(NamedTuple):
 
 @dataclass
 class Launches:
-    """Everything about a call that its layout fixes.
+    """Everything about a call that its layout determines.
 
     Attributes:
         out_shape, lse_shape: of the results.
-        workspace: elements between the kernels of a round.
-        rounds: one after the other, in one workspace.
+        workspace: elements of the workspace of a round.
+        rounds: run one after another, in one workspace.
         descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
         block_n: keys of a tile.
-        cuda_index: of the device; None where there is none.
-        code: what decides about the code of both kernels; few of them in a program.
-        descriptors: by the addresses of c_kv and k_rope; to find them one by one took 5 us of a call on the host.
+        cuda_index: of the device; None without CUDA.
+        code: everything that determines the compiled code of the kernels; a process has few of them.
+        descriptors: by the addresses of c_kv and k_rope; looking them up one by one took 5 us of host time per call.
     """
 
     out_shape: tuple[int, ...]
@@ -89,32 +89,32 @@ class Launches:
 
 
 _compiled: set[tuple[object, ...]] = set()
-"""``Launches.code`` of what was compiled together; the rest is compiled kernel by kernel as it is met."""
+"""``Launches.code`` of kernels compiled in parallel; others are compiled one by one when first launched."""
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:
-    """(block, row) strides; where a dimension is 1 its stride means nothing, and a plain one stands in."""
+    """(block, row) strides; the stride of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
     row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
     return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
 
 
 def _descriptors_can_read(cache: torch.Tensor) -> bool:
-    """The hardware's rule for strides: steps of 16 bytes."""
+    """Whether strides are multiples of 16 bytes, as the hardware requires."""
     return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
 
 
 def _tiles_fit_descriptors(
     tile: decode_tiles.DecodeTile, page_size: int, c_kv: torch.Tensor, k_rope: torch.Tensor
 ) -> bool:
-    """Whether tiles are large enough to gain by descriptors, lie in one page each, and have strides for them."""
+    """Whether tiles are large enough to gain from descriptors, are within one page, and have suitable strides."""
     fits = tile.block_m >= 64 and page_size % tile.block_n == 0
     return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
 def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: int) -> int:
-    """Elements of ``slot_rows`` rows of ``rank`` columns, an even number, then what has 4 bytes.
+    """Elements of ``slot_rows`` rows of ``rank`` columns, rounded up to an even number, and of the 4-byte values.
 
-    That is one a row, two an entry of the list of cut sequences, four a part.
+    The latter are one per row, two per entry of the list of split sequences, and four per part.
     """
     words = slot_rows + 2 * entries + 4 * parts
     elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
@@ -122,17 +122,17 @@ def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: in
 
 
 def options_of(device: Device, num_warps: int, **others: int | None) -> dict[str, int | None]:
-    """Of a launch; None leaves one to Triton."""
+    """Options of a launch; None leaves an option to Triton."""
     dependent: dict[str, int | None] = {"launch_pdl": True} if device.has_dependent_launch else {}
     return {"num_warps": num_warps, **others, **dependent}
 
 
 def _combine_shape(entries: int, num_rows: int, parts: int, rank: int) -> tuple[int, int, int, int]:
-    """(rows, columns, pieces at a time, warps) of a program.
+    """(rows, columns, pieces at a time, warps) of a program of the combine kernel.
 
-    As many pieces as a sequence has on average, and more of few rows, where one sequence may have most of them; the
-    rest for columns, then for rows. A thread has 16 bytes of a piece, and threads stand in a row over the columns where
-    these fill a warp: what it sums then needs no exchange.
+    As many pieces as a sequence has on average, or more if there are few rows, where one sequence may have most of
+    them; the rest for columns, then for rows. A thread has 16 bytes of a piece; if the columns fill a warp, its
+    threads cover different columns, so that sums need no exchange.
     """
     pieces = triton.next_power_of_2(triton.cdiv(parts, entries) + 1)
     if entries * num_rows <= _COMBINE_FEW_ROWS:
@@ -159,10 +159,10 @@ def _combine_launch(device: Device, batch: int, heads: int, seqlen_q: int, parts
 
 
 def count_tiles(batch: int, capacity: int, block_n: int) -> int:
-    """Key tiles of a sequence at most.
+    """The most key tiles that a sequence can have.
 
     Raises:
-        ValueError: those of all sequences are beyond the plan's numbers.
+        ValueError: those of all sequences exceed the plan's int32.
     """
     key_tiles: int = max(1, triton.cdiv(capacity, block_n))
     # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
@@ -190,10 +190,10 @@ def _plan_launch(
 def _constants(
     tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile, page_size: int, by_descriptors: bool
 ) -> dict[str, object]:
-    """What ``decode_kernel`` is compiled for, but for the strides of rows."""
+    """The constants of ``decode_kernel``, except the row strides."""
     q_nope_abs, rank, rope = tensors.q_nope_abs, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
     first, second = split_head_dim(rank)
-    is_hopper = device.kind == "Hopper"
+    is_hopper = device.gpu_class == "Hopper"
     return {
         "R": rank,
         "R0": first,
@@ -210,15 +210,15 @@ def _constants(
         "DEPENDENT": device.has_dependent_launch,
         "PRECISION": "ieee" if q_nope_abs.dtype == torch.float32 else "tf32",
         "FORMAT": tensors.kv_cache_format,
-        "WAY": e4m3_way(device, tile),
+        "CONVERSION": e4m3_conversion(device, tile),
     }
 
 
-def e4m3_way(device: Device, tile: decode_tiles.DecodeTile) -> str:
-    """How bytes of e4m3 become numbers, see e4m3.py."""
-    if device.kind == "227 KiB" and tile.block_m >= 64:
+def e4m3_conversion(device: Device, tile: decode_tiles.DecodeTile) -> str:
+    """How e4m3 bytes are converted, see ``from_e4m3``."""
+    if device.gpu_class == "227 KiB" and tile.block_m >= 64:
         return "pure instruction"
-    return device.e4m3_way
+    return device.e4m3_conversion
 
 
 def _rope_columns(rope: int) -> int:
@@ -229,7 +229,7 @@ def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.D
     """The table's tile for so many rows."""
     itemsize = tensors.q_nope_abs.element_size()  # float32 products need their own tiles whatever the cache is
     itemsize = itemsize if itemsize == 4 else tensors.c_kv.element_size()
-    return decode_tiles.tile_for(device.kind, itemsize, sum(_widths(tensors)), rows)
+    return decode_tiles.tile_for(device.gpu_class, itemsize, sum(_widths(tensors)), rows)
 
 
 def _widths(tensors: DecodeTensors) -> tuple[int, int, int]:
@@ -243,7 +243,7 @@ def page_size_of(tensors: DecodeTensors) -> int:
 
 
 def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile) -> bool:
-    """Whether full tiles can be read by descriptors, and gain by it."""
+    """Whether full tiles can be read by descriptors, and gain from it."""
     c_kv, k_rope = tensors.c_kv, tensors.k_rope
     return (
         device.has_descriptors
@@ -264,7 +264,7 @@ def attend_launch(
     more: Mapping[str, object],
     **options: int,
 ) -> Launch:
-    """The launch of ``decode_kernel``, or of one that takes what it takes and ``more``."""
+    """The launch of ``decode_kernel``, or of a kernel with its arguments and ``more``."""
     q_nope_abs, q_rope, c_kv, k_rope = tensors[:4]
     page_size = page_size_of(tensors)
     batch, seqlen_q, heads, _ = q_nope_abs.shape
@@ -286,7 +286,7 @@ def launches_of(
     rounds: tuple[Round, ...],
     code: tuple[object, ...],
 ) -> Launches:
-    """All of a call's; ``code`` is what decides about that of the kernels, beside the inputs' dtype and device."""
+    """The launches of a call; ``code`` is what decides about the kernels' code, besides inputs' dtype and device."""
     q_nope_abs = tensors.q_nope_abs
     return Launches(
         out_shape=tuple(q_nope_abs.shape),
@@ -301,7 +301,7 @@ def launches_of(
 
 
 def make_launches(tensors: DecodeTensors) -> Launches:
-    """Those that share out the tiles of all sequences by count."""
+    """The launches of the kernels that divide the tiles of all sequences evenly."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     tile = tile_of(tensors, device, rows)

@@ -1,6 +1,6 @@
-"""Who works on what: the key tiles of all sequences, shared out to programs by count; worked out on the device.
+"""The scheduler of the decode kernel: divides the key tiles of all sequences among programs, on the device.
 
-Mathematics, and why every loop ends: README.md beside this folder.
+Mathematics, and why every loop ends: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.decode.combine import list_of_cut
+from mla_plugin.kernels.decode.combine import list_of_split
 
 SEQUENCES = tl.constexpr(256)
-"""Sequences that are looked at together."""
+"""Sequences processed per step."""
 
 
 @triton.jit
 def key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N: tl.constexpr):
-    """(first tile's first key, first key that is seen, keys) of sequences ``b``; of those that do not exist, no key."""
+    """(first key of the first tile, first visible key, length) of the sequences ``b``; length 0 if not ``exists``."""
     length = tl.where(exists, capacity, 0)
     if seqlens_kv is not None:
         length = tl.minimum(tl.load(seqlens_kv + b, mask=exists, other=0), capacity)
@@ -28,13 +28,13 @@ def key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N: tl.constexpr
 
 @triton.jit
 def tiles_between(origin, length, BLOCK_N: tl.constexpr):
-    """Tiles of the keys from ``origin`` to ``length``; one where there is no key, so that its rows are written."""
+    """Tiles of the keys from ``origin`` to ``length``; at least one, so that rows without keys are written."""
     return (tl.maximum(length - origin, 1) - 1) // BLOCK_N + 1
 
 
 @triton.jit
-def _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N: tl.constexpr):
-    """What each of the sequences ``b`` counts: its tiles and ``overhead``; 0 from ``batch`` on."""
+def _costs(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """The cost of each sequence of ``b``: its tiles and ``overhead``; 0 from ``batch`` on."""
     exists = b < batch
     origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N)
     return tl.where(exists, tiles_between(origin, length, BLOCK_N) + overhead, 0)
@@ -42,21 +42,21 @@ def _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N: tl.c
 
 @triton.jit
 def _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
-    """The sum of all sequences' weights."""
+    """The cost of all sequences."""
     total = tl.cast(0, tl.int32)
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        total += tl.sum(_weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N))
+        total += tl.sum(_costs(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N))
     return total
 
 
 @triton.jit
-def run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
-    """The run of tiles of a part, all sequences' tiles standing in one row, each after ``overhead`` empty ones.
+def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """The contiguous range of tiles that is one part; all sequences are concatenated, ``overhead`` before each.
 
     Returns:
-        (first, last, begin, size): the part's sequences are first .. last - 1; ``begin`` is where the first of them
-        begins in the row; the part is [part * size, (part + 1) * size).
+        (first, last, begin, size): the part's sequences are first .. last - 1; the first one's overhead begins at
+        ``begin``; the part is [part * size, (part + 1) * size).
     """
     total = _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
     size = tl.cdiv(total, num_parts)
@@ -64,7 +64,7 @@ def run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, B
     first, last, begin, before = total * 0, total * 0, total * 0, total * 0
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        weights = _weights(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N)
+        weights = _costs(seqlens_kv, leftpad_kv, b, batch, capacity, overhead, BLOCK_N)
         ends = before + tl.cumsum(weights)
         exists = b < batch
         first += tl.sum((exists & (ends <= start)).to(tl.int32))
@@ -76,13 +76,13 @@ def run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, B
 
 @triton.jit
 def _plans(Parts, batch, num_parts, num_rows, R: tl.constexpr):
-    """Where the plan begins in the workspace that ``combine_kernel`` describes: four int32 a part."""
-    return list_of_cut(Parts, num_parts, num_rows, R) + 2 * tl.minimum(batch, num_parts)
+    """Pointer to the plan in the workspace that ``combine_kernel`` describes: four int32 per part."""
+    return list_of_split(Parts, num_parts, num_rows, R) + 2 * tl.minimum(batch, num_parts)
 
 
 @triton.jit
 def load_plan(Parts, part, batch, num_parts, num_rows, R: tl.constexpr):
-    """What ``plan_kernel`` left for a part."""
+    """The plan of a part, written by ``plan_kernel``."""
     found = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
     return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)
 
@@ -101,16 +101,16 @@ def plan_kernel(
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The plan of ``decode_kernel``: ``run_of`` of each part. Grid: (parts,).
+    """Writes the plan of ``decode_kernel``: ``part_range`` of each part. Grid: (parts,).
 
-    A kernel of its own for warpgroup products: what is summed over threads in the same kernel makes the assembler hold
-    the addresses of the queries in 72 registers, and spill (CUDA 12.9; a tile took 20 % longer).
+    A separate kernel with WGMMA: reductions over threads in the same kernel make ptxas hold the addresses of the
+    queries in 72 registers, and spill (CUDA 12.9; a tile took 20 % longer).
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
-    first, last, begin, size = run_of(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
+    first, last, begin, size = part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
     plan = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
     tl.store(plan, first)
     tl.store(plan + 1, last)

@@ -1,6 +1,6 @@
-"""Kernels that write new tokens into a quantised cache, and copy one into contiguous rows of bfloat16.
+"""Kernels that write new tokens into a quantised cache, and gather one into contiguous bfloat16 rows.
 
-The formats are those of ``arguments/cache_format.py``; caches come as its ``byte_columns``.
+The formats are those of ``arguments/cache_format.py``; caches are passed as its ``byte_columns``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode.cache import row_blocks
-from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, bytes_of, numbers_of
+from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, from_e4m3, to_e4m3
 from mla_plugin.kernels.launch import on_device_of
 
 _TILE = tl.constexpr(cache_format.TILE)
@@ -22,15 +22,15 @@ _LEAST_POWER_OF_2 = tl.constexpr(cache_format.LEAST_POWER_OF_2)
 
 @triton.jit
 def _write_values(source, target, scale, D: tl.constexpr, BLOCK: tl.constexpr):
-    """D numbers of one row over one scale."""
+    """Quantise D elements of one row with one scale."""
     columns = tl.arange(0, BLOCK)
     x = tl.load(source + columns, mask=columns < D, other=0.0).to(tl.float32)
-    tl.store(target + columns, bytes_of(tl.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))), mask=columns < D)
+    tl.store(target + columns, to_e4m3(tl.div_rn(x, scale + tl.zeros([BLOCK], tl.float32))), mask=columns < D)
 
 
 @triton.jit
 def _write_tiles(source, target, POWER_OF_2: tl.constexpr):
-    """The tiles of one row, each over the scale that follows from it, and these scales behind them."""
+    """Quantise the tiles of one row, each with the scale of its largest element; the scales follow the tiles."""
     tile = tl.arange(0, _SCALES)
     columns = tile[:, None] * _TILE + tl.arange(0, _TILE)[None, :]
     x = tl.load(source + columns).to(tl.float32)
@@ -42,7 +42,7 @@ def _write_tiles(source, target, POWER_OF_2: tl.constexpr):
     else:
         scales = tl.maximum(scales, _LEAST_SCALE)
     each = scales[:, None] + tl.zeros([_SCALES, _TILE], tl.float32)
-    tl.store(target + columns, bytes_of(tl.div_rn(x, each)))
+    tl.store(target + columns, to_e4m3(tl.div_rn(x, each)))
     tl.store((target + _SCALES * _TILE).to(tl.pointer_type(tl.float32)) + tile, scales)
 
 
@@ -68,7 +68,7 @@ def append_quantised_kernel(
     BLOCK_ROPE: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):
-    """One program: one token's row into its slot, if the cache has it; KV_scale None: ``fp8_ds_mla``."""
+    """One program writes one token's row into its slot, if the cache has it. KV_scale None: ``fp8_ds_mla``."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if (slot >= 0) & (slot < num_slots):
@@ -90,7 +90,7 @@ def append_quantised_kernel(
 @triton.jit
 def _read_values(source, target, scale, exists, D: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
-    x = numbers_of(tl.load(source + columns, mask=(columns < D) & exists, other=0), tl.float32, "fields")
+    x = from_e4m3(tl.load(source + columns, mask=(columns < D) & exists, other=0), tl.float32, "fields")
     tl.store(target + columns, tl.where(exists, x * scale, 0.0).to(tl.bfloat16), mask=columns < D)
 
 
@@ -120,7 +120,7 @@ def gather_quantised_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """One program: one row of one sequence; zeros from its length on. KV_scale None: ``fp8_ds_mla``."""
+    """One program copies one row of one sequence; zeros from its length on. KV_scale None: ``fp8_ds_mla``."""
     b = (tl.program_id(0) // max_seqlen_kv).to(tl.int64)
     key = tl.program_id(0) % max_seqlen_kv
     exists = key < tl.load(seqlens_kv + b)
@@ -155,7 +155,7 @@ def append(
     kv_scale: torch.Tensor | None,
     power_of_2_scales: bool,
 ) -> None:
-    """Write c_new [T, R] and k_new [T, Dr] into the slots [T] of a cache in bytes; without a scale ``fp8_ds_mla``."""
+    """Write c_new [T, R] and k_new [T, Dr] into the slots [T] of a cache of bytes; kv_scale None: ``fp8_ds_mla``."""
     tokens, rank = c_new.shape
     if tokens == 0:
         return

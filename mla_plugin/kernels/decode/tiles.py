@@ -1,8 +1,8 @@
-"""Static tile table of the decode kernel: one configuration per kind of card, element size and tile of rows.
+"""Static tile table of the decode kernel: configurations per GPU class, element size, cache width and number of rows.
 
-A row is one (query, head) pair of a sequence; the kinds of card are those of ``tiles.py``.
-tests/kernels/test_decode_ahead_of_time.py compiles every entry for its cards and holds
-its shared memory, its registers and its spills to stated figures.
+A row is one (query, head) pair of a sequence; the GPU classes are those of ``tiles.py``.
+tests/kernels/test_decode_ahead_of_time.py compiles every entry for the GPUs of its class and checks its shared memory,
+registers and spills against stated figures.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class DecodeTile(NamedTuple):
     Attributes:
         block_m, block_n: rows and keys of a tile.
         num_warps: warps of a program.
-        num_stages: stages of the loop over a contiguous cache; tiles in flight plus one (plus none with 64 rows on
-            Hopper).
-        paged_stages: the same when a page number must be fetched before a tile, which takes as many stages again.
-        gathered_stages: the same when every key's page number is fetched by itself.
-        programs: programs that one multiprocessor runs at a time.
-        planned: whether a kernel before says what a program has to do, or the program finds it itself.
-        max_registers: passed to the assembler; None leaves it free.
+        num_stages: pipeline stages of the loop over a contiguous cache: tiles in flight plus one (with 64 rows on
+            Hopper just the tiles in flight).
+        paged_stages: the same when a page number must be loaded before a tile, which takes as many stages again.
+        gathered_stages: the same when a page number is loaded for every key.
+        programs: programs that one SM runs at a time.
+        planned: whether ``plan_kernel`` computes each program's share, or the program itself.
+        max_registers: ``maxnreg`` of the launch; None: chosen by ptxas.
     """
 
     block_m: int
@@ -37,17 +37,16 @@ class DecodeTile(NamedTuple):
     max_registers: int | None = None
 
 
-# rows: (most columns of c_kv and k_rope together, tile); the first entry with enough columns whose block_m holds all
-# rows is taken, or the one with the largest block_m
+# (most columns of c_kv and k_rope together, tile); the first entry with enough columns whose block_m holds all rows is
+# taken, or the one with the largest block_m
 _Entries = tuple[tuple[int, DecodeTile], ...]
 
 DECODE: dict[tuple[str, int], _Entries] = {
     # measured on an H200 in us, log-normal lengths of 6k in the mean, B 64, pages of 64 unless said:
-    # 16 rows: 32 keys a tile 131, 64 keys 148, 9 stages 162, 16 keys 181; the plan as a kernel of its own 2 us more
-    # 17 to 32 rows (H 24): 64 x 64 with half of its rows empty 160, 32 x 32 172, 32 x 64 188: Hopper's fast products
-    # are of 64 rows
-    # 64 rows (H 128): the plan as a kernel 289, in the kernel 327; 32 keys a tile loses a third; pages of 1: 3 stages
-    # 374, 2 stages 600; pages of 16: 2 stages 360, 3 stages 375
+    # 16 rows: 32 keys a tile 131, 64 keys 148, 9 stages 162, 16 keys 181; the plan in a separate kernel 2 us more
+    # 17 to 32 rows (H 24): 64 x 64 with half of its rows empty 160, 32 x 32 172, 32 x 64 188: WGMMA has 64 rows
+    # 64 rows (H 128): the plan in a separate kernel 289, in the kernel 327; 32 keys a tile a third slower; pages of 1:
+    # 3 stages 374, 2 stages 600; pages of 16: 2 stages 360, 3 stages 375
     ("Hopper", 2): (
         (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
@@ -77,7 +76,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (576, DecodeTile(16, 64, 4, 2, 3, 3, 1)),
         (576, DecodeTile(32, 32, 8, 2, 3, 3, 1)),
     ),
-    # caches of e4m3: queries of 2 bytes; half of the memory for a tile in flight, and a tile of numbers beside them
+    # e4m3 caches, 2-byte queries: a tile in flight takes half the memory, plus one converted tile
     ("Hopper", 1): (
         (320, DecodeTile(16, 64, 4, 4, 5, 5, 2)),
         (320, DecodeTile(32, 64, 8, 4, 5, 5, 1)),
@@ -105,7 +104,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (576, DecodeTile(16, 32, 4, 2, 3, 3, 1)),
         (576, DecodeTile(32, 32, 8, 2, 3, 3, 1, max_registers=255)),
     ),
-    # float32 products run on the ordinary units: small tiles keep the unrolled products short
+    # float32 products run on the CUDA cores: small tiles keep the unrolled products short
     ("Hopper", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
     ("227 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 2)),),
     ("163 KiB", 4): ((576, DecodeTile(8, 16, 8, 1, 1, 1, 1)),),
@@ -114,13 +113,13 @@ DECODE: dict[tuple[str, int], _Entries] = {
 
 
 @functools.cache
-def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
+def tile_for(gpu_class: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
     """The table's tile for ``columns`` padded columns of the cache and ``rows`` rows of one sequence.
 
     Raises:
         ValueError: no entry is wide enough.
     """
-    entries = DECODE[kind, itemsize]
+    entries = DECODE[gpu_class, itemsize]
     widest = max(most for most, _ in entries)
     if columns > widest:
         raise ValueError(f"kv_lora_rank and rope take {columns} columns; the kernel has tiles for at most {widest}")
@@ -130,11 +129,11 @@ def tile_for(kind: str, itemsize: int, columns: int, rows: int) -> DecodeTile:
 
 
 PAGES_OF_A_TILE = 4
-"""A tile of at most so many whole pages fetches one number a page."""
+"""A tile of at most so many whole pages loads one page number per page."""
 
 
 def stages_for(tile: DecodeTile, page_size: int) -> int:
-    """Of a cache in pages of ``page_size``; 0: contiguous."""
+    """Pipeline stages for pages of ``page_size``; 0: contiguous."""
     if page_size == 0:
         return tile.num_stages
     in_one_page = page_size % tile.block_n == 0

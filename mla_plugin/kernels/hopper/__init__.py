@@ -1,1 +1,1 @@
-"""Kernels for compute capability 9.0 written in Gluon, Triton's lower language."""
+"""Kernels for compute capability 9.0 written in Gluon, Triton's lower-level language."""

@@ -1,6 +1,6 @@
-"""The backward kernel of keys and values for Hopper: one warp loads, two warpgroups of 64 keys each compute.
+"""The Hopper kernel of dK and dV: one warp loads, two warpgroups of 64 keys each compute.
 
-Mathematics, roles, and why no barrier waits for ever: kernels/README.md.
+Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.hopper.computing_kv import compute_kv
-from mla_plugin.kernels.hopper.computing_kv_wide import compute_kv_wide
-from mla_plugin.kernels.hopper.loading_backward import LOADERS, load_kv
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     FIELDS,
     PANEL,
     RECORDS,
@@ -23,14 +20,17 @@ from mla_plugin.kernels.hopper.pieces import (
     matrix_layout,
     panels_of,
 )
+from mla_plugin.kernels.hopper.computing_kv import compute_kv
+from mla_plugin.kernels.hopper.computing_kv_wide import compute_kv_wide
+from mla_plugin.kernels.hopper.loading_backward import LOADERS, load_kv
 
 
 @gluon.jit
 def _compute(
     tiles,
     barriers,
-    handed,
-    given,
+    exchange,
+    arguments,
     which: gl.constexpr,
     QK0: gl.constexpr,
     QK1: gl.constexpr,
@@ -42,9 +42,11 @@ def _compute(
 ):
     """A computing warpgroup."""
     if is_wide(QK0):
-        compute_kv_wide(tiles, barriers, handed, given, which, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT)
+        compute_kv_wide(
+            tiles, barriers, exchange, arguments, which, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT
+        )
     else:
-        compute_kv(tiles, barriers, given, which, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT)
+        compute_kv(tiles, barriers, arguments, which, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -91,14 +93,14 @@ def attention_backward_kv_kernel(
     HAS_RIGHT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One program a multiprocessor, which takes key tiles of 128 rows, wide ones of 64, until there are none.
+    """Persistent: one program per SM takes key tiles of 128 rows, with wide heads of 64, until there are none left.
 
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
     wide: gl.constexpr = is_wide(QK0)
-    owners: gl.constexpr = 1 if wide else 2  # warpgroups with keys of their own
+    owners: gl.constexpr = 1 if wide else 2  # warpgroups that have separate keys
     stages: gl.constexpr = WIDE_STAGES if wide else STAGES
     q_tiles = gl.allocate_shared_memory(Q.dtype, [stages * panels, 1, 1, ROWS, PANEL], Q.layout)
     d_tiles = gl.allocate_shared_memory(Q.dtype, [stages * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
@@ -130,27 +132,27 @@ def attention_backward_kv_kernel(
     # fmt: off
     tiles = (q_tiles, d_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, records)
     barriers = (r_full, r_empty, kv_full, kv_empty, q_full, q_empty, d_full, d_empty)
-    handed = ()
-    if wide:  # one warpgroup hands P to the other
+    exchange = ()
+    if wide:  # one warpgroup sends P to the other
         p_tiles = gl.allocate_shared_memory(Q.dtype, [stages, ROWS, PANEL], matrix_layout(Q.dtype))
         p_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
         p_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier)
         for i in gl.static_range(stages):
             mbarrier.init(p_full.index(i), count=1)
             mbarrier.init(p_empty.index(i), count=1)
-        handed = (p_tiles, p_full, p_empty)  # type: ignore[assignment]
+        exchange = (p_tiles, p_full, p_empty)  # type: ignore[assignment]
     fence_async_shared()
-    given = (
+    arguments = (
         DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, group, max_seqlen_kv,
         window_left, window_right, softmax_scale,
     )
     gl.warp_specialize(
         [
             (_compute, (
-                tiles, barriers, handed, given, 0, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+                tiles, barriers, exchange, arguments, 0, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (_compute, (
-                tiles, barriers, handed, given, 1, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+                tiles, barriers, exchange, arguments, 1, QK0, QK1, V_PANELS, PACKED, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load_kv, (
                 Q, K, V, DOut, Lse, Delta, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,

@@ -1,6 +1,6 @@
-"""The backward kernel of queries for Hopper: one warp loads, two warpgroups of 64 queries each compute.
+"""The Hopper kernel of dQ: one warp loads, two warpgroups of 64 queries each compute.
 
-Mathematics, roles, and why no barrier waits for ever: kernels/README.md.
+Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from mla_plugin.kernels.hopper.common import FIELDS, PANEL, RECORDS, ROWS, STAGES, WIDE_STAGES, is_wide, panels_of
 from mla_plugin.kernels.hopper.computing_q import compute_q
 from mla_plugin.kernels.hopper.loading_backward import load_q
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, STAGES, WIDE_STAGES, is_wide, panels_of
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -54,14 +54,14 @@ def attention_backward_q_kernel(
     HAS_RIGHT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One program a multiprocessor, which takes query tiles of 128 rows until there are none.
+    """Persistent: one program per SM takes query tiles of 128 rows until there are none left.
 
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
     k_stages: gl.constexpr = WIDE_STAGES if is_wide(QK0) else STAGES
-    v_stages: gl.constexpr = 1 if is_wide(QK0) else STAGES  # more do not fit
+    v_stages: gl.constexpr = 1 if is_wide(QK0) else STAGES  # more do not fit into shared memory
     q_tiles = gl.allocate_shared_memory(Q.dtype, [2 * panels, 1, 1, ROWS, PANEL], Q.layout)
     d_tiles = gl.allocate_shared_memory(Q.dtype, [2 * V_PANELS, 1, 1, ROWS, PANEL], Q.layout)
     k_tiles = gl.allocate_shared_memory(Q.dtype, [k_stages * panels, 1, 1, ROWS, PANEL], Q.layout)
@@ -92,18 +92,18 @@ def attention_backward_q_kernel(
     # fmt: off
     tiles = (q_tiles, d_tiles, k_tiles, v_tiles, records)
     barriers = (r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    given = (
+    arguments = (
         Lse, Delta, DQ, stride_dqb, stride_dqh, stride_dqm, stride_lb, stride_lh, max_seqlen_q, window_left,
         window_right, softmax_scale,
     )
     gl.warp_specialize(
         [
             (compute_q, (
-                tiles, barriers, given, 0, QK0, QK1, V_PANELS, k_stages, v_stages,
+                tiles, barriers, arguments, 0, QK0, QK1, V_PANELS, k_stages, v_stages,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (compute_q, (
-                tiles, barriers, given, 1, QK0, QK1, V_PANELS, k_stages, v_stages,
+                tiles, barriers, arguments, 1, QK0, QK1, V_PANELS, k_stages, v_stages,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load_q, (

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the Hopper kernel: 64 queries each, scores, softmax and values."""
+"""The computing warpgroups (consumers) of the Hopper forward: 64 queries each; scores, softmax and output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     FIELDS,
     PANEL,
     RECORDS,
@@ -26,14 +26,15 @@ from mla_plugin.kernels.hopper.pieces import (
     synchronize,
     width_of,
 )
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E
 
-_CLEANED = gl.constexpr(16)
-"""Rows of V that are cleaned at a time."""
+_ZEROED_ROWS = gl.constexpr(16)
+"""Rows of V that are set to 0 per step."""
 
 
 @gluon.jit
 def _scores(q_tiles, which, k_tiles, stage, BLOCK_N: gl.constexpr, D_QK: gl.constexpr):
-    """Q K^T of a warpgroup, asked for and not yet there: [64, BLOCK_N]."""
+    """Issue Q K^T of a warpgroup, without waiting for it: [64, BLOCK_N]."""
     panels: gl.constexpr = panels_of(D_QK)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     for panel in gl.static_range(panels):
@@ -47,7 +48,7 @@ def _scores(q_tiles, which, k_tiles, stage, BLOCK_N: gl.constexpr, D_QK: gl.cons
 def _weights(
     s, row_max, scale_log2, start_n, limit, start, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):
-    """2 ** (s - new maximum), the new maximum, and the factor of what was summed before.
+    """2 ** (s - new maximum), the new maximum, and the factor that rescales the previous sums.
 
     MASKED: a row sees the keys below its ``limit``, with HAS_LEFT from its ``start`` on.
     """
@@ -59,7 +60,7 @@ def _weights(
         s = gl.where(visible, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     shift = new_max
-    if MASKED:  # a row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN
+    if MASKED:  # a row that has seen no key yet has the maximum -inf: subtract 0, because -inf - -inf is NaN
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - shift[:, None])
     return p, new_max, gl.exp2(row_max - shift)
@@ -93,9 +94,9 @@ def _attend(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Key tiles high - 1 down to low. ``p``: weights of the tile before, whose values are added beside the scores.
+    """Key tiles high - 1 down to low. ``w``: weights of the previous tile, whose product with V overlaps the scores.
 
-    The products with the values run while the softmax of the next tile is computed; nothing is in flight at the end.
+    That product also overlaps the softmax of this tile. No WGMMA is in flight at the end of a step.
     """
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(V_COLUMNS), 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, product_layout(V_COLUMNS))
@@ -122,22 +123,22 @@ def _attend(
 
 
 @gluon.jit
-def _clean(v_tiles, stage, first, BLOCK_N: gl.constexpr, V_COLUMNS: gl.constexpr):
-    """Write 0 to the rows of V from ``first`` on: they may be NaN, and a weight of 0 does not hide that.
+def _zero_rows(v_tiles, stage, first, BLOCK_N: gl.constexpr, V_COLUMNS: gl.constexpr):
+    """Write 0 to the rows of V from ``first`` on: they may be NaN, and 0 * NaN is NaN.
 
-    Both warpgroups do it, and write the same.
+    Both warpgroups write the same zeros.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    blocks: gl.constexpr = BLOCK_N // _CLEANED
+    blocks: gl.constexpr = BLOCK_N // _ZEROED_ROWS
     panels: gl.constexpr = V_COLUMNS // PANEL
-    rows = gl.arange(0, _CLEANED, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, _ZEROED_ROWS, gl.SliceLayout(1, layout))
     v = v_tiles._reinterpret(
-        v_tiles.dtype, [v_tiles.shape[0] * panels * blocks, _CLEANED, PANEL], matrix_layout(v_tiles.dtype)
+        v_tiles.dtype, [v_tiles.shape[0] * panels * blocks, _ZEROED_ROWS, PANEL], matrix_layout(v_tiles.dtype)
     )
-    for block in range(first // _CLEANED, blocks):
+    for block in range(first // _ZEROED_ROWS, blocks):
         for panel in gl.static_range(panels):
             part = v.index((stage * panels + panel) * blocks + block)
-            exists = rows < first - block * _CLEANED
+            exists = rows < first - block * _ZEROED_ROWS
             part.store(gl.where(exists[:, None], part.load(layout), 0.0))
     fence_async_shared()
     synchronize()
@@ -159,7 +160,7 @@ def _store(base, out, first, num_rows, stride, D_V: gl.constexpr):
 def compute(
     tiles,
     barriers,
-    given,
+    arguments,
     which: gl.constexpr,
     D_V: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -172,17 +173,17 @@ def compute(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """A computing warpgroup: 64 queries of every query tile, ``which`` says the first or the second 64."""
+    """A computing warpgroup: the first 64 queries of every query tile with ``which`` 0, the second 64 with 1."""
     q_tiles, k_tiles, v_tiles, records = tiles
     r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     # fmt: off
     (Out, Lse, stride_ob, stride_oh, stride_om, stride_lb, stride_lh, max_seqlen_q, window_left, window_right,
-     softmax_scale) = given
+     softmax_scale) = arguments
     # fmt: on
     scores_rows: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     out_rows: gl.constexpr = gl.SliceLayout(1, product_layout(V_COLUMNS))
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(V_COLUMNS), 2)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     record = 0
     tile = 0
     step = 0
@@ -223,7 +224,7 @@ def compute(
             if HAS_LENGTHS:
                 if last * BLOCK_N > seqlen_kv:
                     mbarrier.wait(v_full.index(stage), step // STAGES & 1)
-                    _clean(v_tiles, stage, seqlen_kv - (last - 1) * BLOCK_N, BLOCK_N, V_COLUMNS)
+                    _zero_rows(v_tiles, stage, seqlen_kv - (last - 1) * BLOCK_N, BLOCK_N, V_COLUMNS)
             w, row_max, _ = _weights(
                 s, row_max, scale_log2, (last - 1) * BLOCK_N, limit, start, True, HAS_LEFT, HAS_RIGHT
             )
@@ -257,9 +258,9 @@ def compute(
             step += 1
         empty = (row_sum == 0.0) | (rows >= seqlen_q)
         inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum))
-        lse = gl.where(empty, float("-inf"), (row_max + gl.log2(gl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
+        lse = gl.where(empty, float("-inf"), (row_max + gl.log2(gl.where(empty, 1.0, row_sum))) * LN_2)
         acc = acc * gl.convert_layout(inverse, out_rows)[:, None]
-        if HAS_LENGTHS or HAS_LEFT or HAS_RIGHT:  # weights of 0 times a value that is not finite
+        if HAS_LENGTHS or HAS_LEFT or HAS_RIGHT:  # 0 times a value that is not finite is NaN
             acc = gl.where(gl.convert_layout(empty, out_rows)[:, None], 0.0, acc)
         num_rows = max_seqlen_q
         if PACKED:

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the Hopper kernel of dK and dV: 64 keys each."""
+"""The computing warpgroups (consumers) of the Hopper kernel of dK and dV: 64 keys each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mla_plugin.kernels.hopper.panels import add_transposed, clean, operand, packed, store, unpacked
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     FIELDS,
     PANEL,
     RECORDS,
@@ -20,17 +19,19 @@ from mla_plugin.kernels.hopper.pieces import (
     read_record,
     scalar_layout,
 )
+from mla_plugin.kernels.hopper.panels import add_transposed, operand, packed, store, unpacked, zero_rows
+from mla_plugin.kernels.tile_math import LOG2_E
 
 
 @gluon.jit
 def read_values(values, stage):
-    """A number for each query: [1, 64]."""
+    """One float32 per query: [1, 64]."""
     return values.index(stage).load(gl.SliceLayout(0, product_layout(PANEL)))[None, :]
 
 
 @gluon.jit
-def _clean_values(values, stage, low, high, other):
-    """Write ``other`` to what belongs to rows below ``low`` and from ``high`` on. Both warpgroups write the same."""
+def _mask_values(values, stage, low, high, other):
+    """Write ``other`` to the values of rows below ``low`` and from ``high`` on. Both warpgroups write the same."""
     layout: gl.constexpr = scalar_layout(4)
     rows = gl.arange(0, ROWS, layout)
     x = values.index(stage).load(layout)
@@ -54,7 +55,7 @@ def weights(
 
 @gluon.jit
 def _finish(p, dv, stage, which, tiles, V_PANELS: gl.constexpr):
-    """dP^T - delta, and dV with P^T dO added, asked for and not yet there."""
+    """Issue dP^T - delta and dV + P^T dO, without waiting for them."""
     _, d_tiles, _, v_tiles, _, delta_tiles, _ = tiles
     layout: gl.constexpr = product_layout(PANEL)
     dp = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(delta_tiles, stage)
@@ -87,9 +88,9 @@ def _attend(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Query tiles first to last - 1. ``ds``: of the tile before, whose product with Q is computed beside the scores.
+    """Query tiles first to last - 1. ``ds``: dS of the previous tile, whose product with Q overlaps the scores.
 
-    P is computed beside that product, dS beside P^T dO; nothing is in flight at the end of a step.
+    Computing P overlaps that product, computing dS overlaps P^T dO. No WGMMA is in flight at the end of a step.
     """
     q_tiles, _, k_tiles, _, lse_tiles, _, _ = tiles
     _, _, _, _, q_full, q_empty, d_full, d_empty = barriers
@@ -103,7 +104,7 @@ def _attend(
         phase = step // STAGES & 1
         mbarrier.wait(q_full.index(stage), phase)
         if MASKED:
-            clean_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
+            mask_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
         s = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(lse_tiles, stage) * inverse
         s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
         a = operand(ds, q_tiles.dtype)
@@ -130,24 +131,22 @@ def _attend(
 
 
 @gluon.jit
-def clean_ends(
-    start_m, stage, phase, lowest, highest, tiles, barriers, QK_PANELS: gl.constexpr, V_PANELS: gl.constexpr
-):
-    """Hide the rows of a query tile that see no key, or are of another sequence; its Q has come."""
+def mask_ends(start_m, stage, phase, lowest, highest, tiles, barriers, QK_PANELS: gl.constexpr, V_PANELS: gl.constexpr):
+    """Mask the rows of a query tile that see no key or belong to another sequence; its Q must have arrived."""
     q_tiles, d_tiles, _, _, lse_tiles, delta_tiles, _ = tiles
     if (start_m < lowest) | (start_m + ROWS > highest):
         mbarrier.wait(barriers[6].index(stage), phase)
-        _clean_values(lse_tiles, stage, lowest - start_m, highest - start_m, float("inf"))
-        _clean_values(delta_tiles, stage, lowest - start_m, highest - start_m, 0.0)
-        clean(q_tiles, stage * QK_PANELS, lowest - start_m, highest - start_m, QK_PANELS)
-        clean(d_tiles, stage * V_PANELS, lowest - start_m, highest - start_m, V_PANELS)
+        _mask_values(lse_tiles, stage, lowest - start_m, highest - start_m, float("inf"))
+        _mask_values(delta_tiles, stage, lowest - start_m, highest - start_m, 0.0)
+        zero_rows(q_tiles, stage * QK_PANELS, lowest - start_m, highest - start_m, QK_PANELS)
+        zero_rows(d_tiles, stage * V_PANELS, lowest - start_m, highest - start_m, V_PANELS)
 
 
 @gluon.jit
 def compute_kv(
     tiles,
     barriers,
-    given,
+    arguments,
     which: gl.constexpr,
     QK0: gl.constexpr,
     QK1: gl.constexpr,
@@ -157,16 +156,16 @@ def compute_kv(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """A computing warpgroup: 64 keys of every key tile, ``which`` says the first or the second 64."""
+    """A computing warpgroup: the first 64 keys of every key tile with ``which`` 0, the second 64 with 1."""
     q_tiles, _, k_tiles, _, lse_tiles, _, records = tiles
     r_full, r_empty, kv_full, kv_empty, q_full, q_empty, d_full, d_empty = barriers
     # fmt: off
     (DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, group, max_seqlen_kv,
-     window_left, window_right, softmax_scale) = given
+     window_left, window_right, softmax_scale) = arguments
     # fmt: on
     panels: gl.constexpr = panels_of(QK0 + QK1)
     layout: gl.constexpr = product_layout(PANEL)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     inverse = 1.0 / scale_log2
     record = 0
     tile = 0
@@ -202,7 +201,7 @@ def compute_kv(
             mbarrier.wait(kv_full.index(which), tile & 1)
             tile += 1
             mbarrier.wait(q_full.index(stage), phase)
-            clean_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
+            mask_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, panels, V_PANELS)
             s = gl.zeros([ROWS, ROWS], gl.float32, layout) - read_values(lse_tiles, stage) * inverse
             s = add_transposed(s, k_tiles, which * panels, q_tiles, stage * panels, QK0 + QK1, False)
             s = warpgroup_mma_wait(0, [s])
@@ -258,7 +257,7 @@ def compute_kv(
 
 @gluon.jit
 def store_keys(base, x, scale, start_n, seqlen_kv, num_keys, stride, PACKED: gl.constexpr):
-    """Store scale * x; in a dense batch the keys behind the end of their sequence get 0."""
+    """Store scale * x; in a dense batch the keys past the end of their sequence get 0."""
     x = x * scale
     if not PACKED:
         keys = start_n + gl.arange(0, ROWS, gl.SliceLayout(1, x.type.layout))

@@ -1,6 +1,6 @@
-"""The computing warpgroups of the Hopper kernel of dK and dV where both together do not fit one warpgroup's registers.
+"""The computing warpgroups of the Hopper kernel of dK and dV where dK and dV do not fit one warpgroup's registers.
 
-Both have the same 64 keys: the first computes P and dV and hands P on, the second computes dS and dK.
+Both have the same 64 keys: the first computes P and dV and sends P, the second receives P and computes dS and dK.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mla_plugin.kernels.hopper.computing_kv import clean_ends, read_values, store_keys, weights
-from mla_plugin.kernels.hopper.panels import add_transposed, operand
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     FIELDS,
     PANEL,
     RECORDS,
@@ -23,12 +21,15 @@ from mla_plugin.kernels.hopper.pieces import (
     read_record,
     synchronize,
 )
+from mla_plugin.kernels.hopper.computing_kv import mask_ends, read_values, store_keys, weights
+from mla_plugin.kernels.hopper.panels import add_transposed, operand
+from mla_plugin.kernels.tile_math import LOG2_E
 
 
 @gluon.jit
-def _hand_on(p, handed, step):
-    """Give P of a step to the other warpgroup."""
-    p_tiles, p_full, p_empty = handed
+def _send(p, exchange, step):
+    """Send P of a step to the other warpgroup."""
+    p_tiles, p_full, p_empty = exchange
     slot = step % WIDE_STAGES
     mbarrier.wait(p_empty.index(slot), (step // WIDE_STAGES & 1) ^ 1)
     p_tiles.index(slot).store(p)
@@ -37,9 +38,9 @@ def _hand_on(p, handed, step):
 
 
 @gluon.jit
-def _received(handed, step):
-    """P of a step, from the other warpgroup."""
-    p_tiles, p_full, p_empty = handed
+def _receive(exchange, step):
+    """Receive P of a step from the other warpgroup."""
+    p_tiles, p_full, p_empty = exchange
     slot = step % WIDE_STAGES
     mbarrier.wait(p_full.index(slot), step // WIDE_STAGES & 1)
     p = p_tiles.index(slot).load(product_layout(PANEL))
@@ -50,14 +51,14 @@ def _received(handed, step):
 
 @gluon.jit
 def _scores(stage, tiles, inverse, PANELS: gl.constexpr):
-    """S^T - lse, asked for and not yet there; Q and lse have come."""
+    """Issue S^T - lse, without waiting for it; Q and lse must have arrived."""
     s = gl.zeros([ROWS, ROWS], gl.float32, product_layout(PANEL)) - read_values(tiles[4], stage) * inverse
     return add_transposed(s, tiles[2], 0, tiles[0], stage * PANELS, PANELS * PANEL, False)
 
 
 @gluon.jit
 def _gradients(stage, tiles, PANELS: gl.constexpr):
-    """dP^T - delta, asked for and not yet there; dO and delta have come."""
+    """Issue dP^T - delta, without waiting for it; dO and delta must have arrived."""
     dp = gl.zeros([ROWS, ROWS], gl.float32, product_layout(PANEL)) - read_values(tiles[5], stage)
     return add_transposed(dp, tiles[3], 0, tiles[1], stage * PANELS, PANELS * PANEL, False)
 
@@ -76,16 +77,16 @@ def _attend(
     scale_log2,
     tiles,
     barriers,
-    handed,
+    exchange,
     which: gl.constexpr,
     PANELS: gl.constexpr,
     MASKED: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Query tiles first to last - 1. ``x``: P or dS of the tile before, whose product is computed beside the next.
+    """Query tiles first to last - 1. ``x``: P or dS of the previous tile, whose product overlaps this tile's.
 
-    Nothing is in flight at the end of a step.
+    No WGMMA is in flight at the end of a step.
     """
     q_tiles, d_tiles = tiles[0], tiles[1]
     q_full, q_empty, d_full, d_empty = barriers[4], barriers[5], barriers[6], barriers[7]
@@ -98,7 +99,7 @@ def _attend(
         phase = step // WIDE_STAGES & 1
         mbarrier.wait(q_full.index(stage), phase)
         if MASKED:
-            clean_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, PANELS, PANELS)
+            mask_ends(m * ROWS, stage, phase, lowest, highest, tiles, barriers, PANELS, PANELS)
         a = operand(x, q_tiles.dtype)
         if which == 0:
             s = _scores(stage, tiles, 1.0 / scale_log2, PANELS)
@@ -108,7 +109,7 @@ def _attend(
             mbarrier.arrive(q_empty.index(stage))
             p = weights(s, first_row, last_row, scale_log2, m * ROWS, MASKED, HAS_LEFT, HAS_RIGHT)
             x = p.to(q_tiles.dtype)
-            _hand_on(x, handed, step)
+            _send(x, exchange, step)
             acc, x = warpgroup_mma_wait(0, [acc, x])
             mbarrier.arrive(d_empty.index(before))
         else:
@@ -117,7 +118,7 @@ def _attend(
             acc = warpgroup_mma(a, columns_of(q_tiles, before * PANELS, columns), acc, is_async=True)
             dp = warpgroup_mma_wait(1, [dp])
             mbarrier.arrive(d_empty.index(stage))
-            x = (_received(handed, step) * dp).to(q_tiles.dtype)
+            x = (_receive(exchange, step) * dp).to(q_tiles.dtype)
             acc, x = warpgroup_mma_wait(0, [acc, x])
             mbarrier.arrive(q_empty.index(before))
     return acc, x, step
@@ -127,8 +128,8 @@ def _attend(
 def compute_kv_wide(
     tiles,
     barriers,
-    handed,
-    given,
+    exchange,
+    arguments,
     which: gl.constexpr,
     PANELS: gl.constexpr,
     PACKED: gl.constexpr,
@@ -141,10 +142,10 @@ def compute_kv_wide(
     r_full, r_empty, kv_full, kv_empty, q_full, q_empty, d_full, d_empty = barriers
     # fmt: off
     (DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, group, max_seqlen_kv,
-     window_left, window_right, softmax_scale) = given
+     window_left, window_right, softmax_scale) = arguments
     # fmt: on
     columns: gl.constexpr = PANELS * PANEL
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     record = 0
     tile = 0
     step = 0
@@ -174,34 +175,34 @@ def compute_kv_wide(
             mbarrier.wait(kv_full.index(which), tile & 1)
             tile += 1
             mbarrier.wait(q_full.index(stage), phase)
-            clean_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, PANELS, PANELS)
+            mask_ends(first * ROWS, stage, phase, lowest, highest, tiles, barriers, PANELS, PANELS)
             if which == 0:
                 s = _scores(stage, tiles, 1.0 / scale_log2, PANELS)
                 s = warpgroup_mma_wait(0, [s])
                 mbarrier.arrive(q_empty.index(stage))
                 p = weights(s, first_row, last_row, scale_log2, first * ROWS, True, HAS_LEFT, HAS_RIGHT)
                 x = p.to(q_tiles.dtype)
-                _hand_on(x, handed, step)
+                _send(x, exchange, step)
             else:
                 mbarrier.wait(d_full.index(stage), phase)
                 dp = _gradients(stage, tiles, PANELS)
                 dp = warpgroup_mma_wait(0, [dp])
                 mbarrier.arrive(d_empty.index(stage))
-                x = (_received(handed, step) * dp).to(q_tiles.dtype)
+                x = (_receive(exchange, step) * dp).to(q_tiles.dtype)
             begin = first + 1
             for _head in range(group):
                 # fmt: off
                 acc, x, step = _attend(
                     acc, x, step, begin, whole_first, lowest, highest, first_row, last_row, scale_log2, tiles, barriers,
-                    handed, which, PANELS, True, HAS_LEFT, HAS_RIGHT,
+                    exchange, which, PANELS, True, HAS_LEFT, HAS_RIGHT,
                 )
                 acc, x, step = _attend(
                     acc, x, step, whole_first, whole_last, lowest, highest, first_row, last_row, scale_log2, tiles,
-                    barriers, handed, which, PANELS, False, HAS_LEFT, HAS_RIGHT,
+                    barriers, exchange, which, PANELS, False, HAS_LEFT, HAS_RIGHT,
                 )
                 acc, x, step = _attend(
                     acc, x, step, whole_last, last, lowest, highest, first_row, last_row, scale_log2, tiles, barriers,
-                    handed, which, PANELS, True, HAS_LEFT, HAS_RIGHT,
+                    exchange, which, PANELS, True, HAS_LEFT, HAS_RIGHT,
                 )
                 # fmt: on
                 begin = first

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the Hopper kernel of dQ: 64 queries each."""
+"""The computing warpgroups (consumers) of the Hopper kernel of dQ: 64 queries each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mla_plugin.kernels.hopper.panels import add_transposed, clean, operand, store
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     FIELDS,
     PANEL,
     RECORDS,
@@ -20,11 +19,13 @@ from mla_plugin.kernels.hopper.pieces import (
     read_record,
     rows_with_keys,
 )
+from mla_plugin.kernels.hopper.panels import add_transposed, operand, store, zero_rows
+from mla_plugin.kernels.tile_math import LOG2_E
 
 
 @gluon.jit
 def _scores(which, step, tiles, D_QK: gl.constexpr, K_STAGES: gl.constexpr):
-    """Q K^T, asked for and not yet there; K has come."""
+    """Issue Q K^T, without waiting for it; K must have arrived."""
     panels: gl.constexpr = panels_of(D_QK)
     s = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     return add_transposed(s, tiles[0], which * panels, tiles[2], step % K_STAGES * panels, D_QK, True)
@@ -32,7 +33,7 @@ def _scores(which, step, tiles, D_QK: gl.constexpr, K_STAGES: gl.constexpr):
 
 @gluon.jit
 def _gradients(delta, which, step, tiles, v_full, V_PANELS: gl.constexpr, V_STAGES: gl.constexpr):
-    """dO V^T - delta, asked for and not yet there."""
+    """Issue dO V^T - delta, without waiting for it."""
     stage = step % V_STAGES
     mbarrier.wait(v_full.index(stage), step // V_STAGES & 1)
     dp = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS)) - delta[:, None]
@@ -77,9 +78,9 @@ def _attend(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Key tiles high - 1 down to low. ``ds``: of the tile before, whose product with K is computed beside the scores.
+    """Key tiles high - 1 down to low. ``ds``: dS of the previous tile, whose product with K overlaps the scores.
 
-    dS is computed beside that product, P beside dO V^T; nothing is in flight at the end of a step.
+    Computing dS overlaps that product, computing P overlaps dO V^T. No WGMMA is in flight at the end of a step.
     """
     k_tiles = tiles[2]
     k_full, k_empty, v_full, v_empty = barriers[4], barriers[5], barriers[6], barriers[7]
@@ -122,7 +123,7 @@ def _attend(
 def compute_q(
     tiles,
     barriers,
-    given,
+    arguments,
     which: gl.constexpr,
     QK0: gl.constexpr,
     QK1: gl.constexpr,
@@ -135,16 +136,16 @@ def compute_q(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """A computing warpgroup: 64 queries of every query tile, ``which`` says the first or the second 64."""
+    """A computing warpgroup: the first 64 queries of every query tile with ``which`` 0, the second 64 with 1."""
     _, _, k_tiles, _, records = tiles
     r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     # fmt: off
     (Lse, Delta, DQ, stride_dqb, stride_dqh, stride_dqm, stride_lb, stride_lh, max_seqlen_q, window_left, window_right,
-     softmax_scale) = given
+     softmax_scale) = arguments
     # fmt: on
     panels: gl.constexpr = panels_of(QK0 + QK1)
     layout: gl.constexpr = product_layout(ROWS)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     record = 0
     tile = 0
     step = 0
@@ -186,7 +187,7 @@ def compute_q(
             mbarrier.wait(k_full.index(stage), step // K_STAGES & 1)
             if HAS_LENGTHS:
                 if last * ROWS > seqlen_kv:
-                    clean(k_tiles, stage * panels, 0, seqlen_kv - (last - 1) * ROWS, panels)
+                    zero_rows(k_tiles, stage * panels, 0, seqlen_kv - (last - 1) * ROWS, panels)
             s = _scores(which, step, tiles, QK0 + QK1, K_STAGES)
             dp = _gradients(delta, which, step, tiles, v_full, V_PANELS, V_STAGES)
             s = warpgroup_mma_wait(V_PANELS, [s])

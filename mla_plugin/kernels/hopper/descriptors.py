@@ -1,4 +1,4 @@
-"""What the copy engine needs to know of a tensor of a Hopper kernel."""
+"""TMA descriptors of the tensors of a Hopper kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_plugin.kernels.descriptors import Address
-from mla_plugin.kernels.hopper.pieces import tile_layout
+from mla_plugin.kernels.hopper.common import tile_layout
 from mla_plugin.kernels.prefill.packing import Kind
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed as itself, which is fast
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, which is fast
 class Source:
-    """A tensor that tiles are copied from: [B, H, S, D] with strides of the first three, tiles of rows x columns."""
+    """A tensor that TMA copies tiles from: [B, H, S, D] with the first three strides, in tiles of rows x columns."""
 
     dtype: torch.dtype
     shape: tuple[int, int, int, int]
@@ -26,7 +26,7 @@ class Source:
 
     @classmethod
     def of(cls, kind: Kind, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int) -> Source:
-        """One tensor of a call; packed sequences are one of all tokens."""
+        """One tensor of a call; packed sequences count as one long sequence."""
         batch, heads, tokens = kind.layout.pick(shape)
         batch = 1 if kind.layout.is_packed else batch
         return cls(kind.dtype, (batch, heads, tokens, shape[-1]), kind.pick(strides), rows, columns)
@@ -34,9 +34,9 @@ class Source:
 
 @functools.lru_cache(maxsize=4096)
 def descriptor(address: int, source: Source) -> TensorDescriptor:
-    """Of the tensor at this address."""
+    """The descriptor of the tensor at this address."""
     element = triton.language.bfloat16 if source.dtype == torch.bfloat16 else triton.language.float16
     sizes = zip(source.shape, source.strides, strict=False)
-    steps = [stride if size > 1 else 8 for size, stride in sizes]  # of one: any will do
+    steps = [stride if size > 1 else 8 for size, stride in sizes]  # the stride of a dimension of size 1 is arbitrary
     memory, block = Address(address, source.dtype), [1, 1, source.rows, source.columns]
     return TensorDescriptor(memory, list(source.shape), [*steps, 1], block, tile_layout(element))

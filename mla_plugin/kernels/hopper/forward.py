@@ -1,6 +1,6 @@
-"""The forward kernel for Hopper: one warp loads, two warpgroups of 64 queries each compute, on every multiprocessor.
+"""The Hopper forward kernel: one warp loads, two warpgroups of 64 queries each compute.
 
-Mathematics, roles, and why no barrier waits for ever: kernels/README.md.
+Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from mla_plugin.kernels.hopper.common import FIELDS, PANEL, RECORDS, ROWS, panels_of
 from mla_plugin.kernels.hopper.computing import compute
 from mla_plugin.kernels.hopper.loading import load
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, panels_of
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_tickets", "together", "max_seqlen_q", "max_seqlen_kv"])
@@ -54,7 +54,7 @@ def attention_forward_kernel(
     HAS_RIGHT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One program a multiprocessor, which takes query tiles of 128 rows until there are none.
+    """Persistent: one program per SM takes query tiles of 128 rows until there are none left.
 
     Q, K, V: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64], [1, 1, BLOCK_N, 64] and
     [1, 1, BLOCK_N, V_COLUMNS]. Work: see plan.py; None unless PACKED or DYNAMIC.
@@ -88,18 +88,18 @@ def attention_forward_kernel(
     # fmt: off
     tiles = (q_tiles, k_tiles, v_tiles, records)
     barriers = (r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    given = (
+    arguments = (
         Out, Lse, stride_ob, stride_oh, stride_om, stride_lb, stride_lh, max_seqlen_q, window_left, window_right,
         softmax_scale,
     )
     gl.warp_specialize(
         [
             (compute, (
-                tiles, barriers, given, 0, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
+                tiles, barriers, arguments, 0, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (compute, (
-                tiles, barriers, given, 1, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
+                tiles, barriers, arguments, 1, D_V, BLOCK_N, STAGES, D_QK, V_COLUMNS,
                 PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
             (load, (

@@ -1,4 +1,4 @@
-"""Launches the Hopper backward: lists of tiles of packed sequences, then dK and dV, then dQ."""
+"""Launches the Hopper backward: the tile lists of packed sequences, then dK and dV, then dQ."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
 from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, is_wide
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
-from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, is_wide
 from mla_plugin.kernels.hopper.rule import QUERIES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
@@ -25,7 +25,7 @@ _Offsets = tuple[torch.Tensor | None, ...]
 
 
 class Backward:
-    """A kind of call with everything prepared but its tensors' addresses."""
+    """The launches of one kind of call, complete except for the tensors' addresses."""
 
     def __init__(self, kind: Kind, dout_strides: tuple[int, ...]) -> None:
         self._is_packed = kind.layout.is_packed
@@ -50,9 +50,9 @@ class Backward:
         self._launch_kv = _launch_kv(kind, tiles_kv, self._is_dynamic)
 
     def calls_kv(self, inputs: _Inputs, rows: _Pair, gradients: _Pair, offsets: _Offsets) -> list[_Call]:
-        """The launches that write dk and dv, in their order; the tensors start at multiples of 16 bytes.
+        """The launches that write dk and dv, in order; the tensors must be aligned to 16 bytes.
 
-        Every row of the gradients is written, those of no sequence too.
+        Every row of the gradients is written, including padding.
 
         Args:
             inputs: q, k, v, dout.
@@ -87,20 +87,20 @@ class Backward:
 
 
 def _first_sum(kind: Kind) -> int:
-    """Columns of dQ, and of dK, that are summed together: a power of 2. The others are a second sum."""
+    """Columns of the first accumulator of dQ and dK, a power of 2. The others have a second one."""
     head_dim_qk = kind.q_shape[-1]
     columns: int = 1 << head_dim_qk.bit_length() - 1
     return columns
 
 
 def _keys(kind: Kind) -> int:
-    """Of a key tile: 64 for each of two warpgroups, or for both together."""
+    """Keys of a tile: 64 for each of two warpgroups, or 64 for both together."""
     rows: int = ROWS.value
     return rows if is_wide(_first_sum(kind)) else 2 * rows
 
 
 def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
-    """The fixed arguments of both kernels; ``heads``: that have tiles, in one sequence of a dense batch."""
+    """The fixed arguments of both kernels; ``heads``: heads with tiles in one sequence (q's or k's)."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
     first = _first_sum(kind)
     return {
@@ -132,7 +132,7 @@ def _heads(kind: Kind, heads: int) -> int:
 
 
 def _row_bytes(kind: Kind) -> int:
-    """Of a token in q and dout, or in k and v."""
+    """Bytes of one token of one head in q and dout, or in k and v."""
     return (kind.q_shape[-1] + kind.v_shape[-1]) * kind.dtype.itemsize
 
 
@@ -141,7 +141,7 @@ def _grid(kind: Kind, tickets: int) -> tuple[int, int, int]:
 
 
 def _launch_q(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
-    """``tiles``: of all sequences at most, dense of one."""
+    """``tiles``: at most those of all packed sequences; in a dense batch those of one sequence."""
     heads, kv_bytes = _heads(kind, kind.num_heads), kind.pick(kind.k_shape)[2] * _row_bytes(kind)
     group = kind.num_heads // kind.num_kv_heads
     fixed = _fixed(kind, tiles, kind.num_heads, is_dynamic)
@@ -152,12 +152,12 @@ def _launch_q(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
 
 
 def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
-    """``tiles``: of all sequences at most, dense of one."""
+    """``tiles``: at most those of all packed sequences; in a dense batch those of one sequence."""
     heads, q_bytes = _heads(kind, kind.num_kv_heads), kind.pick(kind.q_shape)[2] * _row_bytes(kind)
     fixed = _fixed(kind, tiles, kind.num_kv_heads, is_dynamic)
     fixed |= named_strides("dk", "bhn", kind.layout.contiguous_strides(kind.k_shape))
     fixed |= named_strides("dv", "bhn", kind.layout.contiguous_strides(kind.v_shape))
-    # of the heads of q that share one of k and v, a program reads one after the other
+    # group 1: a program reads the heads of q that share a head of k and v one after another
     fixed |= {"together": heads_together(heads, 1, q_bytes, l2_cache_bytes(kind.device))}
     given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DK", "DV", "Work", *OFFSETS)
     return Launch(attention_backward_kv_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})

@@ -1,4 +1,4 @@
-"""Launches the Hopper forward: the list of tiles of packed sequences, then one program a multiprocessor."""
+"""Launches the Hopper forward: the tile list of packed sequences, then the persistent kernel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import triton
 
 from mla_plugin.kernels.hopper import plan
+from mla_plugin.kernels.hopper.common import PANEL
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.forward import attention_forward_kernel
-from mla_plugin.kernels.hopper.pieces import PANEL
 from mla_plugin.kernels.hopper.rule import QUERIES, TILES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
@@ -20,7 +20,6 @@ from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, mu
 def _sources(kind: Kind) -> tuple[Source, Source, Source]:
     """q, k and v."""
     tile = TILES[kind.q_shape[-1], kind.v_shape[-1]]
-
     return (
         Source.of(kind, kind.q_shape, kind.q_strides, QUERIES // 2, PANEL.value),
         Source.of(kind, kind.k_shape, kind.k_strides, tile.keys, PANEL.value),
@@ -29,7 +28,7 @@ def _sources(kind: Kind) -> tuple[Source, Source, Source]:
 
 
 class Forward:
-    """A kind of call with everything prepared but its tensors' addresses; called like the plain kernel's launch."""
+    """The launches of one kind of call, complete except for the tensors' addresses; called like the plain kernel's."""
 
     def __init__(self, kind: Kind) -> None:
         packed = kind.layout.is_packed
@@ -39,7 +38,7 @@ class Forward:
         if packed:
             tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
         self._sources = _sources(kind)
-        self._is_dynamic = packed or is_causal  # where tiles differ in length, who is ready takes the next
+        self._is_dynamic = packed or is_causal  # tiles differ in length: a program takes the next when it is ready
         is_shifted = kind.band.bottom_right and not kind.same_lengths
         rank = plan.rank(is_causal, is_shifted)
         self._plan = plan.launch(kind, "q", QUERIES, rank, has_lse=True) if packed else None
@@ -55,9 +54,9 @@ class Forward:
         lse: torch.Tensor,
         *offsets: torch.Tensor | None,
     ) -> None:
-        """Launch on the current device and stream; the tensors start at multiples of 16 bytes.
+        """Launch on the current device and stream; the tensors must be aligned to 16 bytes.
 
-        Every row of out and lse is written, those of no sequence too.
+        Every row of out and lse is written, including padding.
         """
         work = None
         if self._plan is not None:
@@ -76,7 +75,7 @@ class Forward:
 
 
 def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
-    """``tiles``: of all sequences at most, dense of one; ``heads``: of all sequences in a dense batch."""
+    """``tiles``, ``heads``: packed at most those of all sequences, and H; dense those of one sequence, and B * H."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
     tile, group = TILES[head_dim_qk, head_dim_v], kind.num_heads // kind.num_kv_heads
     kv_bytes = kind.pick(kind.k_shape)[2] * (head_dim_qk + head_dim_v) * kind.dtype.itemsize

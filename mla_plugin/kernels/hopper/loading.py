@@ -1,4 +1,4 @@
-"""The loading warp of the Hopper kernel: takes tickets, says what they are, and has their tiles copied."""
+"""The loading warp (producer) of the Hopper forward: takes tickets, publishes their records, loads tiles by TMA."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mla_plugin.kernels.hopper.pieces import FIELDS, PANEL, RECORDS, ROWS, kv_tiles, scalar_layout
+from mla_plugin.kernels.hopper.common import FIELDS, PANEL, RECORDS, ROWS, kv_tiles, scalar_layout
 
 
 @gluon.jit
 def work_of(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
-    """Query tile, sequence and head of a ticket; ``together`` heads advance side by side through their tiles.
+    """Query tile, sequence and head of a ticket; the tiles of ``together`` heads are interleaved.
 
-    Packed sequences have their tiles listed by plan.py, dense ones begin with the last, under a causal mask longest.
+    plan.py has listed the tiles of packed sequences; a dense batch starts with the last tile, the longest if causal.
     """
     if PACKED:
         tiles = gl.load(Work + 1)
@@ -29,7 +29,7 @@ def work_of(ticket, Work, tiles, num_heads, together, PACKED: gl.constexpr):
 
 @gluon.jit
 def sequence_of(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr):
-    """First row and length of a sequence, as ``tile_math.sequence``; rows are below 2**31."""
+    """First row and length of a sequence, as ``tile_math.sequence`` but int32."""
     start = 0
     length = seqlen
     if HAS_LENGTHS:
@@ -41,7 +41,7 @@ def sequence_of(b, cu_seqlens, starts, seqlen, PACKED: gl.constexpr, HAS_LENGTHS
 
 @gluon.jit
 def publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_q, seqlen_kv):
-    """Tell both computing warpgroups about a query tile; a negative ``start_m`` says that there is none left."""
+    """Write the record of a query tile for both computing warpgroups; a negative ``start_m`` ends their loops."""
     layout: gl.constexpr = scalar_layout(1)
     slot = record % RECORDS
     mbarrier.wait(r_empty.index(slot), (record // RECORDS & 1) ^ 1)
@@ -57,10 +57,10 @@ def publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_
 
 @gluon.jit
 def next_ticket(ticket, Work, num_tickets, DYNAMIC: gl.constexpr):
-    """The program's next ticket; there are none from ``num_tickets`` on."""
+    """The program's next ticket; ``num_tickets`` or more means that there is none."""
     if DYNAMIC:
         taken = gl.atomic_add(Work, 1)
-        if taken == num_tickets - 1:  # all programs have learnt that there is no more: 0 for the next launch
+        if taken == num_tickets - 1:  # the last addition of this launch: reset the counter for the next one
             gl.store(Work, 0)
         ticket = gl.num_programs(0) + taken
     else:
@@ -100,7 +100,7 @@ def load(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """The loading warp: takes tickets, says what they are, and brings their tiles."""
+    """The loading warp: takes tickets, publishes their records and loads their tiles."""
     q_tiles, k_tiles, v_tiles, records = tiles
     r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     if PACKED:

@@ -1,4 +1,4 @@
-"""The loading warps of the Hopper backward: they take tickets, say what they are, and have their tiles copied."""
+"""The loading warps (producers) of the Hopper backward: take tickets, publish their records, load tiles by TMA."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, STAGES, WIDE_STAGES, kv_tiles, query_tiles
 from mla_plugin.kernels.hopper.loading import next_ticket, publish, sequence_of, work_of
 from mla_plugin.kernels.hopper.panels import copy_tile
-from mla_plugin.kernels.hopper.pieces import PANEL, ROWS, STAGES, WIDE_STAGES, kv_tiles, query_tiles
 
 LOADERS = gl.constexpr(33)
-"""Arrivals at a barrier of a tile that brings float32 with it: the copy engine, and each thread of the warp."""
+"""Arrivals at the barrier of a tile with lse or delta: one for TMA, and one of each thread of the loading warp."""
 
 
 @gluon.jit
 def _copy_values(values, first, num_rows, is_full, tile):
-    """Have 64 float32 copied, without those from ``num_rows`` on; every thread of the warp arrives when its are there.
+    """Copy 64 float32, except those from ``num_rows`` on; every thread of the warp arrives when its copies are done.
 
-    A sequence may begin anywhere, and the copy engine wants multiples of 16 bytes.
+    Not by TMA, which needs addresses that are multiples of 16 bytes: a sequence may begin at any row.
     """
     rows = first + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     async_copy.async_copy_global_to_shared(tile, values + rows, mask=rows < num_rows)
@@ -62,7 +62,7 @@ def load_kv(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """The loading warp: takes tickets, says what they are, and brings their tiles."""
+    """The loading warp: takes tickets, publishes their records and loads their tiles."""
     owners: gl.constexpr = 1 if WIDE else 2
     stages: gl.constexpr = WIDE_STAGES if WIDE else STAGES
     q_tiles, d_tiles, k_tiles, v_tiles, lse_tiles, delta_tiles, records = tiles
@@ -79,7 +79,7 @@ def load_kv(
         start_kv, seqlen_kv = sequence_of(b, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv, PACKED, HAS_LENGTHS)
         if PACKED:
             num_tiles = gl.cdiv(seqlen_kv, owners * ROWS)
-        start_n = (num_tiles - 1 - n) * owners * ROWS  # under a causal mask the first keys have most queries
+        start_n = (num_tiles - 1 - n) * owners * ROWS  # under a causal mask the first keys are seen by most queries
         publish(records, record, r_full, r_empty, start_n, b, kv_head, start_kv, seqlen_q, seqlen_kv)
         record += 1
         first, _, _, last, _, _ = query_tiles(
@@ -157,7 +157,7 @@ def load_q(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """The loading warp: takes tickets, says what they are, and brings their tiles."""
+    """The loading warp: takes tickets, publishes their records and loads their tiles."""
     q_tiles, d_tiles, k_tiles, v_tiles, records = tiles
     r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     if PACKED:

@@ -1,4 +1,4 @@
-"""What both backward kernels of Hopper do with tiles of 64 rows, which lie in shared memory as panels of 64 columns."""
+"""Operations of both Hopper backward kernels on tiles of 64 rows, stored in shared memory as panels of 64 columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from mla_plugin.kernels.hopper.pieces import (
+from mla_plugin.kernels.hopper.common import (
     PANEL,
     ROWS,
     columns_of,
@@ -18,8 +18,8 @@ from mla_plugin.kernels.hopper.pieces import (
     width_of,
 )
 
-_CLEANED = gl.constexpr(16)
-"""Rows that are cleaned at a time."""
+_ZEROED_ROWS = gl.constexpr(16)
+"""Rows that are set to 0 per step."""
 
 _TO_BFLOAT16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _TO_FLOAT16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
@@ -31,7 +31,7 @@ _FROM_FLOAT16 = gl.constexpr(
 
 @gluon.jit
 def add_transposed(acc, a, first_a, b, first_b, COLUMNS: gl.constexpr, IS_ZERO: gl.constexpr):
-    """acc + A B^T of two tiles [64, COLUMNS], asked for and not yet there: [64, 64]. IS_ZERO: acc is 0."""
+    """Issue acc + A B^T of two tiles [64, COLUMNS], without waiting for it: [64, 64]. IS_ZERO: acc is 0."""
     for panel in gl.static_range(panels_of(COLUMNS)):
         left = columns_of(a, first_a + panel, width_of(panel, COLUMNS))
         right = columns_of(b, first_b + panel, width_of(panel, COLUMNS)).permute((1, 0))
@@ -41,13 +41,13 @@ def add_transposed(acc, a, first_a, b, first_b, COLUMNS: gl.constexpr, IS_ZERO: 
 
 @gluon.jit
 def operand(x, dtype: gl.constexpr):
-    """A product [64, 64] as the left side of the next one, in registers."""
+    """A product [64, 64] as the left operand of the next WGMMA, in registers."""
     return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, product_layout(PANEL), 2))
 
 
 @gluon.jit
 def packed(x, dtype: gl.constexpr):
-    """x in two bytes, two numbers to a register, which the compiler would not do to what it needs one by one again."""
+    """x in ``dtype``, two values per register; the compiler would keep values that are used again in float32."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(_TO_BFLOAT16, "=r,r,r", [x], gl.bfloat16, True, 2)
     else:
@@ -56,7 +56,7 @@ def packed(x, dtype: gl.constexpr):
 
 @gluon.jit
 def unpacked(x):
-    """What ``packed`` made, in float32."""
+    """The result of ``packed`` in float32."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(_FROM_BFLOAT16, "=&r,=r,r", [x], gl.float32, True, 2)
     else:
@@ -65,26 +65,26 @@ def unpacked(x):
 
 @gluon.jit
 def copy_tile(source, row, head, start, is_full, tiles, first, PANELS: gl.constexpr):
-    """Have 64 rows copied to panel ``first`` and those behind it."""
+    """Issue the TMA copies of 64 rows to panel ``first`` and the following ones."""
     for panel in gl.static_range(PANELS):
         tma.async_copy_global_to_shared(source, [row, head, start, panel * PANEL], is_full, tiles.index(first + panel))
 
 
 @gluon.jit
-def clean(tiles, first, low, high, PANELS: gl.constexpr):
-    """Write 0 to rows below ``low`` and from ``high`` on of a tile: they may be NaN, and 0 times that would be NaN.
+def zero_rows(tiles, first, low, high, PANELS: gl.constexpr):
+    """Write 0 to the rows of a tile below ``low`` and from ``high`` on: they may be NaN, and 0 * NaN is NaN.
 
-    Both warpgroups do it, and write the same.
+    Both warpgroups write the same zeros.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    blocks: gl.constexpr = ROWS // _CLEANED
-    rows = gl.arange(0, _CLEANED, gl.SliceLayout(1, layout))
-    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * blocks, _CLEANED, PANEL], matrix_layout(tiles.dtype))
-    kept = 0  # blocks that may stay as they are
+    blocks: gl.constexpr = ROWS // _ZEROED_ROWS
+    rows = gl.arange(0, _ZEROED_ROWS, gl.SliceLayout(1, layout))
+    parts = tiles._reinterpret(tiles.dtype, [tiles.shape[0] * blocks, _ZEROED_ROWS, PANEL], matrix_layout(tiles.dtype))
+    kept = 0  # leading blocks without such rows
     if low <= 0:
-        kept = gl.maximum(high, 0) // _CLEANED
+        kept = gl.maximum(high, 0) // _ZEROED_ROWS
     for block in range(kept, blocks):
-        row = rows + block * _CLEANED
+        row = rows + block * _ZEROED_ROWS
         exists = (row >= low) & (row < high)
         for panel in gl.static_range(PANELS):
             part = parts.index((first + panel) * blocks + block)
@@ -95,7 +95,7 @@ def clean(tiles, first, low, high, PANELS: gl.constexpr):
 
 @gluon.jit
 def store(base, out, first, num_rows, stride):
-    """Rows ``first`` to num_rows - 1 of a product [64, columns]."""
+    """Store a product [64, columns] to the rows from ``first`` on, up to ``num_rows``."""
     layout: gl.constexpr = out.type.layout if out.shape[1] > 2 * PANEL else store_layout(out.shape[1])
     out = gl.convert_layout(out.to(base.dtype.element_ty), layout)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))

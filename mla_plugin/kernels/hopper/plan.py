@@ -1,6 +1,6 @@
-"""Before a kernel of packed sequences: lists their query tiles, or key tiles, on the device, the longest first.
+"""Runs before a kernel of packed sequences: lists their query or key tiles on the device, the longest first.
 
-It also fills the rows of the outputs that belong to no sequence.
+It also fills the padding rows of the outputs.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ TILES_AT_ONCE = 32
 SEQUENCES_AT_ONCE = 64
 COLUMNS_AT_ONCE = 1024
 PROGRAMS = 512
-"""In all; each sequence, and the gap in front of it, has its share of them."""
+"""In total; divided evenly among the sequences, each with the gap before it."""
 HEADER = 2
-"""Numbers in front of the list: the next ticket, and how many tiles there are."""
+"""int32 values before the list: the next ticket, and the number of tiles."""
 
 
 def capacity(tokens: int, num_sequences: int, queries: int) -> int:
-    """Tiles that sequences of so many tokens in total have at most."""
+    """The most tiles that sequences of so many tokens in total can have."""
     return tokens // queries + num_sequences
 
 
 @triton.jit
 def _of_sequence(b, cu_seqlens_q, cu_seqlens_kv, num_sequences, QUERIES: tl.constexpr, RANK: tl.constexpr):
-    """Number of query tiles, and the rank of the first one: tiles of higher rank have more keys."""
+    """Number of query tiles of sequence b, and the rank of the first one: tiles of higher rank have more keys."""
     exists = b < num_sequences
     seqlen_q = tl.load(cu_seqlens_q + b + 1, mask=exists, other=0) - tl.load(cu_seqlens_q + b, mask=exists, other=0)
     seqlen_kv = tl.load(cu_seqlens_kv + b + 1, mask=exists, other=0) - tl.load(cu_seqlens_kv + b, mask=exists, other=0)
@@ -82,17 +82,18 @@ def plan_kernel(
     SEQUENCES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Work: int32 [HEADER + 2 * capacity]: 0, the number of tiles n, then (tile, sequence) of n tiles.
+    """Writes Work, int32 [HEADER + 2 * capacity]: 0, the number of tiles n, then (tile, sequence) of n tiles.
 
-    First [num_rows, first_size], and unless None Second [num_rows, second_size] and Lse [num_heads, num_rows], are the
-    outputs whose gaps are filled.
+    Also fills the gaps of the outputs First [num_rows, first_size] and, unless None, Second [num_rows, second_size] and
+    Lse [num_heads, num_rows].
 
-    The order is by rank, then by sequence, then by tile. RANK: under a causal mask, ``top_left`` or ``bottom_right``,
-    a tile's rank is 1 above that of the tile before; ``length``: all tiles of a sequence have that of its keys. Every
-    tile finds its own place by counting those before it. Grid: (sequences + 1, shares), the last for the last gap.
+    Tiles are ordered by rank, then by sequence, then by tile. RANK: with a causal mask, ``top_left`` or
+    ``bottom_right``, a tile's rank is one more than that of the tile before it; with ``length`` the rank of every tile
+    is its sequence's number of keys. Each tile computes its position by counting the tiles before it. Grid:
+    (sequences + 1, programs per sequence); the last sequence index is that of the last gap.
 
     Key tiles are listed by the same rules with queries and keys exchanged, tiles counted from the last key, and
-    ``top_left`` and ``bottom_right`` exchanged too: what a key tile t from the end has in queries grows with t.
+    ``top_left`` and ``bottom_right`` exchanged: the further a key tile is from the end, the more queries see it.
     """
     own = tl.program_id(0)
     gap_start = tl.load(starts_q + own - 1, mask=own > 0, other=0)
@@ -123,7 +124,7 @@ def plan_kernel(
                 earlier = tl.where((rank > own_rank) | ((rank == own_rank) & (b < own)), tiles, 0)
                 place += tl.sum(earlier)
             else:
-                same = own_rank + tile[:, None] - rank[None, :]  # the tile of b that has this tile's rank
+                same = own_rank + tile[:, None] - rank[None, :]  # the tile of b with the same rank as this tile
                 earlier = tl.maximum(tiles[None, :] - tl.maximum(same + 1, 0), 0)
                 is_earlier = (same >= 0) & (same < tiles[None, :]) & (b[None, :] < own)
                 place += tl.sum(earlier + is_earlier.to(tl.int32), 1)
@@ -135,17 +136,17 @@ def plan_kernel(
 
 
 def rank(is_causal: bool, is_shifted: bool) -> str:
-    """RANK; ``is_shifted``: the diagonal of a sequence does not begin with the first tile, see ``plan_kernel``."""
+    """RANK of ``plan_kernel``; ``is_shifted``: a sequence's diagonal does not begin at its first tile."""
     if not is_causal:
         return "length"
     return "bottom_right" if is_shifted else "top_left"
 
 
 def launch(kind: Kind, side: Literal["q", "kv"], rows: int, rank: str, has_lse: bool = False) -> Launch:
-    """The launch that lists the tiles of ``rows`` queries or keys.
+    """The launch of ``plan_kernel`` that lists tiles of ``rows`` queries, or with ``side`` kv of ``rows`` keys.
 
-    It is given Work, the outputs, lse, lengths and starts as ``plan_kernel``, keys for queries with ``side`` kv. The
-    outputs are those with a row for each query, of v's width with ``has_lse`` else of q's, or dk and dv.
+    With ``side`` kv queries and keys are exchanged in its arguments, and the outputs are dk and dv. Otherwise the
+    output has a row for each query, of v's width with ``has_lse`` (out), else of q's (dq).
     """
     shape, heads = (kind.q_shape, kind.num_heads) if side == "q" else (kind.k_shape, kind.num_kv_heads)
     sizes = heads * kind.q_shape[-1], heads * kind.v_shape[-1]

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels take; all others go to the plain kernels. Importing this imports no Triton."""
+"""Which calls the Hopper kernels take; all others run on the plain kernels. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TRITON_VERSIONS = ("3.6", "3.7")
 """Gluon is experimental and changes: these are the versions that the kernels were tested with."""
 CAPABILITY = (9, 0)
 QUERIES = 128
-"""Of a query tile: two warpgroups of 64."""
+"""Queries of a tile: two warpgroups of 64."""
 
 
 class Tile(NamedTuple):
-    """What a pair of head dimensions is computed with.
+    """The configuration of a pair of head dimensions.
 
     Attributes:
-        keys: in a tile of K and V.
-        stages: tiles of K, and of V, that shared memory holds.
+        keys: keys of a tile of K and V.
+        stages: tiles of K, and of V, in shared memory.
     """
 
     keys: int
@@ -48,7 +48,7 @@ def plain_kernel_because(
     *,
     batch_invariant: bool = False,
 ) -> str | None:
-    """Why the plain kernel computes such calls whatever their tensors are like; None: see ``plain_kernel_for``.
+    """Why the plain kernel computes such calls, whatever their strides; None: see ``plain_kernel_for``.
 
     Args:
         capability: of the device; None without one.
@@ -70,7 +70,7 @@ def plain_kernel_because(
 
 
 def plain_dq_because(head_dim_qk: int, head_dim_v: int) -> str | None:
-    """Why the plain kernel computes dQ where the Hopper kernel computes dK and dV; None: it does not.
+    """Why the plain kernel computes dQ although the Hopper kernel computes dK and dV; None: it does not.
 
     On an H200 at (1, 32, 8192), 64/64, causal: 647 against 561 TFLOP/s.
     """
@@ -88,8 +88,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
     """Why the plain kernel computes this kind of call; None: the Hopper kernel does.
 
-    Addresses play no part: a tensor that does not start at a multiple of 16 bytes was copied, see
-    ``with_aligned_rows``.
+    Addresses do not matter: ``with_aligned_rows`` has copied tensors that are not aligned to 16 bytes.
     """
     import triton
 
@@ -105,7 +104,7 @@ def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
         if 0 in shape:
             return f"{name} is empty: {tuple(shape)}"
         if not _can_be_copied(shape, strides):
-            return f"{name} has strides {strides}, the copy engine needs positive multiples of 8"
+            return f"{name} has strides {strides}, TMA needs positive multiples of 8 elements"
     return None
 
 
@@ -120,7 +119,7 @@ def plain_dkv_for(kind: Kind, dout_strides: tuple[int, ...]) -> str | None:
     if reason is not None:
         return reason
     if not _can_be_copied(kind.q_shape, dout_strides):
-        return f"dout has strides {dout_strides}, the copy engine needs positive multiples of 8"
+        return f"dout has strides {dout_strides}, TMA needs positive multiples of 8 elements"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What the launches of the Hopper kernels have in common: programs, the tickets they take, heads side by side."""
+"""Shared by the launches of the Hopper kernels: number of SMs, the ticket counter, interleaved heads."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 import triton
 
 LOADING_REGISTERS = 24
-"""Of each thread of the loading warp; the others have 240."""
+"""Registers of each thread of the loading warp; the others have 240."""
 
 
 def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
-    """Heads whose query tiles are taken side by side: as many as fit half the L2 cache with their keys and values.
+    """Number of heads whose query tiles are interleaved: as many as fit half the L2 cache with their keys and values.
 
-    Of key tiles the same with their queries and output gradients.
+    For key tiles: with their queries and output gradients.
 
     One head after the other is 20 % slower on an H200 at (1, 16, 4096), 192/128, causal: 500 against 619 TFLOP/s.
 
     Args:
-        heads: how many there are; the result divides it.
+        heads: number of heads; the result divides it.
         group: heads of q that share a head of k and v.
         kv_bytes: of one head of k and v.
         l2_bytes: size of the cache.
@@ -36,9 +36,10 @@ def _default_stream_counter(device: torch.device) -> torch.Tensor:
 
 
 def counter(device: torch.device) -> torch.Tensor:
-    """An int32 0. The kernel leaves 0 behind, so that calls on the default stream, one after another, share one.
+    """A ticket counter, int32, that is 0. The kernels reset it to 0, so all calls on the default stream share one.
 
-    Other streams may be captured in CUDA graphs, or warmed up for that in memory that is used again: theirs is new.
+    A call on another stream gets a new one: it may run concurrently, or be captured in a CUDA graph whose memory is
+    reused.
     """
     if torch._C._cuda_getCurrentRawStream(device.index) == 0:
         return _default_stream_counter(device)

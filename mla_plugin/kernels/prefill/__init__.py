@@ -1,1 +1,1 @@
-"""The Triton kernels of attention over expanded keys and values, and their launches."""
+"""The Triton kernels of attention over expanded keys and values, and their launchers."""

@@ -1,4 +1,4 @@
-"""``mla_attention``: the prefill kernels as one differentiable, compilable function."""
+"""``mla_attention``: the prefill kernels as one differentiable function that works under torch.compile."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def _check(
         if type(x) is not torch.Tensor or x.is_nested or x.layout != torch.strided:
             check_tensor(name, x)
     if type(is_causal) is not bool:
-        raise TypeError(f"is_causal={is_causal!r}; True or False is needed")
+        raise TypeError(f"is_causal={is_causal!r}; expected True or False")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(f"q, k, v have {q.dim()}, {k.dim()}, {v.dim()} dimensions; {qkv_format} has 4")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(
-            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; one of bfloat16, float16, float32 is needed"
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one of bfloat16, float16, float32"
         )
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
@@ -155,7 +155,7 @@ def mla_attention(
     is_causal: bool = False,
     qkv_format: str = "bshd",
 ) -> torch.Tensor:
-    """Attention with head_dim_qk != head_dim_v by our Triton kernels, differentiable and safe under torch.compile.
+    """Attention with head_dim_qk != head_dim_v by our Triton kernels; differentiable, also under torch.compile.
 
     Algorithm: FlashAttention-2 (Dao, 2023) with two head dimensions. Origin: NVIDIA/TransformerEngine PR 2950.
 
@@ -174,7 +174,7 @@ def mla_attention(
         deterministic.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
     _check(q, k, v, qkv_format, softmax_scale, is_causal)
     has_tangents = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0

@@ -1,6 +1,6 @@
-"""The backward kernel of the keys and values: one program for each tile of keys, no atomics.
+"""The backward kernel of dK and dV: one program for each tile of keys, no atomics.
 
-Mathematics and notation: README.md beside this file.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.prefill.backward_rows import load_row_values
-from mla_plugin.kernels.tile_math import grouped_tile, load_tile, rows_with_keys, sequence, store_rows
+from mla_plugin.kernels.tile_math import LOG2_E, grouped_tile, load_tile, rows_with_keys, sequence, store_rows
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def attention_backward_kv_kernel(
     WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One program: dK and dV of BLOCK_N keys of one key-value head, summed over the query heads that share it.
+    """One program computes dK and dV of BLOCK_N keys of one key-value head, summed over its query heads.
 
-    Works on transposed scores (keys x queries), so that the weights feed the matrix unit from registers.
+    Works on transposed scores (keys x queries), so that the weights are tensor-core operands in registers.
     """
     tile, bh = grouped_tile(tl.cdiv(max_seqlen_kv, BLOCK_N), HEADS_TOGETHER)
     kv_head = bh % num_kv_heads
@@ -135,9 +135,9 @@ def attention_backward_kv_kernel(
         last = tl.minimum(last, start_n + BLOCK_N - diagonal + window_left)
     if start_n >= seqlen_kv:
         last = 0
-    first_row = keys - (diagonal + window_right)  # of the queries that see a key, under a causal mask
+    first_row = keys - (diagonal + window_right)  # the first query that sees a key under a causal mask
     last_row = keys - (diagonal - window_left)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     for g in range(GROUP):
         head = kv_head * GROUP + g
         hq64 = head.to(tl.int64)

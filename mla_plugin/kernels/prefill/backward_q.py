@@ -1,6 +1,6 @@
-"""The backward kernel of the queries: one program for each tile of queries, no atomics.
+"""The backward kernel of dQ: one program for each tile of queries, no atomics.
 
-Mathematics and notation: README.md beside this file.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.prefill.backward_rows import load_row_values
-from mla_plugin.kernels.tile_math import grouped_tile, load_tile, rows_with_keys, sequence, store_rows, tile_bounds
+from mla_plugin.kernels.tile_math import (
+    LOG2_E,
+    grouped_tile,
+    load_tile,
+    rows_with_keys,
+    sequence,
+    store_rows,
+    tile_bounds,
+)
 
 
 @triton.jit
@@ -52,7 +60,7 @@ def _fold_keys(
     WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add the key tiles first .. last to dQ; MASKED tiles check length, diagonal and window."""
+    """Add the contribution of the keys first .. last to dQ; MASKED tiles check length, diagonal and window."""
     for n in range(first, last, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
         k0 = load_tile(
@@ -143,7 +151,7 @@ def attention_backward_q_kernel(
     WIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One program: dQ of BLOCK_M queries of one head."""
+    """One program computes dQ of BLOCK_M queries of one head."""
     tiles = tl.cdiv(max_seqlen_q, BLOCK_M)
     tile, bh = grouped_tile(tiles, HEADS_TOGETHER)
     start_m = (tiles - 1 - tile) * BLOCK_M  # under a causal mask the longest rows go first
@@ -192,7 +200,7 @@ def attention_backward_q_kernel(
             first, full_first, full_last, last = 0, 0, 0, 0
     last_key = rows + (diagonal + window_right)
     first_key = rows + (diagonal - window_left)
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     # fmt: off
     if HAS_LEFT:
         dq0, dq1 = _fold_keys(

@@ -1,6 +1,6 @@
-"""What both backward passes need of each query: delta and the log-sum-exp in log2.
+"""The preprocessing of the backward: delta and the log-sum-exp in base 2 for each query.
 
-Mathematics and notation: README.md beside this file.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.tile_math import load_rows
+from mla_plugin.kernels.tile_math import LOG2_E, load_rows
 
 
 @triton.jit
@@ -36,10 +36,10 @@ def delta_kernel(
     HAS_DLSE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """delta = rowsum(dout * out) - dlse and lse in log2, for BLOCK_M rows of one head.
+    """Writes delta = rowsum(dout * out) - dlse and lse / ln(2) for BLOCK_M rows of one head.
 
-    A row that sees no key gets lse +inf here, so that its weights come out as 0, and delta 0 whatever its gradients
-    are. Packed sequences are one long row.
+    A row that sees no key gets lse +inf, so that its weights are 0, and delta 0 even if its gradients are not finite.
+    Packed sequences are one long sequence here.
     """
     tiles = tl.cdiv(num_rows, BLOCK_M)
     start = tl.program_id(0) % tiles * BLOCK_M
@@ -61,7 +61,7 @@ def delta_kernel(
     lse = tl.load(Lse + at, mask=rows < num_rows, other=0.0)
     sees_none = lse == float("-inf")
     tl.store(Delta + at, tl.where(sees_none, 0.0, delta), mask=rows < num_rows)
-    tl.store(LseLog2 + at, tl.where(sees_none, float("inf"), lse * 1.4426950408889634), mask=rows < num_rows)
+    tl.store(LseLog2 + at, tl.where(sees_none, float("inf"), lse * LOG2_E), mask=rows < num_rows)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The forward kernel: FlashAttention-2's online softmax for head_dim_qk != head_dim_v.
 
-Mathematics and notation: README.md beside this file.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.tile_math import grouped_tile, load_rows, sequence, store_rows, tile_bounds
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, grouped_tile, load_rows, sequence, store_rows, tile_bounds
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _attend(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Fold the key tiles first .. last into the running softmax; MASKED tiles check lengths, diagonal and window."""
+    """Update the online softmax with the keys first .. last; MASKED tiles check lengths, diagonal and window."""
     for n in range(first, last, BLOCK_N):
         cols = n + tl.arange(0, BLOCK_N)
         k0 = load_rows(k_base, n, stride_kn, seqlen_kv, BLOCK_N, 0, QK0, D_QK, MASKED, WIDE)  # [BLOCK_N, QK0]
@@ -60,7 +60,7 @@ def _attend(
                 visible = visible & (cols[None, :] >= query_rows[:, None] + (diagonal - window_left))
             s = tl.where(visible, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        # a row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN
+        # a row that has seen no key yet has the maximum -inf: subtract 0, because -inf - -inf is NaN
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         p = tl.exp2(s * scale_log2 - shift[:, None])
         rescale = tl.exp2(row_max - shift)
@@ -125,7 +125,7 @@ def attention_forward_kernel(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One program: BLOCK_M queries of one head of one sequence. Grid: (query tiles x heads x sequences,).
+    """One program computes BLOCK_M queries of one head of one sequence. Grid: (query tiles x heads x sequences,).
 
     Out is written for every row below the sequence's length; in a dense batch the rows beyond it get 0 and lse -inf.
     """
@@ -157,7 +157,7 @@ def attention_forward_kernel(
         if start_m >= seqlen_q:  # a tile beyond the sequence's end sees nothing
             first, full_first, full_last, last = 0, 0, 0, 0
 
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
@@ -186,11 +186,11 @@ def attention_forward_kernel(
     # fmt: on
     empty = (row_sum == 0.0) | (rows >= seqlen_q)
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, row_sum))
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * 0.6931471805599453)
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * LN_2)
     num_rows = seqlen_q if PACKED else max_seqlen_q
     acc0 *= inverse[:, None]
     acc1 *= inverse[:, None]
-    if HAS_LENGTHS or HAS_LEFT or HAS_RIGHT:  # weights of 0 times a value that is not finite
+    if HAS_LENGTHS or HAS_LEFT or HAS_RIGHT:  # 0 times a value that is not finite is NaN
         acc0 = tl.where(empty[:, None], 0.0, acc0)
         acc1 = tl.where(empty[:, None], 0.0, acc1)
     store_rows(out_base, start_m, stride_om, num_rows, acc0, BLOCK_M, 0, V0, D_V, WIDE)

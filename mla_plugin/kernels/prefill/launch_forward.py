@@ -17,7 +17,7 @@ from mla_plugin.kernels.prefill.packing import (
     OFFSETS,
     Kind,
     Packing,
-    card_of,
+    gpu_class_of,
     l2_cache_bytes,
     launch_options,
     lse_like,
@@ -31,7 +31,7 @@ from mla_plugin.kernels.prefill.tuning import measured_tile
 def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
     """No ``tile``: the table's."""
     if tile is None:
-        tile = tiles.tile_for(tiles.FORWARD, card_of(kind.device), kind.dtype.itemsize, sum(kind.columns))
+        tile = tiles.tile_for(tiles.FORWARD, gpu_class_of(kind.device), kind.dtype.itemsize, sum(kind.columns))
     out_strides = kind.layout.contiguous_strides((*kind.q_shape[:-1], kind.v_shape[-1]))
     kv_bytes = kind.seqlen_kv * (kind.q_shape[-1] + kind.v_shape[-1]) * kind.dtype.itemsize
     batch_heads, group = kind.num_sequences * kind.num_heads, kind.num_heads // kind.num_kv_heads

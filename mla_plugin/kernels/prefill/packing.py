@@ -98,7 +98,7 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
         return with_aligned_rows(x.contiguous())
     if x.data_ptr() % 16 == 0 and _are_aligned(strides[:-1]):
         return x
-    if x.element_size() != 2 or card_of(x.device) != "Hopper":
+    if x.element_size() != 2 or gpu_class_of(x.device) != "Hopper":
         return x
     pitch = -(-x.shape[-1] // _ALIGNMENT) * _ALIGNMENT
     return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
@@ -119,12 +119,12 @@ def output_like(x: torch.Tensor, head_dim: int, layout: Layout, dtype: torch.dty
 
 
 @functools.cache
-def card_of(device: torch.device) -> str:
-    """The kind of card of a device, see tiles.py."""
+def gpu_class_of(device: torch.device) -> str:
+    """The GPU class of a device, see tiles.py."""
     if device.type != "cuda":
         return tiles.INTERPRETED
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the shared memory
-    return tiles.card((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    return tiles.gpu_class((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def columns_of(head_dim_qk: int, head_dim_v: int) -> tuple[int, int, int, int]:
 def static_tile(kernel: str, q: torch.Tensor, v: torch.Tensor) -> tiles.Tile:
     """The table's tile for a call of one of the kernels that ``tiles.TABLES`` names."""
     columns = sum(columns_of(q.shape[-1], v.shape[-1]))
-    return tiles.tile_for(tiles.TABLES[kernel], card_of(q.device), q.element_size(), columns)
+    return tiles.tile_for(tiles.TABLES[kernel], gpu_class_of(q.device), q.element_size(), columns)
 
 
 def launch_options(tile: tiles.Tile) -> dict[str, int | None]:
@@ -255,7 +255,7 @@ class Kind(NamedTuple):
     def some_query_may_see_no_key(self) -> bool:
         """A row of a sequence that has keys may see none of them, as far as the host knows.
 
-        In a dense layout the rows behind a sequence's end are such rows too.
+        In a dense layout the rows past a sequence's end are such rows too.
         """
         if not self.has_lengths:
             return not self.shapes_show_every_query_a_key

@@ -31,7 +31,7 @@ def write_gaps_kernel(
 ):
     """Gap g lies between the end of sequence g - 1 and the start of sequence g; the last one ends with the tensor.
 
-    X is [num_rows, row_size // columns, columns], contiguous in the last dimension. Axis 1 of the grid shares the rows
+    X is [num_rows, row_size // columns, columns], contiguous in the last dimension. Axis 1 of the grid divides the rows
     of a gap.
     """
     gap = tl.program_id(0)
@@ -57,7 +57,7 @@ def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | No
 
     Args:
         x: [T, H, D], float; rows and heads have any stride, D is contiguous.
-        starts: int32 [B + 1], any stride, where each sequence starts, ascending; behind starts[B] is only padding.
+        starts: int32 [B + 1], any stride, where each sequence starts, ascending; after starts[B] is only padding.
         lengths: int32 [B], any stride, true lengths; None when each sequence ends where the next one starts.
         value: what to write.
     """

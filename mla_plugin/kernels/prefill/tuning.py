@@ -70,7 +70,7 @@ def candidates(tile: Tile) -> tuple[Tile, ...]:
 
 
 def benchmark(run: Callable[[], None]) -> float:
-    """Median milliseconds of ``run`` on the current device; infinite if its tile does not fit the card."""
+    """Median milliseconds of ``run`` on the current device; infinite if its tile does not fit the GPU."""
     try:
         return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
     except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError):

@@ -1,1 +1,1 @@
-"""The decode kernels whose bits do not depend on what is beside a query: the keys in chunks at fixed places."""
+"""The batch-invariant decode kernels: every sequence is split into chunks of keys at fixed positions."""

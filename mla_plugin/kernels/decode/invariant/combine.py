@@ -1,6 +1,6 @@
-"""The last kernel: the sum of a row's results over the chunks of its keys, always in the same order.
+"""The last kernel: combines a row's results over the chunks of its keys, always in the same order.
 
-Mathematics and notation: README.md two folders above.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.kernels.tile_math import LN_2, LOWEST_FLOAT32
+
 
 @triton.jit
 def lse_of_slots(Parts, slots, num_rows, R: tl.constexpr):
-    """Where the slots' log-sum-exps begin: float32, after slots * num_rows rows of R columns, aligned."""
+    """Pointer to the slots' log-sum-exps: float32, after slots * num_rows rows of R columns, aligned."""
     elements = tl.cdiv(slots.to(tl.int64) * num_rows * R, 2) * 2
     return (Parts + elements).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def list_of_sequences(Parts, slots, num_rows, R: tl.constexpr):
-    """Where the list of sequences begins: two int32 each."""
+    """Pointer to the list of sequences: two int32 each."""
     return (lse_of_slots(Parts, slots, num_rows, R) + slots.to(tl.int64) * num_rows).to(tl.pointer_type(tl.int32))
 
 
@@ -35,16 +37,16 @@ def combine_chunks_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program: BLOCK_R columns of one row of one sequence, summed over its chunks, BLOCK_CHUNKS at a time.
+    """One program combines the chunks of one row of one sequence, BLOCK_CHUNKS at a time, for BLOCK_R columns.
 
-    Grid: (sequences x rows, column blocks). The blocks follow from R alone, and chunk c always stands in the same place
-    of the same step, so the sum has one order. Chunks that a row does not see add zeros, which change no bit. Parts is
-    the workspace of ``chunks_kernel``:
+    Grid: (sequences x rows, column blocks). The block sizes follow from R alone, and chunk c is always at the same
+    position of the same step, so the order of the sum is fixed. Chunks that a row does not see add zeros, which change
+    no bit. Parts is the workspace of ``chunks_kernel``:
 
     - the chunks' results [slots, S_q * H, R], those of a sequence one after the other;
     - their lse in log2, float32 [slots, S_q * H];
-    - the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; fewer than two chunks
-      mean that there is nothing to do;
+    - the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; with fewer than two
+      chunks there is nothing to do;
     - the plan.
 
     Lse may be None.
@@ -61,7 +63,7 @@ def combine_chunks_kernel(
         return
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     chunks_lse = lse_of_slots(Parts, slots, num_rows, R)
-    highest = tl.cast(-3.4028234663852886e38, tl.float32)
+    highest = tl.cast(LOWEST_FLOAT32, tl.float32)
     total = tl.cast(0.0, tl.float32)
     out = tl.zeros([BLOCK_R], tl.float32)
     for chunk in range(0, count, BLOCK_CHUNKS):
@@ -69,7 +71,7 @@ def combine_chunks_kernel(
         exists = chunks < count
         parts = (first + chunks).to(tl.int64) * num_rows + row
         lse_log2 = tl.load(chunks_lse + parts, mask=exists, other=float("-inf"))
-        # not masked by the lse, which would have to arrive first
+        # not masked by the lse: the load would have to wait for it
         mask = exists[:, None] & (columns < R)[None, :]
         x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=mask, other=0.0)
         higher = tl.maximum(highest, tl.max(lse_log2, 0))
@@ -81,10 +83,10 @@ def combine_chunks_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     out_row = b.to(tl.int64) * num_rows + row
-    # a row of one chunk is what that chunk left, to the bit: hence no approximate division, and no logarithm of 1
+    # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
     out = out * tl.div_rn(tl.cast(1.0, tl.float32), total)
     tl.store(Out + out_row * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
     if (Lse is not None) and tl.program_id(1) == 0:
         lse_log2 = tl.where(total == 1.0, highest, highest + tl.log2(total))
-        lse = tl.where(empty, float("-inf"), lse_log2 * 0.6931471805599453)
+        lse = tl.where(empty, float("-inf"), lse_log2 * LN_2)
         tl.store(Lse + (b.to(tl.int64) * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)

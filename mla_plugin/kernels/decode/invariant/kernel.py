@@ -1,6 +1,6 @@
-"""The decode kernel that gives a query the same bits whatever is beside it: one result for each chunk of its keys.
+"""The batch-invariant decode kernel: one partial result for each chunk of a sequence's keys.
 
-Mathematics and notation: README.md two folders above.
+Mathematics and notation: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import triton.language as tl
 
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_of_slots
-from mla_plugin.kernels.decode.invariant.plan import load_run, run_of_chunks
+from mla_plugin.kernels.decode.invariant.plan import chunk_range, load_chunk_range
 from mla_plugin.kernels.decode.kernel import load_queries, store_columns
 from mla_plugin.kernels.decode.plan import key_range, tiles_between
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
 
 @triton.jit
 def _without_sign_of_zero(x, dtype: tl.constexpr):
-    """x, with what rounds to -0 as +0, which it is in a sum over chunks."""
+    """x with -0 (after rounding to ``dtype``) replaced by +0, as a sum over chunks gives it."""
     return x.to(dtype).to(tl.float32) + 0.0
 
 
@@ -74,17 +75,17 @@ def _attend(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Attention of BLOCK_M rows of sequence ``b`` to those of its chunks in [start, end); returns all its chunks.
+    """Attention of BLOCK_M rows of sequence ``b`` to those of its chunks that lie in [start, end).
 
-    The sequence's first chunk stands at ``slot``.
+    The sequence's first chunk has the index ``slot``. Returns the sequence's number of chunks.
     """
     num_rows = seqlen_q * num_heads
-    scale_log2 = softmax_scale * 1.4426950408889634
+    scale_log2 = softmax_scale * LOG2_E
     b64 = b.to(tl.int64)
-    # slot is never below 0; what depends on it is not kept in registers from one sequence to the next
+    # slot is never negative: adds 0, but stops Triton from hoisting the rows out of the loop over sequences
     rows = tile * BLOCK_M + (slot < 0).to(tl.int32) + tl.arange(0, BLOCK_M)
     q_base = Q_nope_abs + b64 * stride_qb
     q0 = load_queries(q_base, rows, num_rows, num_heads, stride_qs, stride_qh, 0, R0, R)
@@ -97,7 +98,7 @@ def _attend(
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     if FORMAT == "fp8":
         scale_log2 *= tl.load(KV_scale)
-    # chunks are counted from the first key that is seen, so that left padding does not move them
+    # chunks are counted from the first visible key, so that left padding does not shift them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
     count = tiles_between(origin, length, CHUNK)
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
@@ -114,10 +115,10 @@ def _attend(
         chunk = tl.cast(n, tl.int32)  # a Python number in the interpreter
         first = origin + chunk * CHUNK
         stop = tl.minimum(last, first + CHUNK)
-        # the lowest finite number, not -inf: nothing guards the softmax from a tile whose scores are all -inf
-        row_max = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+        # not -inf: in a tile whose scores are all -inf, -inf - -inf would be NaN
+        row_max = tl.full([BLOCK_M], LOWEST_FLOAT32, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        # carried over both loops, as the last tile that all rows see is another one for a query among others
+        # one accumulator for both loops: where the unmasked loop ends depends on the other rows of the tile
         sums = tl.zeros([BLOCK_M, 2], tl.float32)
         acc0 = tl.zeros([BLOCK_M, R0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, R1 if R1 > 0 else 1], tl.float32)
@@ -128,26 +129,28 @@ def _attend(
                 acc0, row_max, row_sum, sums = fold_on_hopper(
                     acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                     first, lowest, full_stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, True, KV_scale, FORMAT, WAY,
+                    R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, True, KV_scale, FORMAT, CONVERSION,
                 )
             else:
                 acc0, acc1, row_max, row_sum = fold_keys(
                     acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                     first, lowest, full_stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                    R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, True, KV_scale, FORMAT, WAY,
+                    R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, True,
+                    KV_scale, FORMAT, CONVERSION,
                 )
             first = full_stop
         if HOPPER:
             acc0, row_max, row_sum, sums = fold_on_hopper(
                 acc0, row_max, row_sum, sums, q0, q_rope, C_kv, K_rope, desc_c0, desc_k, pages, b,
                 first, lowest, stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, False, KV_scale, FORMAT, WAY,
+                R, R0, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, False, False, KV_scale, FORMAT, CONVERSION,
             )
         else:
             acc0, acc1, row_max, row_sum = fold_keys(
                 acc0, acc1, row_max, row_sum, q0, q1, q_rope, C_kv, K_rope, desc_c0, desc_c1, desc_k, pages, b,
                 first, lowest, stop, visible, scale_log2, stride_cb, stride_cn, stride_kb, stride_kn,
-                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, False, KV_scale, FORMAT, WAY,
+                R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_N, STAGES, PRECISION, False, False,
+                KV_scale, FORMAT, CONVERSION,
             )
         # fmt: on
         if HOPPER:
@@ -171,7 +174,7 @@ def _attend(
                 store_columns(Out, b64 * num_rows + out_rows, exists, rest, R0, R1, R)
             if Lse is not None:
                 lse_rows = (b64 * num_heads + out_rows % num_heads) * seqlen_q + out_rows // num_heads
-                tl.store(Lse + lse_rows, lse_log2 * 0.6931471805599453, mask=exists)
+                tl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
         else:
             slot_rows = (slot + chunk).to(tl.int64) * num_rows + out_rows
             store_columns(Parts, slot_rows, exists, acc0, 0, R0, R)
@@ -181,7 +184,7 @@ def _attend(
     return count
 
 
-# extents that change from step to step, and must not compile anew
+# sizes that change from step to step and must not trigger a recompilation
 @triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "slots", "begin", "size", "stride_pt"])
 def chunks_kernel(
     Q_nope_abs,
@@ -233,27 +236,27 @@ def chunks_kernel(
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
     FORMAT: tl.constexpr,
-    WAY: tl.constexpr,
+    CONVERSION: tl.constexpr,
     PLANNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: BLOCK_M (query, head) rows over some chunks of CHUNK keys.
+    """One program computes BLOCK_M (query, head) rows over one part of the chunks of CHUNK keys.
 
-    Grid: (row tiles x parts,). A round takes the sequences whose first chunk is among begin .. begin + size - 1 of all
-    chunks; a program has one part of their chunks (``run_of_chunks``; PLANNED: found by ``plan_chunks_kernel`` before).
-    A sequence of one chunk is written to Out and Lse (None: not wanted). Of others each chunk's result goes to Parts,
-    the workspace that ``combine_chunks_kernel`` describes.
+    Grid: (row tiles x parts,). A round takes the sequences whose first chunk has an index in begin .. begin + size - 1
+    among the chunks of all sequences, and divides their chunks into equal parts (``chunk_range``; PLANNED:
+    ``plan_chunks_kernel`` has done so). A sequence of one chunk is written to Out and Lse (None: not wanted). Other
+    sequences' chunk results go to Parts, the workspace that ``combine_chunks_kernel`` describes.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # launched while the kernel before is still running: wait for what it writes
+        tl.extra.cuda.gdc_wait()  # programmatic dependent launch: wait for the previous kernel's writes
     row_tiles = tl.cdiv(seqlen_q * num_heads, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
     part = tl.program_id(0) // row_tiles
     listed = list_of_sequences(Parts, slots, seqlen_q * num_heads, R)
     if PLANNED:
-        first_b, last_b, slot, start, end = load_run(listed, part, batch)
+        first_b, last_b, slot, start, end = load_chunk_range(listed, part, batch)
     else:
-        first_b, last_b, slot, start, end = run_of_chunks(
+        first_b, last_b, slot, start, end = chunk_range(
             part, tl.program_id(0) == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK
         )
     # fmt: off
@@ -265,6 +268,6 @@ def chunks_kernel(
             b, tile, slot, start, end,
             stride_qb, stride_qs, stride_qh, stride_rb, stride_rs, stride_rh, stride_cb, stride_cn, stride_kb,
             stride_kn, stride_pt, R, R0, R1, D_ROPE, ROPE, PAGE_SIZE, BLOCK_M, BLOCK_N, STAGES, CAUSAL, TMA, HOPPER,
-            PRECISION, DEPENDENT, FORMAT, WAY, CHUNK,
+            PRECISION, DEPENDENT, FORMAT, CONVERSION, CHUNK,
         )
     # fmt: on

@@ -1,4 +1,4 @@
-"""The launch of the decode kernels whose bits do not depend on what is beside a query."""
+"""The launch of the batch-invariant decode kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.launch import Launch
 
 WORKSPACE_BYTES = 512 << 20
-"""Results of chunks that are held at a time, where two sequences need no more."""
+"""Most memory for chunk results at a time, unless two sequences need more."""
 _COMBINE_COLUMNS, _COMBINE_CHUNKS = 256, 16
 
 
 def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
-    """(rounds, chunks of all sequences that a round looks at, slots) for sequences of up to so many chunks.
+    """(rounds, chunk indices per round, slots) for sequences of up to so many chunks.
 
-    A round takes the sequences that begin in its share of the row of all chunks, and the last one may reach beyond.
+    A round takes the sequences whose first chunk is in its range of indices; the last one may extend beyond it.
     """
     most = max(WORKSPACE_BYTES // slot_bytes, 2 * chunks)
     if batch * chunks <= most:
@@ -34,7 +34,7 @@ def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
 
 
 _ROUNDED = {"enable_fp_fusion": False}
-"""Every product and every sum rounded by itself, so that all ways through a kernel compute the same."""
+"""No fused multiply-adds, so that all code paths of a kernel round equally."""
 
 
 def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int) -> Launch:
@@ -64,7 +64,7 @@ def _plan_launch(tensors: DecodeTensors, device: launch.Device, chunk: int, fixe
 
 
 def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
-    """Elements of what ``combine_chunks_kernel`` describes."""
+    """Elements of the workspace that ``combine_chunks_kernel`` describes."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     words: int = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
     elements: int = triton.cdiv(slots * seqlen_q * heads * rank, 2) * 2
@@ -73,9 +73,9 @@ def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
 
 
 def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
-    """Those that cut every sequence after each ``chunk`` keys, a multiple of every tile's.
+    """The launches that split every sequence into chunks of ``chunk`` keys, a multiple of every tile's.
 
-    The tile follows from the heads, not from all rows: a query is computed alone as among others.
+    The tile depends on the heads, not on all rows, so that a query is computed equally alone and among others.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
@@ -84,7 +84,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
-        slots = 0  # every result is written where it belongs
+        slots = 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
     by_descriptors = launch.can_use_descriptors(tensors, device, tile)
     found = []
@@ -109,7 +109,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
 
 
 def kept_as(chunk: int) -> str:
-    """The name under which a layout keeps the launches."""
+    """The key under which a layout caches the launches."""
     return f"triton, batch invariant by {chunk}"
 
 

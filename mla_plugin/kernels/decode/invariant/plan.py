@@ -1,6 +1,6 @@
-"""Who works on what: the chunks of all sequences, shared out to programs by count; worked out on the device.
+"""The scheduler of the batch-invariant kernel: divides the chunks of all sequences among programs, on the device.
 
-Mathematics, and why every loop ends: README.md two folders above.
+Mathematics, and why every loop ends: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from mla_plugin.kernels.decode.invariant.combine import list_of_sequences
 from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
 NUMBERS = tl.constexpr(5)
-"""int32 that the plan has of a part."""
+"""int32 values per part in the plan."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
-    """How many chunks each of the sequences ``b`` has; 0 from ``batch`` on."""
+    """Number of chunks of each sequence of ``b``; 0 from ``batch`` on."""
     exists = b < batch
     origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, 1)
     return tl.where(exists, tiles_between(origin, length, CHUNK), 0)
@@ -26,7 +26,7 @@ def _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
 
 @triton.jit
 def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr):
-    """The round's chunks [low, high) in the row of all: of the sequences that begin in begin .. begin + size - 1."""
+    """The round's chunks [low, high): those of the sequences whose first chunk is in begin .. begin + size - 1."""
     before = tl.cast(0, tl.int32)
     low, high = before + _NONE, before + _NONE
     for b0 in range(0, batch, SEQUENCES):
@@ -41,16 +41,16 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
 
 
 @triton.jit
-def run_of_chunks(
+def chunk_range(
     part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr
 ):
-    """The run of chunks of a part in a round, all sequences' chunks standing in one row, which the round cuts.
+    """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
-    The program that ``writes`` also writes the list of sequences that ``combine_chunks_kernel`` describes.
+    The program with ``writes`` set also writes the list of sequences that ``combine_chunks_kernel`` describes.
 
     Returns:
-        (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is where the first of them
-        begins among the chunks of the round, and the part is [start, end) of these.
+        (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
+        one's first chunk in the round, and the part is the chunks [start, end) of the round.
     """
     low, high = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
     length = tl.cdiv(high - low, num_parts)
@@ -74,8 +74,8 @@ def run_of_chunks(
 
 
 @triton.jit
-def load_run(listed, part, batch):
-    """What ``plan_chunks_kernel`` left for a part."""
+def load_chunk_range(listed, part, batch):
+    """The plan of a part, written by ``plan_chunks_kernel``."""
     found = listed + 2 * batch + NUMBERS * part
     return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3), tl.load(found + 4)
 
@@ -96,16 +96,16 @@ def plan_chunks_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The plan of ``chunks_kernel`` and the list: ``run_of_chunks`` of each part. Grid: (parts,).
+    """Writes the plan of ``chunks_kernel`` and the list: ``chunk_range`` of each part. Grid: (parts,).
 
-    A kernel of its own for warpgroup products, for the same reason as ``plan_kernel``.
+    A separate kernel with WGMMA, for the same reason as ``plan_kernel``.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     listed = list_of_sequences(Parts, slots, num_rows, R)
-    first, last, slot, start, end = run_of_chunks(
+    first, last, slot, start, end = chunk_range(
         part, part == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK
     )
     plan = listed + 2 * batch + NUMBERS * part

@@ -1,4 +1,4 @@
-"""What the parts of the Hopper kernel share: sizes, layouts, and which key tiles belong to a query tile."""
+"""Shared by the Hopper kernels: sizes, layouts, and which key tiles a query tile needs."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ rows_with_keys = gluon.jit(tile_math.rows_with_keys.fn)
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 PANEL = gl.constexpr(64)
-"""Columns that one copy brings: 128 bytes, the widest swizzle. 192 columns are three panels, 96 one and a half."""
+"""Columns of one TMA copy: 128 bytes, the widest swizzle. 192 columns are three panels, 96 one and a half."""
 ROWS = gl.constexpr(64)
-"""Queries of a warpgroup; two of them share the keys and values."""
+"""Rows of a warpgroup's tile."""
 STAGES = gl.constexpr(3)
-"""Tiles of 64 rows that a backward kernel's shared memory holds of each tensor it walks through."""
+"""Pipeline stages of the backward kernels: tiles in shared memory of each tensor that they loop over."""
 WIDE_STAGES = gl.constexpr(2)
-"""The same where tiles have 256 columns."""
+"""The same for head dimensions of 256."""
 RECORDS = gl.constexpr(2)
-"""Query tiles that the loading warp may be ahead with its records."""
+"""Records in shared memory: how many tiles the loading warp may publish ahead."""
 FIELDS = gl.constexpr(8)
-"""Numbers kept for a record, of which six are used."""
+"""int32 values per record, of which six are used."""
 
 
 @gluon.constexpr_function
 def panels_of(columns):
-    """Panels that hold so many columns; the copy engine fills the last one with zeros."""
+    """Panels that hold so many columns; TMA pads the last one with zeros."""
     return -(-columns // PANEL.value)
 
 
 @gluon.constexpr_function
 def width_of(panel, columns):
-    """How many of so many columns a panel has."""
+    """How many of ``columns`` are in this panel."""
     return min(PANEL.value, columns - panel * PANEL.value)
 
 
 @gluon.constexpr_function
 def is_wide(columns):
-    """Whether a sum of so many columns leaves a warpgroup no registers for a second one."""
+    """Whether an accumulator of so many columns leaves a warpgroup no registers for a second one."""
     return columns > 2 * PANEL.value
 
 
 @gluon.constexpr_function
 def tile_layout(dtype):
-    """Of a tile [1, 1, rows, columns] of a [B, H, S, D] tensor in shared memory."""
+    """The layout of a tile [1, 1, rows, columns] of a [B, H, S, D] tensor in shared memory."""
     return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 4)
 
 
 @gluon.constexpr_function
 def matrix_layout(dtype):
-    """Of the same memory as [rows, columns]."""
+    """The layout of the same memory as [rows, columns]."""
     return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
 
 
 @gluon.constexpr_function
 def scalar_layout(num_warps):
-    """Of a single number that every thread has."""
+    """The layout of a single value that every thread holds."""
     return gl.BlockedLayout([1], [32], [num_warps], [0])
 
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Of a warpgroup's product [64, columns]."""
+    """The layout of a WGMMA accumulator [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """[64, columns] with 8 neighbouring columns to a thread, for 16-byte stores.
+    """The layout of [64, columns] with 8 adjacent columns per thread, for 16-byte stores.
 
-    Coming from a product, values move only between the four threads that share a row: no shared memory is needed.
+    Converting from ``product_layout`` only shuffles between the four threads of a row: no shared memory is needed.
     """
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 64).bit_length())]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
@@ -80,7 +80,7 @@ def store_layout(columns):
 
 @gluon.jit
 def columns_of(panels, first, COLUMNS: gl.constexpr):
-    """The first COLUMNS columns of panel ``first`` and those behind it as a matrix."""
+    """COLUMNS columns, from panel ``first`` on, as a matrix."""
     layout: gl.constexpr = matrix_layout(panels.dtype)
     whole: gl.constexpr = panels_of(COLUMNS) * PANEL
     matrix = panels.index(first)._reinterpret(panels.dtype, [panels.shape[3], whole], layout)
@@ -91,7 +91,7 @@ def columns_of(panels, first, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def read_record(records, field):
-    """A number that the loading warp has written, as a scalar of a computing warpgroup."""
+    """A field that the loading warp has written, as a scalar in a computing warpgroup."""
     return gl.max(records.index(field).load(scalar_layout(4)), 0)
 
 
@@ -107,7 +107,7 @@ def kv_tiles(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Key tiles of a query tile, which are taken from the last to the first: (last, whole_last, whole_first, first).
+    """The key tiles of a query tile, processed from the last to the first: (last, whole_last, whole_first, first).
 
     In [first, last) some row sees a key; [whole_first, whole_last) need no mask. Tile last - 1 is always masked, so
     whole_last < last. Without any tile last == first.
@@ -120,7 +120,7 @@ def kv_tiles(
     )
     first = low // BLOCK_N
     last = gl.cdiv(high, BLOCK_N)
-    if start_m >= seqlen_q:  # rows of a dense batch behind the end of their sequence
+    if start_m >= seqlen_q:  # rows of a dense batch past the end of their sequence
         last = 0
     last = gl.maximum(last, first)
     whole_last = gl.maximum(gl.minimum(whole_high // BLOCK_N, last - 1), first)
@@ -140,7 +140,7 @@ def query_tiles(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """Query tiles of 64 rows of a key tile: (first, whole_first, whole_last, last, lowest, highest).
+    """The query tiles of 64 rows of a key tile: (first, whole_first, whole_last, last, lowest, highest).
 
     In [first, last) some row sees a key; [whole_first, whole_last) need no mask. Tile first is always masked, so
     whole_first > first. Without any tile last == first. Rows in [lowest, highest) see a key of the sequence.
@@ -160,7 +160,7 @@ def query_tiles(
         high = gl.minimum(high, reach + BLOCK_N - 1)
     first = low // ROWS
     last = gl.cdiv(gl.maximum(high, 0), ROWS)
-    if start_n >= seqlen_kv:  # keys of a dense batch behind the end of their sequence
+    if start_n >= seqlen_kv:  # keys of a dense batch past the end of their sequence
         last = 0
     last = gl.maximum(last, first)
     whole_first = gl.minimum(gl.maximum(gl.cdiv(whole_low, ROWS), first + 1), last)
