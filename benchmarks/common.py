@@ -37,7 +37,7 @@ def load_peers(folders: Sequence[Path], loaders: Mapping[str, Loader]) -> tuple[
         for module in modules:
             try:
                 found[name] = getattr(module, loader)(*arguments)
-            except Exception as reason:  # of a library that is not there, in whatever way it says so
+            except Exception as reason:  # of a library that is not there, of any type
                 missing[name] = repr(reason)[:200]
                 continue
             del missing[name]

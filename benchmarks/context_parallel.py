@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.context_parallel --ways p2p --tokens 262144 --heads 16 --append
 
 DeepSeek-V3's head dims, 192 and 128, bfloat16, causal, batch 1. First each way's errors against float64 at a small
-size, beside those of one GPU with the same backend; a way whose output is off by more than ERROR_LIMITS times one GPU's
-is not timed. Then for each size the time of one GPU (rank 0, the others wait), and of every way: the slowest rank's,
+size, compared with those of one GPU with the same backend; a way with more than ERROR_LIMITS times one GPU's error is
+not timed. Then for each size the time of one GPU (rank 0, the others wait), and of every way: the slowest rank's,
 forward, and forward and backward, over the one GPU's divided by the ranks; 1 is ideal. Rank 0 writes
 benchmarks/results/context_parallel_xN_GPU.json; ``--append`` keeps what is there of other sizes and ways. Without a GPU
 it runs over gloo, to try the script itself, and only prints.
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--tokens", nargs="*", type=int, default=[32768, 65536, 131072, 262144])
     parser.add_argument("--heads", nargs="*", type=int, default=[16, 128])
-    parser.add_argument("--most", type=int, default=131072 * 128, help="tokens x heads that one GPU is asked for")
+    parser.add_argument("--most", type=int, default=131072 * 128, help="most tokens x heads for one GPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check-tokens", type=int, default=4096)
     parser.add_argument("--check-heads", type=int, default=8)

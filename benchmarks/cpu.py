@@ -1,4 +1,4 @@
-"""The CPU route beside PyTorch's own attention on the same tokens: time, time of the host, memory.
+"""The CPU path compared with PyTorch's attention on the same tokens: time, time of the host, memory.
 
     python -m benchmarks.cpu            prints a table and writes benchmarks/results/cpu.json
 
@@ -100,7 +100,7 @@ def packed(x: torch.Tensor, point: Point) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, point: Point) -> torch.Tensor:
-    """The inverse of ``packed``; zeros behind a sequence."""
+    """The inverse of ``packed``; zeros after a sequence."""
     if point.layout != "thd":
         return x.permute(TO_BHSD[point.layout])
     rows = x.split(list(point.lengths))

@@ -1,4 +1,4 @@
-"""Decode over a paged compressed cache: our kernels beside the libraries, as engines call them, on this GPU.
+"""Decode over a paged compressed cache: our kernels compared with the libraries, as engines call them, on this GPU.
 
     python -m benchmarks.decode                 ours, FlashMLA, FlashAttention 3 and FlashInfer where they are installed
     python -m benchmarks.decode --peers DIR     also vLLM's Triton kernel, by DIR/peers.py
@@ -33,7 +33,7 @@ from benchmarks.decode_cells import (
 )
 
 LIBRARIES = {"triton": OURS, "flashmla": "FlashMLA", "fa3": "FA3", "flashinfer": "FlashInfer"}
-"""Our backends, and the libraries behind them."""
+"""Our backends, and the libraries that they call."""
 PEERS: dict[str, tuple[str, tuple[str, ...]]] = {"vLLM Triton": ("vllm_triton_decode", ())}
 
 

@@ -69,7 +69,7 @@ def choice(inputs: Inputs) -> str:
 
 
 def warm_up() -> None:
-    """Compile: FlashInfer's kernels by nvcc in a thread beside ours, of every kind that the cells have."""
+    """Compile: FlashInfer's kernels by nvcc in a thread, in parallel with ours, of every kind that the cells have."""
     kinds = sorted({(cell.page_size, cell.heads, cell.seqlen_q) for group in cells() for cell in group})
     sizes = [(page_size, batch) for page_size in sorted({kind[0] for kind in kinds}) for batch in (2, 64)]
     steps = {size: step_of(Cell("uniform", size[1], 16, 1024, size[0])) for size in sizes}

@@ -121,7 +121,7 @@ class Inputs(NamedTuple):
 
 
 def backend_call(inputs: Inputs, backend: str, *, batch_invariant: bool = False) -> tuple[Call, DecodeLengths]:
-    """``mla_plugin.decode`` by one backend, with lengths of its own, which hold its plan."""
+    """``mla_plugin.decode`` by one backend, with its own lengths, which hold its plan."""
     lengths = DecodeLengths(inputs.step.host, device=DEVICE)
 
     def call(cache: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def measure_backends(
                 row["refused"][name] = f"error {row['error'][name]:.1e} > {checked.limit:.1e}"
         except mla_plugin.NoBackendError as reason:
             row["refused"][name] = next("; ".join(x.reasons) for x in reason.trace if x.backend == name)
-        except Exception as reason:  # of a library, in whatever way it says so
+        except Exception as reason:  # of a library, of any type
             row["refused"][name] = str(reason)[:300]
     found: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):

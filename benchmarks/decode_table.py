@@ -50,14 +50,14 @@ def text() -> str:
     measured = []
     for capability, name in RESULTS.items():
         record = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-        card = record["gpu"].split()[-1]
+        gpu = record["gpu"].split()[-1]
         known = [package for package in LIBRARIES if package in record["packages"]]
         versions = ", ".join(f"{package} {record['packages'][package]}" for package in known)
         rows = "\n".join(map(_line, record["rows"]))
         parts.append(
-            f'_{card} = """\n{rows}\n"""\n"""{record["gpu"]}, PyTorch {record["torch"]};\n\n{versions}.\n"""\n\n'
+            f'_{gpu} = """\n{rows}\n"""\n"""{record["gpu"]}, PyTorch {record["torch"]};\n\n{versions}.\n"""\n\n'
         )
-        measured.append(f"{capability}: _{card}")
+        measured.append(f"{capability}: _{gpu}")
     parts.append(LAST.format(measured=f"{{{', '.join(measured)}}}"))
     return "".join(parts)
 

@@ -1,4 +1,4 @@
-"""Time on the host of an attention call, layer by layer, beside each backend's library called by itself.
+"""Time on the host of an attention call, layer by layer, compared with each backend's library called directly.
 
     python -m benchmarks.dispatch            on this machine's GPU, or its CPU; prints a table, writes
                                              benchmarks/results/dispatch_<device>.json
@@ -214,7 +214,7 @@ def main() -> None:
         print(f"{name:<52} {value:7.1f} us, with gradients {others[0]:7.1f} us, backward {others[1]:7.1f} us")
     for name, shared in of_backends.items():
         print(f"{name}: " + ", ".join(f"{part} {value:.1f} us" for part, value in shared.items()))
-    card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     record = {
         "benchmark": "dispatch",
         "unit": "microseconds",
@@ -224,13 +224,13 @@ def main() -> None:
         "backwards": {name: round(value, 1) for name, value in backwards.items()},
         "backends": {name: {x: round(us, 1) for x, us in shared.items()} for name, shared in of_backends.items()},
         "limit": LIMIT_US,
-        "gpu": card,
+        "gpu": gpu,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": checkout.commit(options.commit),
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"dispatch_{card.replace(' ', '_')}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / f"dispatch_{gpu.replace(' ', '_')}.json").write_text(json.dumps(record, indent=2) + "\n")
     if parts["a cached resolve and the hook"] > LIMIT_US:
         raise SystemExit(f"a cached resolve and a hook take more than {LIMIT_US} us")
 

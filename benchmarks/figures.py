@@ -299,7 +299,7 @@ def draw(name: str, theme: str, gpu: str = GPU, folder: Path = FIGURES) -> Path:
 
 if __name__ == "__main__":
     FIGURES.mkdir(exist_ok=True)
-    for card in GPUS:
-        for each in drawable(card):
+    for gpu in GPUS:
+        for each in drawable(gpu):
             for shade in INK:
-                print(draw(each, shade, card))
+                print(draw(each, shade, gpu))

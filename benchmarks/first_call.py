@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_call
 
-Each case runs in a process of its own with an empty Triton cache. CUDA and our modules are loaded before the clock
+Each case runs in a separate process with an empty Triton cache. CUDA and our modules are loaded before the clock
 starts; it stops when the GPU has finished. Each is taken twice:
 
 - "new shape": the process has compiled another kernel, of one line, and called PyTorch's autograd before.

@@ -5,8 +5,8 @@
 
 FlashAttention 2 has one head dimension, so backend ``fa2`` widens V from 128 to 192 columns, and in the backward out
 and dout too; the columns come off again where the result is made contiguous. Measured is each pass as a whole, the
-copies alone, and the triton backend beside it, which pads nothing. Then the filling of gaps: by the kernel that writes
-the gaps alone, and by a masked copy of the whole. PyTorch's own FlashAttention 2, bfloat16, causal; milliseconds are
+copies alone, and the triton backend for comparison, which does not pad. Then filling the gaps: by the kernel that
+writes only the gaps, and by a masked copy of the whole. PyTorch's FlashAttention 2, bfloat16, causal; milliseconds are
 medians of ``triton.testing.do_bench``. A backend is timed after it was found correct against the float64 oracle at a
 small size. Writes benchmarks/results/flash_padding_<gpu>.json and prints a table.
 
@@ -35,7 +35,7 @@ CASES = ((2, 16, 1024), (1, 16, 4096), (1, 128, 4096), (1, 32, 16384))
 BACKENDS = ("fa2", "triton")
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128
 GAP = 64
-"""Padding behind each of 16 sequences."""
+"""Padding after each of 16 sequences."""
 
 
 def check(backend: str) -> None:

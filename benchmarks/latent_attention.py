@@ -1,4 +1,4 @@
-"""Latent attention on one GPU and over the GPUs of one host: errors, time and memory beside attention on K and V.
+"""Latent attention on one GPU and over the GPUs of one host: errors, time and memory versus attention on K and V.
 
     torchrun --nproc-per-node 1 -m benchmarks.latent_attention --tokens 32768 131072 --heads 16 128
     torchrun --nproc-per-node 2 -m benchmarks.latent_attention --tokens 131072 --heads 128 --append

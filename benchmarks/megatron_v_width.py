@@ -83,7 +83,7 @@ def native(module: MLACoreAttention) -> Way:
 
 
 def ways() -> dict[str, Way]:
-    """In the order of the table, each with a module of its own: with qk-clip one serves one number of heads."""
+    """In the order of the table, each with its own module: with qk-clip one serves one number of heads."""
     return {
         "padded": padding(core(v_channels=None)),
         "recognised": padding(core()),

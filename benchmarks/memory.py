@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory            prints a table and writes benchmarks/results/memory_cpu.json
 
-Our fallback, backend ``sdpa``, beside the way of TransformerEngine's unfused attention: the whole mask, the whole score
+Our fallback, backend ``sdpa``, compared with TransformerEngine's unfused attention: the whole mask, the whole score
 matrix, softmax in float32, and packed sequences unpacked to a padded batch (its ``UnfusedDotProductAttention``, before
 its PR #3063). DeepSeek-V3's head dims, bfloat16, two heads. Each point is a fresh process; its number is the resident
 set's high-water mark (VmHWM) above what was resident when the inputs stood. Nothing is measured that is not first found
@@ -107,7 +107,7 @@ def unfused(request: AttentionRequest, tensors: AttentionTensors, dout: torch.Te
 
 
 def _unpacked(x: torch.Tensor, cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """[T, H, D] as [B, S, H, D], zeros behind each sequence."""
+    """[T, H, D] as [B, S, H, D], zeros after each sequence."""
     parts = x.split(cu_seqlens.diff().tolist())
     return torch.stack([torch.nn.functional.pad(part, (0, 0, 0, 0, 0, length - part.shape[0])) for part in parts])
 

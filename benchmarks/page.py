@@ -215,7 +215,7 @@ def dispatch(record: Record) -> str:
 
 
 def context_parallel(*records: Record) -> str:
-    """Times over the ideal, and memory of a rank beside one GPU's."""
+    """Times over the ideal, and memory of a rank compared with one GPU's."""
     rows = [
         [
             *(f"{record['ranks']}", f"{x['tokens']:,}", f"{x['heads']}", f"`{x['way']}`"),
@@ -321,7 +321,7 @@ backward of the faster of FlashAttention 4 and cuDNN; forward and backward of th
 
 `python -m benchmarks.decode`: the compressed cache in pages (kv_lora_rank 512, rope 64), bfloat16, milliseconds of a
 call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with sigma 0.6, `one_long` is one sequence of
-32k among shorter ones, `thundermla` the call that its authors report. Every library shares out the work by its own
+32k among shorter ones, `thundermla` the call that its authors report. Every library divides the work by its own
 scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
 a graph.
 
@@ -469,7 +469,7 @@ sequence, `generate`, tokens per second, and the peak of memory that `generate` 
 {versions}
 
 `python -m benchmarks.flash_padding`: milliseconds, causal: the backend `fa2` as a whole, what of it
-are the copies that pad and trim, and our Triton kernels beside it.
+are the copies that pad and trim, and our Triton kernels next to it.
 
 {padding}
 """,
@@ -490,5 +490,5 @@ def render(gpu: str = GPU) -> str:
 
 
 if __name__ == "__main__":
-    for card, page in PAGES.items():
-        page.write_text(render(card))
+    for gpu, page in PAGES.items():
+        page.write_text(render(gpu))

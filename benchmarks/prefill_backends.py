@@ -252,7 +252,7 @@ def passes(
                 call = problem.call(name, kind, residuals)
                 result = call()
                 right = problem.is_right(*((0, result.out) if kind == "forward" else (1, result.dq)))
-            except Exception as reason:  # of a library, in whatever way it says so
+            except Exception as reason:  # of a library, of any type
                 row["refused"][f"{name} {kind}"] = str(reason)[:300]
                 continue
             if not right:
@@ -324,7 +324,7 @@ def _case_of(row: dict[str, Any]) -> Case:
 
 
 def shares(row: dict[str, Any]) -> dict[str, float]:
-    """Speed of the choice by that of the best: of each pass, and of both beside the best single backend."""
+    """Speed of the choice by that of the best: of each pass, and of both compared with the best single backend."""
     forward, backward = row["forward"], row["backward"]
     first, second = row["choice"]["training"]
     single = [forward[name] + backward[name] for name in forward if name in backward]

@@ -42,7 +42,7 @@ BACKENDS = {backends!r}
 
 '''
 LAST = '''MEASURED: Mapping[tuple[int, int], Mapping[str, str]] = {measured}
-"""By compute capability and card."""
+"""By compute capability and GPU."""
 '''
 
 
@@ -62,16 +62,16 @@ def text() -> str:
     parts = [HEAD.format(backends=FUSED).replace("'", '"')]
     measured = {}
     for capability, results in RESULTS.items():
-        for card, names in results.items():
+        for gpu, names in results.items():
             records = [json.loads((ROOT / "benchmarks" / "results" / name).read_text()) for name in names]
             record = records[0]
             versions = ", ".join(f"{package} {record['packages'][package]}" for package in LIBRARIES)
             rows = "\n".join(_line(row) for found in records for row in found["rows"])
             parts.append(
-                f'_{card} = """\n{rows}\n"""\n"""{record["gpu"]}; PyTorch {record["torch"]}, {versions}."""\n\n'
+                f'_{gpu} = """\n{rows}\n"""\n"""{record["gpu"]}; PyTorch {record["torch"]}, {versions}."""\n\n'
             )
-        measured[capability] = ", ".join(f'"{card}": _{card}' for card in results)
-    table = ", ".join(f"{capability}: {{{cards}}}" for capability, cards in measured.items())
+        measured[capability] = ", ".join(f'"{gpu}": _{gpu}' for gpu in results)
+    table = ", ".join(f"{capability}: {{{gpus}}}" for capability, gpus in measured.items())
     parts.append(LAST.format(measured=f"{{{table}}}"))
     return "".join(parts)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.transformer_engine_training --json benchmarks/results/transformer_engine_h200.json
 
-The program that trains (``--train``) knows nothing of this library. Each variant is a process of its own:
+The program that trains (``--train``) knows nothing of this library. Each variant is a separate process:
 
 ===========  ==========================================================================================================
 plain        TransformerEngine alone

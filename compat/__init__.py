@@ -1,1 +1,1 @@
-"""Adapters to host frameworks, one file per host. Nothing in mla_plugin imports them."""
+"""Adapters to host frameworks, one module or package per host; a host is imported only when its adapter is used."""

@@ -1,4 +1,4 @@
-"""What each release of a host has: a table of the first releases, compared with the installed one."""
+"""Feature differences between releases of a host, by the first release that has each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from packaging.version import Version
 
 
 def since(package: str, version: str, minimum: str, first: Iterable[str]) -> tuple[bool, ...]:
-    """Which differences a release has.
+    """Which features a release has.
 
     Args:
         package: the host's name.
-        version: the release; builds from source and release candidates count as the release that they lead to.
+        version: the release; source builds and release candidates count as the following release.
         minimum: the oldest supported release.
-        first: the first release that has each difference.
+        first: the first release that has each feature.
 
     Returns:
-        for each difference whether the release has it.
+        for each feature whether the release has it.
 
     Raises:
         ImportError: the release is older than the oldest supported one.

@@ -77,7 +77,7 @@ class AttentionRequest:
     The remaining attributes let a host describe every call that TransformerEngine's selection distinguishes.
 
     Raises:
-        ValueError, TypeError: an attribute is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an attribute is invalid; the message says what was given and what is expected.
     """
 
     qkv_format: str
@@ -134,15 +134,15 @@ class AttentionRequest:
         for name, accepted in _CHOICES.items():
             check_choice(name, getattr(self, name), accepted)
         if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype={self.dtype!r}; a torch.dtype is needed")
+            raise TypeError(f"dtype={self.dtype!r}; expected a torch.dtype")
         if not isinstance(self.device_type, str):
-            raise TypeError(f"device_type={self.device_type!r}; a string is needed, such as 'cuda'")
+            raise TypeError(f"device_type={self.device_type!r}; expected a string, such as 'cuda'")
         for name, least in _LEAST.items():
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
-                raise TypeError(f"{name}={given!r}; an int is needed")
+                raise TypeError(f"{name}={given!r}; expected an int")
             if given < least:
-                raise ValueError(f"{name}={given}; at least {least} is needed")
+                raise ValueError(f"{name}={given}; expected at least {least}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; the first must be a multiple of the "
@@ -151,7 +151,7 @@ class AttentionRequest:
         _check_flags(self)
         check_number("dropout_p", self.dropout_p)
         if not 0.0 <= self.dropout_p < 1.0:
-            raise ValueError(f"dropout_p={self.dropout_p}; 0 <= dropout_p < 1 is needed")
+            raise ValueError(f"dropout_p={self.dropout_p}; expected 0 <= dropout_p < 1")
 
     @classmethod
     def of(cls, tensors: AttentionTensors, **options: Any) -> AttentionRequest:
@@ -166,7 +166,7 @@ class AttentionRequest:
             a request; the same object for calls of the same kind.
 
         Raises:
-            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         """
         unknown = ", ".join(sorted(options.keys() - set(CallOptions._fields)))
         if unknown:
@@ -338,7 +338,7 @@ def _check_flags(given: AttentionRequest | CallOptions) -> None:
     for name in _FLAGS:
         value = getattr(given, name, False)
         if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r}; True or False is needed")
+            raise TypeError(f"{name}={value!r}; expected True or False")
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ class DecodeRequest:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}; at least {least} is needed")
+                raise ValueError(f"{name}={getattr(self, name)}; expected at least {least}")
         if self.page_size is not None and self.page_size < 1:
-            raise ValueError(f"page_size={self.page_size}; at least 1 is needed, or None for a contiguous cache")
+            raise ValueError(f"page_size={self.page_size}; expected at least 1, or None for a contiguous cache")
         check_format(self.kv_cache_format)
         if self.kv_cache_format == FP8_DS_MLA and (self.kv_lora_rank, self.qk_rope_head_dim) != (RANK, ROPE):
             raise ValueError(

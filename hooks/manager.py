@@ -131,7 +131,7 @@ class BackendManager:
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}; a backend's name is a string")
         if not name.isprintable() or not name.strip() or name != name.strip() or "," in name:
-            raise ValueError(f"name={name!r}; a printable string without commas or surrounding spaces is needed")
+            raise ValueError(f"name={name!r}; expected a printable string without commas or surrounding spaces")
         while True:
             before = self._registry
             if name in before.plugins:

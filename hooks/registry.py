@@ -118,7 +118,7 @@ def _caller_that_names(caller: pluggy.HookCaller, backend: str) -> Caller:
     note = (
         f"mla-plugin: raised in {caller.name} of the backend {backend!r}"
         + (f" or in its hook wrappers, of {around}" if around else "")
-        + f"; MLA_PLUGIN_BLOCK={backend} leaves it out, MLA_PLUGIN_BACKEND or backend= chooses another"
+        + f"; MLA_PLUGIN_BLOCK={backend} excludes it, MLA_PLUGIN_BACKEND or backend= chooses another"
     )
 
     run = _direct(caller) or caller

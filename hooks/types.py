@@ -71,7 +71,7 @@ class Accepted:
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):
-            raise TypeError(f"priority={self.priority!r}; an integer is needed, 0 for the default order")
+            raise TypeError(f"priority={self.priority!r}; expected an integer, 0 for the default order")
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Refused:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reasons, tuple):
-            raise TypeError(f"reasons={self.reasons!r}; a tuple of strings is needed: Refused((reason,))")
+            raise TypeError(f"reasons={self.reasons!r}; expected a tuple of strings: Refused((reason,))")
         if not self.reasons:
-            raise ValueError("Refused needs at least one reason: give the value found and what is accepted")
+            raise ValueError("Refused needs at least one reason: give the value found and what is expected")
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def append(
     """
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor is needed")
+            raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
     rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
     is_plain = kv_cache_format == PLAIN
     if power_of_2_scales and kv_cache_format != cache_format.FP8_DS_MLA:
@@ -132,7 +132,7 @@ def append(
     _check_may_be_written(pages_c, pages_k, c_kv, k_rope)
     if slot_mapping.dtype != torch.int64 or slot_mapping.device != pages_c.device:
         raise TypeError(
-            f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; int64 on {pages_c.device} is needed"
+            f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; expected int64 on {pages_c.device}"
         )
     slots = slot_mapping.reshape(-1).contiguous()  # a column of a table is one-dimensional with a stride
     num_slots = pages_c.shape[0] * pages_c.shape[1]
@@ -186,7 +186,7 @@ def gather(
         if kv_cache_format == cache_format.FP8_DS_MLA:
             kv_lora_rank = cache_format.RANK
         elif isinstance(kv_cache, torch.Tensor):
-            raise ValueError("kv_lora_rank is missing; it is needed to split a cache that is one tensor")
+            raise ValueError("kv_lora_rank=None; a cache that is one tensor needs it to be split")
         else:
             kv_lora_rank = kv_cache[0].shape[-1]
     pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, kv_cache_format, kv_scale)
@@ -202,7 +202,7 @@ def gather(
             "move them to one device"
         )
     if max_seqlen_kv is not None and max_seqlen_kv < 0:
-        raise ValueError(f"max_seqlen_kv={max_seqlen_kv}; at least 0 is needed")
+        raise ValueError(f"max_seqlen_kv={max_seqlen_kv}; expected at least 0")
     num_pages, page_size = pages_c.shape[:2]
     size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
     if _reads_values(page_table):
@@ -256,8 +256,8 @@ def _check_pages(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope)):
         if x.dim() != 3 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             raise ValueError(
-                f"the cache's {name} has shape {list(x.shape)} and strides {x.stride()}; [pages, page_size, columns] "
-                "with a contiguous last dimension is needed"
+                f"the cache's {name} has shape {list(x.shape)} and strides {x.stride()}; expected [pages, "
+                "page_size, columns] with a contiguous last dimension"
             )
     if c_kv.shape[:2] != k_rope.shape[:2] or c_kv.dtype != k_rope.dtype or c_kv.device != k_rope.device:
         raise ValueError(
@@ -287,8 +287,8 @@ def _check_rows(
             if rows.dtype not in taken or rows.device != pages.device:
                 accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in taken)
                 raise TypeError(
-                    f"{name} is {rows.dtype} on {rows.device}; with kv_cache_format={kv_cache_format!r} one of "
-                    f"{accepted} on {pages.device} is needed"
+                    f"{name} is {rows.dtype} on {rows.device}; expected one of {accepted} on "
+                    f"{pages.device} with kv_cache_format={kv_cache_format!r}"
                 )
         elif rows.dtype != pages.dtype or rows.device != pages.device:
             raise TypeError(
@@ -321,8 +321,8 @@ def _check_may_be_written(
 def _check_indices(name: str, x: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
     if x.dtype != dtype or x.dim() != rank or (x.shape[-1] > 1 and x.stride(-1) != 1):
         raise TypeError(
-            f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()}; {dtype} of {rank} dimensions, the last "
-            "one contiguous, is needed"
+            f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()}; expected {dtype} of {rank} dimensions, "
+            "the last one contiguous"
         )
 
 

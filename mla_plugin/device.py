@@ -131,13 +131,13 @@ def platform(device_type: str, device_index: int | None = None) -> Platform:
         device_index: CUDA ordinal; None for the current device.
 
     Raises:
-        RuntimeError: a CUDA device was asked for and PyTorch sees none.
+        RuntimeError: a CUDA device was requested and PyTorch sees none.
     """
     if device_type != "cuda":
         return Platform(device_type, packages=installed_packages(), tools=build_tools())
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "a CUDA device was asked for, but PyTorch sees none; use CPU tensors or install a CUDA build"
+            "a CUDA device was requested, but PyTorch sees none; use CPU tensors or install a CUDA build"
         )
     return _cuda_platform(torch.cuda.current_device() if device_index is None else device_index)
 

@@ -23,7 +23,7 @@ def parse(name: str, environ: Mapping[str, str]) -> Value:
 
     Raises:
         KeyError: the variable is not in the table.
-        EnvironmentVariableError: the value is not accepted; names the variable, the value and what is accepted.
+        EnvironmentVariableError: the value is not accepted; names the variable, the value and what is expected.
     """
     variable = _BY_NAME[name]
     text = environ.get(name)

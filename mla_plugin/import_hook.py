@@ -29,7 +29,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> Callable
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the finders behind it do, and adds the callback to its loader."""
+    """Finds one module as the finders after it do, and adds the callback to its loader."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -17,8 +17,8 @@ class AttentionCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-class Asked(NamedTuple):
-    """One thing that a layer asks for: what it does in a word, such as ``prefill``, and the call."""
+class LayerCall(NamedTuple):
+    """One call that a layer makes, and its name, such as ``prefill``."""
 
     what: str
     call: AttentionCall | DecodeRequest
@@ -26,17 +26,17 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike.
+    """Layers that make the same calls.
 
     Attributes:
-        name: of their class, with what tells them from others of it.
-        count: how many there are.
-        asked: what each asks for; empty where this library has no part in them.
-        note: what else there is to say.
+        name: of their class, with what distinguishes them from other layers of that class.
+        count: number of such layers.
+        asked: the calls of each; empty if this library does not compute them.
+        note: further information.
     """
 
     name: str
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[LayerCall, ...] = ()
     note: str | None = None
     count: int = 1
 
@@ -82,13 +82,13 @@ class Batch:
         for name in ("batch_size", "seqlen"):
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, int):
-                raise TypeError(f"{name}={given!r}; an int is needed")
+                raise TypeError(f"{name}={given!r}; expected an int")
             if given < 1:
-                raise ValueError(f"{name}={given}; at least 1 is needed")
+                raise ValueError(f"{name}={given}; expected at least 1")
         if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
-            raise TypeError(f"dtype={self.dtype!r}; a torch.dtype is needed, or None for the model's")
+            raise TypeError(f"dtype={self.dtype!r}; expected a torch.dtype, or None for the model's")
         if not (self.is_training is None or isinstance(self.is_training, bool)):
-            raise TypeError(f"is_training={self.is_training!r}; True, False or None for the model's mode is needed")
+            raise TypeError(f"is_training={self.is_training!r}; expected True, False or None for the model's mode")
 
 
 def grouped(layers: list[LayerKind]) -> tuple[LayerKind, ...]:

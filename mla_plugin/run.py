@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count_of_ours(given: Sequence[str]) -> int:
-    """How many leading arguments are ours, the program included; argparse would take some of those behind it."""
+    """How many leading arguments are ours, the program included; argparse would take some of those after it."""
     position = 0
     while position < len(given) and given[position].startswith("-"):
         if given[position] in ("-m", "-h", "--help"):

@@ -124,7 +124,9 @@ def test_append_says_what_does_not_fit() -> None:
         cache.append(kv_cache, c_kv, k_rope[:, :4], slots)
     with pytest.raises(TypeError, match=r"c_kv is torch\.float16 .*cast or move it"):
         cache.append(kv_cache, c_kv.half(), k_rope, slots)
-    with pytest.raises(ValueError, match=r"c_kv has shape .* contiguous last dimension is needed"):
+    with pytest.raises(
+        ValueError, match=r"c_kv has shape .* expected \[pages, page_size, columns\] with a contiguous last dimension"
+    ):
         cache.append(kv_cache.transpose(0, 2).contiguous().transpose(0, 2), c_kv, k_rope, slots)
 
 
@@ -182,7 +184,7 @@ def test_append_takes_tensors(place: int) -> None:
     given = [*tokens_of(3), torch.arange(3, device=DEVICE)]
     given[place] = given[place].tolist()
     name = ("c_kv", "k_rope", "slot_mapping")[place]
-    with pytest.raises(TypeError, match=rf"{name} is list; a torch\.Tensor is needed"):
+    with pytest.raises(TypeError, match=rf"{name} is list; expected a torch\.Tensor"):
         cache.append(pages_of(4), *given)
 
 
@@ -281,9 +283,9 @@ def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK)
     with pytest.raises(IndexError, match=r"seqlens_kv\[0\]=5; page_table has 2 pages of 2"):
         cache.gather(kv_cache, page_table, lengths + 2, kv_lora_rank=RANK)
-    with pytest.raises(ValueError, match="kv_lora_rank is missing"):
+    with pytest.raises(ValueError, match="kv_lora_rank=None; a cache that is one tensor needs it"):
         cache.gather(kv_cache, page_table, lengths)
-    with pytest.raises(ValueError, match="max_seqlen_kv=-1; at least 0"):
+    with pytest.raises(ValueError, match="max_seqlen_kv=-1; expected at least 0"):
         cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK, max_seqlen_kv=-1)
 
 

@@ -231,9 +231,9 @@ def test_out_is_the_callers_to_change_and_a_backward_notices(way: str, qkv_forma
     [
         (torch.tensor(0.1, requires_grad=True), TypeError, "it gets no gradient"),
         (torch.tensor(0.1), TypeError, "float"),
-        ("0.1", TypeError, "softmax_scale='0.1' is str; a positive number"),
+        ("0.1", TypeError, "softmax_scale='0.1' is str; expected a positive number"),
         (True, TypeError, "softmax_scale=True"),
-        (float("inf"), ValueError, "softmax_scale=inf; a positive, finite number"),
+        (float("inf"), ValueError, "softmax_scale=inf; expected a positive, finite number"),
         (float("nan"), ValueError, "softmax_scale=nan"),
         (-1, ValueError, "softmax_scale=-1"),
     ],
@@ -276,7 +276,7 @@ def test_a_request_of_other_tensors_is_refused() -> None:
     made = AttentionRequest.of(tensors)
     torch.testing.assert_close(run(made, tensors).out, attention(Q, K, V, softmax_scale=0.2))
     for other in (made.replace(num_heads=2), made.replace(softmax_type="off-by-one"), made.replace(fp8=True)):
-        with pytest.raises(ValueError, match=r"not what AttentionRequest\.of makes of these tensors"):
+        with pytest.raises(ValueError, match=r"not what AttentionRequest\.of returns for these tensors"):
             run(other, tensors)
 
 
@@ -407,6 +407,6 @@ def test_a_request_of_one_tensor_of_offsets_is_not_of_two() -> None:
     two = AttentionTensors(q, q, q, 0.3, cu_seqlens_q=offsets, cu_seqlens_kv=torch.tensor([0, 2, 9], dtype=torch.int32))
     request = AttentionRequest.of(one, qkv_format="thd", max_seqlen_q=7, max_seqlen_kv=7)
     run(request, one)
-    with pytest.raises(ValueError, match=r"is not what AttentionRequest\.of makes of these tensors"):
+    with pytest.raises(ValueError, match=r"is not what AttentionRequest\.of returns for these tensors"):
         run(request, two)
     run(request.replace(lengths_may_differ=True), two)

@@ -11,7 +11,7 @@ import torch
 import mla_plugin
 from mla_plugin.operations.attention import known
 from mla_plugin.operations.attention.api import request_of_call
-from mla_plugin.operations.explain import asked_by_latent_attention
+from mla_plugin.operations.explain import requests_of_latent_attention
 from mla_plugin.operations.latent import expansion
 from tests.requests import H100, mla_request
 
@@ -154,7 +154,7 @@ def test_requests_are_explained_as_before():
             TypeError,
             "unexpected keyword argument 'batch_size'; expected backend",
         ),
-        ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; a mla_plugin.Platform is needed"),
+        ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; expected a mla_plugin.Platform"),
     ],
 )
 def test_errors_say_what_is_accepted(subject, arguments, error, message):
@@ -186,7 +186,7 @@ def test_groups_of_heads_that_latent_attention_asks_for(call, grad, resolved, mo
     monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", 18 * 36 * 4 * 2)
     given, arguments = call
     with torch.set_grad_enabled(grad):
-        found = asked_by_latent_attention(*given, **arguments)
+        found = requests_of_latent_attention(*given, **arguments)
         text = mla_plugin.explain(mla_plugin.latent_attention, *given, **arguments)
         mla_plugin.latent_attention(*given, **arguments)
     assert sorted(resolved, key=hash) == sorted(found.requests, key=hash)

@@ -442,8 +442,8 @@ SHAPES = {
     "w_uk": (H, NOPE, R),
     "w_uv": (H, V, R),
 }
-W_UK = "[H, qk_nope_head_dim, R] = (5, 16, 20) is needed"
-W_UV = "[H, head_dim_v, R] = (5, head_dim_v, 20) is needed"
+W_UK = "expected [H, qk_nope_head_dim, R] = (5, 16, 20)"
+W_UV = "expected [H, head_dim_v, R] = (5, head_dim_v, 20)"
 
 
 @pytest.mark.parametrize("way", ["eager", "operator"])
@@ -455,7 +455,7 @@ W_UV = "[H, head_dim_v, R] = (5, head_dim_v, 20) is needed"
         ({"w_uk": (H * NOPE, R)}, ValueError, "w_uk has shape (80, 20); " + W_UK + ": kv_b_proj.weight.unflatten"),
         ({"w_uv": (4, V, R)}, ValueError, "w_uv has shape (4, 12, 20)"),
         ({"w_uk": (H, NOPE, R + 1)}, ValueError, "w_uk has shape (5, 16, 21)"),
-        ({"q": (B, S, H, NOPE + ROPE + 1)}, ValueError, "(5, 16, 20); [H, qk_nope_head_dim, R] = (5, 17, 20)"),
+        ({"q": (B, S, H, NOPE + ROPE + 1)}, ValueError, "(5, 16, 20); expected [H, qk_nope_head_dim, R] = (5, 17, 20)"),
         ({"q": (B, S, H, ROPE)}, ValueError, "q has 5 heads of width 8, k_rope 8 and c_kv 20 columns"),
         ({"q": (B, S, H * (NOPE + ROPE))}, ValueError, "q has shape (2, 9, 120); bshd is [B, S, H, D], 4 dimensions"),
         ({"q": (B + 1, S, H, NOPE + ROPE)}, ValueError, "batch size: q has 3 and c_kv 2"),
@@ -466,7 +466,7 @@ W_UV = "[H, head_dim_v, R] = (5, head_dim_v, 20) is needed"
         ({"attn_mask_type": "cusal"}, ValueError, "attn_mask_type='cusal'; expected one of no_mask, causal"),
         ({"attn_mask_type": "padding"}, ValueError, "needs cu_seqlens_q"),
         ({"cu_seqlens_q": offsets(9, 9)}, ValueError, "lengths need a padding mask"),
-        ({"softmax_scale": -1.0}, ValueError, "softmax_scale=-1.0; a positive, finite number is needed"),
+        ({"softmax_scale": -1.0}, ValueError, "softmax_scale=-1.0; expected a positive, finite number"),
         ({"window_size": (1, 2, 3)}, ValueError, "window_size=(1, 2, 3)"),
     ],
 )  # fmt: skip
@@ -493,12 +493,12 @@ def test_errors(way: str, changes: Any, error: type[Exception], words: str, monk
     [
         ("c_kv", torch.zeros(B, S, R).half(), "dtypes are q torch.float32, c_kv torch.float16"),
         ("q", torch.zeros(B, S, H, NOPE + ROPE).int(), "dtypes are q torch.int32"),
-        ("w_uv", torch.zeros(H, V, R).double(), "w_uv torch.float64; one dtype of"),
-        ("k_rope", None, "k_rope is NoneType; a torch.Tensor is needed"),
-        ("w_uk", [1.0], "w_uk is list; a torch.Tensor is needed"),
+        ("w_uv", torch.zeros(H, V, R).double(), "w_uv torch.float64; expected one dtype of"),
+        ("k_rope", None, "k_rope is NoneType; expected a torch.Tensor"),
+        ("w_uk", [1.0], "w_uk is list; expected a torch.Tensor"),
         ("backend", 3, "backend=3 is int"),
         ("softmax_scale", torch.tensor(1.0), "softmax_scale is a torch.Tensor"),
-        ("deterministic", 1, "deterministic=1; True or False is needed"),
+        ("deterministic", 1, "deterministic=1; expected True or False"),
     ],
 )
 def test_wrong_types(name: str, value: Any, words: str) -> None:

@@ -47,9 +47,9 @@ def test_meta_tensors_give_shapes() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"is_causal": "no"}, TypeError, "is_causal='no'; True or False"),
+        ({"is_causal": "no"}, TypeError, "is_causal='no'; expected True or False"),
         ({"qkv_format": ["bshd"]}, ValueError, r"qkv_format=\['bshd'\]; expected"),
-        ({"q": [1.0]}, TypeError, "q is list; a torch.Tensor"),
+        ({"q": [1.0]}, TypeError, "q is list; expected a torch.Tensor"),
         ({"q": torch.zeros(1, 4, 2, 584), "k": torch.zeros(1, 4, 2, 584)}, ValueError, "head_dim_qk=584"),
         ({"v": torch.zeros(1, 4, 2, 0)}, ValueError, "head_dim_v=0"),
     ],

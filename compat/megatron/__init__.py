@@ -1,10 +1,10 @@
 """Megatron-Core: the core attention of its layers, for Multi-head Latent Attention with and without TransformerEngine.
 
-Three ways to it, from the most explicit to the least:
+Three ways to use it, from the most explicit to the least:
 
-- ``MLACoreAttention`` is a ``core_attention`` for a layer spec: ``with_core_attention(spec)`` puts it there;
+- ``MLACoreAttention`` is a ``core_attention`` for a layer spec: ``with_core_attention(spec)`` inserts it;
 - ``mla_gpt_layer_spec()`` is Megatron's own local spec of an MLA GPT layer with it, which needs no TransformerEngine;
-- ``register()`` puts it into every dense MLA layer that is built afterwards, whatever spec the program takes.
+- ``register()`` inserts it into every dense MLA layer that is built afterwards, whatever spec the program uses.
 
 What differs between the supported versions of Megatron-Core:
 
@@ -15,15 +15,15 @@ V of a packed batch       its own width       zeros appended up to q's  as 0.18 
                                               width, output trimmed
 sparse (DSA) layers of a  none                ``MLASelfAttention``      ``AbsorbedMLASelfAttention``
 hybrid model
-dense MLA layers beside   the configuration   the configuration         the spec decides for each layer
+dense MLA layers next to the configuration   the configuration         the spec decides for each layer
 sparse ones               decides for all     decides for all
 ``pad_between_seqs`` of   none                none                      followed
 a packed batch
 ========================  ==================  ========================  ==============================================
 
-With DeepSeek-V3's head dimensions the zeros are a sixth more products, for nothing (Megatron-LM issue #6240). The
-module was told its true width when it was built: it leaves the zeros out and returns the true width, which Megatron's
-trim takes as it is. After ``register()`` they are not appended at all.
+With DeepSeek-V3's head dimensions the zeros add a sixth of the FLOPs (Megatron-LM issue #6240). The module knows the
+true width from its constructor: it removes the zeros and returns the true width, which Megatron's trimming accepts.
+After ``register()`` they are not appended at all.
 
 Sources: ``TEDotProductAttention`` and ``DotProductAttention`` of Megatron-Core, whose constructor and call these are.
 """

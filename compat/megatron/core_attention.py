@@ -1,4 +1,4 @@
-"""The core attention of a layer: Megatron's constructor and call, attention through ``mla_plugin.attention``."""
+"""The core attention of a layer: Megatron's interface, computed by ``mla_plugin.attention``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _COMPUTES: dict[str, tuple[tuple[Any, ...], str]] = {
     "softmax_type": (("vanilla",), "use TEDotProductAttention"),
     "experimental_attention_variant": (
         _VARIANTS,
-        "sparse layers need their own core attention; dense layers beside DSA need megatron-core >= 0.19",
+        "sparse layers need their own core attention; dense layers next to DSA need megatron-core >= 0.19",
     ),
     "fp8_dot_product_attention": ((False,), "set it to False: the linear layers may still use fp8"),
     "fp8_multi_head_attention": ((False,), "set it to False: the linear layers may still use fp8"),
     "batch_invariant_mode": ((False,), "use TEDotProductAttention"),
 }
-"""What a configuration may hold, and what to do otherwise."""
+"""Supported values of a configuration, and what to do about others."""
 
 _MASKS_WITHOUT_TENSOR = ("causal", "causal_bottom_right", "no_mask")
 
 _SHARPNESS = 2.0**20
-"""Factor on the scores under which their log-sum-exp over n keys is their maximum, to log(n) / 2**20."""
+"""Multiplied by this factor, the scores of n keys have a log-sum-exp within log(n) / 2**20 of their maximum."""
 
 
 class MLACoreAttention(MegatronModule):  # type: ignore[misc]
@@ -142,7 +142,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             appended. Rows of padding between packed sequences are 0.
 
         Raises:
-            ValueError: an argument is invalid or not supported; the message says what is accepted.
+            ValueError: an argument is invalid or not supported; the message says what is expected.
             NoBackendError: no backend takes the request; the message lists every backend's reasons.
             ContextParallelError: the ranks call with different arguments, or one of them failed.
         """
@@ -167,7 +167,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         return out if native is not value else out.flatten(-2)
 
     def _attend(self, *qkv: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``mla_plugin.attention``, whose error also names the option through which Megatron set the variables."""
+        """``mla_plugin.attention``; its error also names the option by which Megatron set the environment variables."""
         try:
             return mla_plugin.attention(*qkv, **arguments)
         except mla_plugin.NoBackendError as error:
@@ -184,7 +184,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
     def _shared_by_ranks(
         self, arguments: dict[str, Any], mask_type: str, packed_seq_params: PackedSeqParams | None
     ) -> dict[str, Any]:
-        """What context parallelism adds to the arguments of the call, or changes in them."""
+        """The arguments that context parallelism adds or changes."""
         group = ranks.group_of_call(packed_seq_params, self.cp_group)
         if group is None:
             return {}
@@ -195,7 +195,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         return shared
 
     def _native_width(self, value: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
-        """v without the zeros that Megatron appended to a packed v, a view; v itself where there are none."""
+        """v without the zeros that Megatron appended to a packed v, as a view; v itself if there are none."""
         width = value.shape[-1]
         if self.v_channels is None or width == self.v_channels:
             return value
@@ -204,7 +204,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
                 f"value has head dimension {width} and this layer was built for v_channels={self.v_channels}; "
                 "only packed sequences (qkv_format='thd') may bring more, zeros that Megatron appended"
             )
-        # Only on the CPU can values be read without a synchronisation.
+        # values can be read without a synchronisation on the CPU only
         if value.device.type == "cpu" and value[..., self.v_channels :].any():
             raise ValueError(
                 f"value has head dimension {width}, this layer was built for {self.v_channels}, and what is beyond is "
@@ -237,7 +237,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _dropout_of_this_rank(self) -> Iterator[None]:
-        """Draw dropout from a stream of this tensor-parallel rank's own: its heads are not the other ranks' heads.
+        """Use a separate dropout stream for each tensor-parallel rank, because ranks have different heads.
 
         Attention takes its seed from the CPU generator, which Megatron seeds alike on all ranks of a tensor-parallel
         group, restores for recomputation, and finds advanced alike on all ranks afterwards.
@@ -250,7 +250,7 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _drop_te_extra_state(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Leave out TransformerEngine's quantisation state, so that a checkpoint of its core attention loads strictly."""
+    """Drop TransformerEngine's quantisation state, so that a checkpoint of its core attention loads strictly."""
     state_dict.pop(f"{prefix}_extra_state", None)
 
 
@@ -270,7 +270,7 @@ def _packed(params: PackedSeqParams) -> dict[str, Any]:
 
 
 def _masked(mask_type: str, attention_mask: torch.Tensor | None, *, is_packed: bool) -> dict[str, Any]:
-    """Arguments for a mask: its name alone, or the tensor that ``padding`` and ``arbitrary`` mean."""
+    """Arguments for a mask: its name, and for ``padding`` and ``arbitrary`` the mask tensor."""
     if is_packed or mask_type in _MASKS_WITHOUT_TENSOR:
         return {"attn_mask_type": mask_type}
     if mask_type not in ("padding", "arbitrary"):

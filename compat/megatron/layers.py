@@ -1,4 +1,4 @@
-"""What each attention layer of a Megatron-Core model asks for: the call that its core attention would make."""
+"""The attention calls of each layer of a Megatron-Core model: those that its core attention would make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mla_plugin.compat.megatron import ranks
 from mla_plugin.compat.megatron.core_attention import MLACoreAttention, _masked
-from mla_plugin.layers import Asked, AttentionCall, Batch, LayerKind, ModelLayers, grouped
+from mla_plugin.layers import AttentionCall, Batch, LayerCall, LayerKind, ModelLayers, grouped
 
 
 def layers_of(model: Any, batch: Batch) -> ModelLayers:
@@ -22,7 +22,7 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
         batch: of sequences without padding.
 
     Returns:
-        each kind of layer with what it asks for: training, or prefill.
+        each kind of layer with its calls: training, or prefill.
 
     Raises:
         TypeError: the model has no attention layer.
@@ -37,7 +37,7 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Attention modules, and what stands in their place in a layer: linear attention, state spaces."""
+    """Attention modules, and modules used instead of one: linear attention, state space models."""
     seen: set[int] = set()
     for module in model.modules():
         mixers: list[Any] = [module] if isinstance(module, Attention) else []
@@ -69,7 +69,7 @@ def _kind(module: Any, batch: Batch, is_training: bool) -> LayerKind:
         call = _call(module, core, batch, is_training)
     except ValueError as error:
         return LayerKind(name, note=str(error))
-    return LayerKind(name, (Asked(what, call),))
+    return LayerKind(name, (LayerCall(what, call),))
 
 
 def _call(module: Any, core: MLACoreAttention, batch: Batch, is_training: bool) -> AttentionCall:

@@ -1,4 +1,4 @@
-"""Context parallelism in Megatron's words: the group of a layer, of a call, and how its ranks exchange K and V."""
+"""Megatron's context-parallel settings: the group of a layer or a call, and how its ranks exchange K and V."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from mla_plugin.context_parallel.checks import WAYS
 
 LENGTHS_OF_QUERIES: dict[str, Any] = {"cu_seqlens_kv": None, "cu_seqlens_kv_padded": None}
-"""Self-attention: one tensor for queries and keys says that their lengths are the same, which no rank can look up."""
+"""Self-attention: using one tensor for queries and keys shows that their lengths are equal, without reading them."""
 
 
 def group_of_layer(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> ProcessGroup | None:
@@ -39,7 +39,7 @@ def group_of_layer(config: TransformerConfig, pg_collection: ProcessGroupCollect
 
 
 def check_layer(cp_comm_type: str, attention_dropout: float) -> None:
-    """What a layer with context parallelism cannot be built with.
+    """Check the options of a layer with context parallelism.
 
     Raises:
         ValueError: another exchange than those of ``mla_plugin.attention``, or dropout.
@@ -57,7 +57,7 @@ def check_layer(cp_comm_type: str, attention_dropout: float) -> None:
 
 
 def group_of_call(params: PackedSeqParams | None, group_of_layer: ProcessGroup | None) -> ProcessGroup | None:
-    """The ranks that share the sequences of one call: a packed batch may name its own, or none.
+    """The ranks that share the sequences of one call: a packed batch may have its own group, or none.
 
     Raises:
         ValueError: ``local_cp_size`` is not that of the group.
@@ -76,7 +76,7 @@ def group_of_call(params: PackedSeqParams | None, group_of_layer: ProcessGroup |
 
 
 def check_mask(mask_type: str, *, is_packed: bool) -> None:
-    """Masks that a tensor describes do not go with context parallelism.
+    """Check that the mask needs no mask tensor, which context parallelism does not support.
 
     Raises:
         ValueError: ``padding`` or ``arbitrary`` in a batch that is not packed.
@@ -89,11 +89,11 @@ def check_mask(mask_type: str, *, is_packed: bool) -> None:
 
 
 def tokens_on_a_rank(seqlen: int, size: int) -> int:
-    """Of a whole sequence.
+    """Number of tokens of a sequence on each rank.
 
     Raises:
-        ValueError: it cannot be cut.
+        ValueError: the sequence cannot be divided.
     """
     if seqlen % (2 * size):
-        raise ValueError(f"seqlen={seqlen} over {size} context-parallel ranks; a multiple of {2 * size} is needed")
+        raise ValueError(f"seqlen={seqlen} over {size} context-parallel ranks; expected a multiple of {2 * size}")
     return seqlen // size

@@ -1,4 +1,4 @@
-"""``register``: every dense MLA layer that is built afterwards attends through the plugin."""
+"""``register``: every dense MLA layer that is built afterwards uses the plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mla_plugin.compat.megatron.core_attention import MLACoreAttention
-from mla_plugin.compat.megatron.specs import mend_te_probe, module_of, name_of
+from mla_plugin.compat.megatron.specs import fix_te_flag, module_of, name_of
 
 try:
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
@@ -25,20 +25,20 @@ except ImportError:  # 0.16
 logger = logging.getLogger("mla_plugin")
 
 _REPLACED = (DotProductAttention, TEDotProductAttention)
-"""Megatron's dense core attentions. Without TransformerEngine the second is a stand-in, which no layer can build."""
+"""Megatron's dense core attentions. Without TransformerEngine the second is a placeholder class."""
 
 
 def register() -> None:
     """Give ``MLACoreAttention`` to every dense MLA layer built from now on; calling it again changes nothing.
 
-    It takes the place of Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. The layer's spec decides:
+    It replaces Megatron's ``DotProductAttention`` and ``TEDotProductAttention``. The layer's spec decides:
     sparse (DSA) layers and layers with a core attention of the program's own keep it, and a warning names each kind
     once. Megatron then also stops appending zeros to V.
     """
     layer = multi_latent_attention.MultiLatentAttention
     if layer.__init__.__module__ == __name__:
         return
-    mend_te_probe()
+    fix_te_flag()
     _choose_when_built(layer, _ours_for_megatrons_own)
     if absorbed_mla is not None:
         _choose_when_built(absorbed_mla.AbsorbedMLASelfAttention, _as_it_is)
@@ -47,7 +47,7 @@ def register() -> None:
         return
 
     def prepare(layer: Any, query: torch.Tensor, value: torch.Tensor, packed_seq_params: Any) -> Any:
-        # Zeros are appended for packed sequences only; without their parameters V stays as it is.
+        # without packed_seq_params Megatron does not append zeros to V
         is_ours = isinstance(layer.core_attention, MLACoreAttention)
         return original_prepare(layer, query, value, None if is_ours else packed_seq_params)
 
@@ -65,7 +65,7 @@ def _choose_when_built(layer: Any, choose: Callable[[Any], Any]) -> None:
 
 
 def _ours_for_megatrons_own(submodules: Any) -> Any:
-    """The submodules of a layer that multiplies its latents out."""
+    """The submodules of a layer that expands its latents to K and V."""
     core_attention = submodules.core_attention
     module = module_of(core_attention)
     if core_attention is None or any(module is replaced for replaced in _REPLACED):
@@ -76,7 +76,7 @@ def _ours_for_megatrons_own(submodules: Any) -> Any:
 
 
 def _as_it_is(submodules: Any) -> Any:
-    """The submodules of a layer that attends over its latents, which Megatron uses for sparse attention alone."""
+    """The submodules of a layer with weight absorption, which Megatron uses for sparse attention only."""
     _warn_once(name_of(submodules.core_attention))
     return submodules
 
@@ -84,7 +84,7 @@ def _as_it_is(submodules: Any) -> Any:
 @functools.cache
 def _warn_once(name: str) -> None:
     logger.warning(
-        'MLA layers with the core attention %s keep it: mla_plugin.register("megatron") takes the place of '
+        'MLA layers with the core attention %s keep it: mla_plugin.register("megatron") replaces '
         "DotProductAttention and TEDotProductAttention, not of sparse attention or of a program's own",
         name,
     )

@@ -1,4 +1,4 @@
-"""Megatron's specs: the attentions that they hold, and ours in the place of the dense ones."""
+"""Megatron's layer specs: finds their attentions and replaces the dense ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_core_attention(spec: Spec) -> Spec:
     Raises:
         ValueError: it holds no dense self-attention with a core attention; nothing is changed then.
     """
-    mixers: dict[int, tuple[str, Any]] = {}  # layers share specs: each is named once, by the first
+    mixers: dict[int, tuple[str, Any]] = {}  # layers share specs: each spec is reported once, for its first layer
     for path, mixer in _mixers(spec, ""):
         mixers.setdefault(id(mixer), (path, mixer))
     dense, sparse, others = [], [], []
@@ -60,7 +60,7 @@ def with_core_attention(spec: Spec) -> Spec:
         )
     if sparse:
         logger.warning("with_core_attention leaves these layers to Megatron-Core:\n  %s", "\n  ".join(sparse))
-    mend_te_probe()
+    fix_te_flag()
     for attention in dense:
         attention.submodules.core_attention = ModuleSpec(module=MLACoreAttention)
     return spec
@@ -80,7 +80,7 @@ def mla_gpt_layer_spec(**options: Any) -> ModuleSpec:
 
 
 def _mixers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What mixes tokens in a spec, with the way to it: ``layer_specs[3].self_attention``."""
+    """The token mixers in a spec, with their paths, such as ``layer_specs[3].self_attention``."""
     field = path.rpartition(".")[2]
     submodules: Any = getattr(node, "submodules", None)
     if field == "cross_attention" or node is IdentityOp:
@@ -98,12 +98,12 @@ def _mixers(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def is_sparse(core_attention: Any) -> bool:
-    """The spec of a core attention that has modules of its own, such as DSA's indexer, which chooses keys."""
+    """Whether a core attention has submodules, such as DSA's indexer, which selects keys."""
     return getattr(core_attention, "submodules", None) is not None
 
 
 def module_of(spec: Any) -> Any:
-    """The class that a spec builds; Megatron takes the class itself for a spec, too."""
+    """The class that a spec builds; Megatron also accepts a class as spec."""
     return get_module(spec) if isinstance(spec, ModuleSpec) else spec
 
 
@@ -113,11 +113,11 @@ def name_of(spec: Any) -> str:
     return getattr(module, "__name__", str(module))
 
 
-def mend_te_probe() -> None:
-    """Say that TransformerEngine is missing where it is.
+def fix_te_flag() -> None:
+    """Correct Megatron's flag for TransformerEngine if that is not installed.
 
-    The MLA of 0.16 takes the import of Megatron's own stand-ins for TransformerEngine's, and then fails in
-    ``isinstance(layer, <stand-in>)``.
+    The MLA of 0.16 mistakes Megatron's placeholder classes for TransformerEngine's, and then fails in
+    ``isinstance(layer, <placeholder>)``.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False

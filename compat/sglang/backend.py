@@ -345,7 +345,7 @@ def _sharing() -> tuple[int, int]:
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x [T, ...] with rows of 0 behind it: of an lse too, because SGLang's merge makes NaN of two that are -inf."""
+    """x [T, ...] with rows of 0 after it: of an lse too, because SGLang's merge makes NaN of two that are -inf."""
     if x.shape[0] == rows:
         return x
     padded = x.new_zeros((rows, *x.shape[1:]))

@@ -1,4 +1,4 @@
-"""A prefill's steps: several new tokens of each request, unequally many, behind a prefix that may be in the cache."""
+"""Prefill steps: requests with different numbers of new tokens, after a prefix that may be in the cache."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 import torch
 
 QUERIES = 16
-"""New tokens of a block, where they are absorbed: as many as share the tiles of the cache that they read."""
+"""New tokens of a block with weight absorption: as many as share the tiles of the cache that they read."""
 
 
 class Blocks(NamedTuple):
-    """New tokens cut into blocks of equally many, each a request of its own for decode; V blocks of c tokens.
+    """New tokens split into V blocks of c tokens, each treated as a separate request by decode.
 
-    A request's blocks end with its last token, so only its first one may reach back over tokens that are not its own;
-    what is computed for those is dropped.
+    A request's blocks end with its last token, so only its first block may include tokens before the request's new
+    ones; the results for those are dropped.
 
     Attributes:
-        rows: int64 [V, c], where each query of a block is among the T tokens.
+        rows: int64 [V, c], index among the T tokens of each query of a block.
         lengths: int32 [V], the keys up to a block's last token.
         owners: int64 [V], the request of each block.
-        places: int64 [T], where each token's output is among the V * c queries.
+        places: int64 [T], index among the V * c queries of each token's output.
     """
 
     rows: torch.Tensor
@@ -54,7 +54,7 @@ class Extend:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """Made once for all layers; nothing is read from the device."""
+        """Computed once for all layers, without a synchronisation."""
         return cut(self._new, self._prefix, self._counts, min(QUERIES, self.max_new))
 
 
@@ -66,7 +66,7 @@ def starts(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def cut(new: torch.Tensor, prefix: torch.Tensor, counts: list[int], width: int) -> Blocks:
-    """Cut the new tokens into blocks of ``width``.
+    """Split the new tokens into blocks of ``width``.
 
     Args:
         new: [B], new tokens of each request; ``counts`` has the same numbers on the host.

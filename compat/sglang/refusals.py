@@ -1,4 +1,4 @@
-"""What the backend does not take, and why: asked with the server's arguments, and again with the model."""
+"""Unsupported server arguments, models and devices, with reasons; checked at start and again with the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 MINIMUM_CAPABILITY = (8, 0)
 PREFILL_GRAPHS = ("disabled", "tc_piecewise")
-"""CUDA graphs of a prefill that leave its attention out."""
+"""CUDA graph modes of a prefill that do not capture its attention."""
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-"""Speculative algorithms whose drafts are chains where top-k is 1."""
+"""Speculative algorithms whose drafts are chains if top-k is 1."""
 DRAFT_BACKENDS = ("flashinfer", "fa3")
 """Backends for draft models: an MLA layer gives a draft's queries in the two parts that the target's backend takes."""
 

@@ -1,4 +1,4 @@
-"""What each release of SGLang has, of that which differs between them and matters here: one table."""
+"""Differences between SGLang releases that matter to the backend, in one table."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Has(NamedTuple, Generic[T]):
             capture and one for the replay.
         shared_cache: ranks may share the tokens of the cache (decode context parallelism; 0.5.15 has it too, but tells
             it in another way).
-        chunk_names: the backends that take a prefix in chunks are named beside the server's arguments; otherwise in the
-            model runner's module.
+        chunk_names: the backends that take a prefix in chunks are named in the module of the server's arguments;
+            otherwise in the model runner's module.
     """
 
     batch_hook: T
@@ -37,7 +37,7 @@ SINCE = Has(batch_hook="0.5.13", shared_cache="0.5.16", chunk_names="0.5.16")
 
 
 def of(version: str) -> Has[bool]:
-    """What a release has.
+    """The differences of a release.
 
     Raises:
         ImportError: it is older than 0.5.11.
@@ -46,7 +46,7 @@ def of(version: str) -> Has[bool]:
 
 
 def installed() -> Has[bool]:
-    """What the installed release has.
+    """The differences of the installed release.
 
     Raises:
         ImportError: SGLang is not installed or older than 0.5.11.

@@ -23,12 +23,12 @@ from mla_plugin.compat.transformer_engine.call import Call
 
 @dataclass(frozen=True)
 class Gap:
-    """One thing that TransformerEngine cannot do, does wrongly, or does in memory quadratic in the length.
+    """A kind of call that TransformerEngine cannot run, computes wrongly, or runs with quadratic memory.
 
     Attributes:
         name: what is filled, in a few words.
         versions: of TransformerEngine.
-        without: what TransformerEngine does there by itself, once its selection has left neither FlashAttention nor
+        without: what TransformerEngine does with such calls if its selection has left neither FlashAttention nor
             cuDNN.
         condition: holds for the calls concerned.
         runs: backends of this library that may run instead.

@@ -35,7 +35,7 @@ def _switches() -> tuple[bool, bool]:
 
 
 Circumstances: TypeAlias = tuple[environment.Gates, int]
-"""What a decision depends on beside the request: the variables that are set, and the set of plugins."""
+"""What a decision depends on besides the request: the variables that are set, and the set of plugins."""
 
 
 def _circumstances() -> Circumstances:

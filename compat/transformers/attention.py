@@ -197,7 +197,7 @@ def _padded(
     """Causal attention over the keys that ``tokens`` [B, n] marks, wherever the padding is.
 
     The tokens of each row move to the front in their order, so lengths describe them. Nothing waits for the device.
-    Padded queries behind the last token of a row attend to all tokens of it, as in every other implementation: a loss
+    Padded queries after the last token of a row attend to all tokens of it, as in every other implementation: a loss
     may read them. Other padded queries give 0, and under a window, which ``masks`` gives another form, all do.
     """
     s_q, num_keys = q.shape[1], tokens.shape[1]

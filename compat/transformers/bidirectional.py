@@ -1,8 +1,8 @@
-"""Dense masks of bidirectional attention, seen for what they are: padded keys, or sequences side by side.
+"""Recognises dense masks of bidirectional attention that describe padded keys or packed sequences.
 
-Encoders of texts get a bool mask in which all queries of a row see the same keys; transformers expands it over the
-queries, so its strides say so. The image tower of Pixtral, which Mistral Large 4 has too, gets an additive one whose
-blocks are its images; no argument says where they begin, so the mask is read, once for all layers of a forward.
+Text encoders get a bool mask in which all queries of a row see the same keys; transformers expands it over the queries,
+which its strides show. The image tower of Pixtral, also in Mistral Large 4, gets an additive mask with one block per
+image; no argument gives their bounds, so the mask is read, once for all layers of a forward.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def padded_keys(mask: torch.Tensor, s_q: int) -> torch.Tensor | None:
 
 
 def sequences(mask: torch.Tensor, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Packing arguments of sequences that lie side by side and each see themselves alone; None for other masks.
+    """Packing arguments if the mask is block-diagonal, one block per sequence; None for other masks.
 
-    Waits for the device, twice for a mask that it has not seen.
+    Synchronises with the device, twice for a new mask.
 
     Args:
         mask: [B, 1, S, S], bool or additive.
@@ -34,7 +34,7 @@ def sequences(mask: torch.Tensor, dtype: torch.dtype) -> dict[str, Any] | None:
     is_mask = mask.ndim == 4 and (mask.dtype == torch.bool or mask.is_floating_point())
     if torch.compiler.is_compiling() or not is_mask or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
         return None
-    if mask.is_inference():  # nobody counts its changes
+    if mask.is_inference():  # inference tensors have no version counter
         return _sequences(mask, dtype)
     known = getattr(mask, "sequences", None)
     if known is None or known[0] != mask._version:

@@ -190,7 +190,7 @@ def attend(
     projection = projection_of(module, query)
     q_nope, q_rope = query.split_with_sizes((dim_nope, head_dim_qk - dim_nope), -1)  # half the time of split
     q_nope_abs, q_rope = projection.absorbed(q_nope), q_rope.transpose(1, 2)
-    if indices is not None:  # each query has keys of its own: a batch of single queries
+    if indices is not None:  # each query has its own keys: a batch of single queries
         q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
     out = with_sinks(
         mla_plugin.decode,

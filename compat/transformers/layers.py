@@ -1,8 +1,8 @@
-"""What each attention layer of a transformers model asks for: the calls that its forward would make, without making it.
+"""The attention calls of each layer of a transformers model: those that its forward would make, without running it.
 
-A layer is known by what every attention layer of transformers sets: ``layer_idx`` and ``is_causal``. Other modules with
-a ``layer_idx`` and no attention inside mix tokens in another way (linear attention, state spaces), in which this
-library has no part.
+Attention layers are recognised by attributes that all of them have in transformers: ``layer_idx`` and ``is_causal``.
+Other modules with a ``layer_idx`` and no attention inside are other token mixers (linear attention, state space
+models), which this library does not compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mla_plugin.compat.transformers.projection import obstacles
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import latent_steps
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.layers import Asked, AttentionCall, Batch, LayerKind, ModelLayers, grouped
+from mla_plugin.layers import AttentionCall, Batch, LayerCall, LayerKind, ModelLayers, grouped
 
 
 def layers_of(model: Any, batch: Batch) -> ModelLayers:
@@ -30,7 +30,7 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
         batch: of sequences without padding.
 
     Returns:
-        each kind of layer with what it asks for: training, or prefill and the next token.
+        each kind of layer with its calls: training, or prefill and the next token.
 
     Raises:
         TypeError: the model has no layer of either kind, as an encoder of images may.
@@ -54,7 +54,7 @@ def layers_of(model: Any, batch: Batch) -> ModelLayers:
 
 
 def _steps_so_far(model: torch.nn.Module) -> Iterator[str]:
-    """Layers whose counts are equal, together."""
+    """A text that groups layers with equal counts."""
     alike: dict[tuple[int, int, str | None], list[str]] = {}
     for name, steps in latent_steps(model).items():
         alike.setdefault((steps.absorbed, steps.expanded, steps.reason), []).append(name)
@@ -87,10 +87,10 @@ def _kind(module: Any, batch: Batch, dtype: torch.dtype, is_training: bool) -> L
     if window is not None:
         name += f", window of {window} tokens"
     if is_training:
-        return LayerKind(name, (Asked("training", _expanded(module, dims, batch, dtype, batch.seqlen, True)),))
-    prefill = Asked("prefill", _expanded(module, dims, batch, dtype, batch.seqlen, False))
+        return LayerKind(name, (LayerCall("training", _expanded(module, dims, batch, dtype, batch.seqlen, True)),))
+    prefill = LayerCall("prefill", _expanded(module, dims, batch, dtype, batch.seqlen, False))
     step, note = _step(module, dims, batch, dtype)
-    return LayerKind(name, (prefill, Asked("next token", step)), note)
+    return LayerKind(name, (prefill, LayerCall("next token", step)), note)
 
 
 def _dims(module: Any) -> tuple[int, int, int, int] | None:
@@ -112,7 +112,7 @@ def _window(module: Any, batch: Batch) -> int | None:
 
 
 def _recorded(attend: Callable[..., Any]) -> AttentionCall:
-    """The one call of attention that ``attend`` makes through its argument."""
+    """The attention call that ``attend`` makes through its argument."""
     calls = []
 
     def record(*tensors: torch.Tensor, **arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def _step(
     obstacle = next(obstacles(module, query, *cache), None)
     if obstacle is not None:
         return expanded, f"it decodes over expanded keys and values: {obstacle.text}; what to do: {obstacle.advice}"
-    if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
+    if top_k is not None and not is_sparse:  # a dense layer next to sparse ones, which has their additive mask
         return expanded, None
     if top_k is not None:
         keys = min(latent.most_selected(module), keys)

@@ -1,4 +1,4 @@
-"""What masks hide, and the order that moves the tokens of each row to its front."""
+"""Masked keys, and the permutation that moves the tokens of each row to its front."""
 
 from __future__ import annotations
 

@@ -123,12 +123,12 @@ class Ranks:
 
 _PADDING = (
     "context_parallel: attention_mask holds padding, and no rank knows the others' part of it; pad rows at their end "
-    "and give no attention_mask: causal attention lets no token see what is behind it, and labels of -100 take padding "
-    "out of the loss"
+    "and give no attention_mask: causal attention lets no token see what comes after it, and labels of -100 take "
+    "padding out of the loss"
 )
 
 _active: list[Ranks | None] = [None]
-"""The innermost context manager's last. For all threads: a backward on a GPU recomputes in a thread of its own."""
+"""The innermost context manager's last. For all threads: a backward on a GPU recomputes in a separate thread."""
 
 _shared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Layers whose latest forward was shared by ranks."""
@@ -224,7 +224,7 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup | DeviceMe
     cut["position_ids"] = position_ids(tokens, group.size, group.rank, device=whole.device)[None]
     if labels is not None:
         if labels.shape != whole.shape[:2]:
-            raise ValueError(f"labels are {list(labels.shape)}; {list(whole.shape[:2])} is needed, as the tokens")
+            raise ValueError(f"labels are {list(labels.shape)}; expected {list(whole.shape[:2])}, as the tokens")
         shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL)
         cut["labels"] = cut["shift_labels"] = shard(shifted, group.size, group.rank)
         cut["num_items_in_batch"] = (shifted != _IGNORED_LABEL).sum()

@@ -1,4 +1,4 @@
-"""How often each layer attended over latents, how often it expanded them and why, and the log of it."""
+"""Counts how often each layer used the latents and how often it expanded them, and logs why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger("mla_plugin.compat.transformers.latent")
 
 
 class Reason(NamedTuple):
-    """Why a call expanded K and V: in words, and what to do about it; None where nothing is to be done."""
+    """Why a call expanded K and V, and advice; advice None if there is nothing to do."""
 
     text: str
     advice: str | None = None
@@ -22,12 +22,12 @@ class Reason(NamedTuple):
 
 @dataclass
 class LatentSteps:
-    """Calls of one layer, of the process so far; those inside of compiled graphs are not counted.
+    """Number of calls of one layer in this process; calls in compiled graphs are not counted.
 
     Attributes:
-        absorbed: over latents.
-        expanded: over K and V that were made of them, prompts included.
-        reason: why the last of ``expanded`` was; None where there is none.
+        absorbed: calls over latents.
+        expanded: calls over expanded K and V, prompts included.
+        reason: why the last of ``expanded`` was expanded; None if there is none.
     """
 
     absorbed: int = 0
@@ -36,8 +36,8 @@ class LatentSteps:
 
 
 _steps: weakref.WeakKeyDictionary[torch.nn.Module, LatentSteps] = weakref.WeakKeyDictionary()
-_said: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
-"""By the id of a model's config, which its layers share: the reasons that were logged."""
+_logged: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+"""Logged reasons, by the id of a model's config, which its layers share."""
 
 
 def record(module: Any, reason: Reason | None) -> None:
@@ -53,17 +53,17 @@ def record(module: Any, reason: Reason | None) -> None:
     steps.expanded += 1
     steps.reason = reason.text
     if reason.advice is not None:
-        _say_once(module, reason)
+        _log_once(module, reason)
 
 
-def _say_once(module: Any, reason: Reason) -> None:
+def _log_once(module: Any, reason: Reason) -> None:
     key, config = id(module.config), module.config
-    if key not in _said:
-        _said[key] = (weakref.ref(config, lambda _: _said.pop(key, None)), set())
-    said = _said[key][1]
-    if reason.text in said:
+    if key not in _logged:
+        _logged[key] = (weakref.ref(config, lambda _: _logged.pop(key, None)), set())
+    logged = _logged[key][1]
+    if reason.text in logged:
         return
-    said.add(reason.text)
+    logged.add(reason.text)
     kind = type(module)
     _logger.warning(
         "layer %s, %s.%s, decodes over expanded K and V: %s; what to do: %s",

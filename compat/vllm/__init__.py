@@ -1,7 +1,7 @@
 """vLLM 0.25.1 and newer: decode and prefill of MLA models on the fastest installed backend.
 
 vLLM loads ``load_plugin`` in each of its processes, by the entry point ``mla_plugin`` of ``vllm.general_plugins``, so
-nothing has to be imported or edited. It registers names; vLLM imports what is behind them when they are chosen:
+nothing has to be imported or edited. It registers names; vLLM imports the classes when they are chosen:
 
 =======================================================  =====================================================
 ``--attention-backend MLA_PLUGIN``                       decode: ``decode.MLAPluginBackend``

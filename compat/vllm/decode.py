@@ -1,7 +1,7 @@
 """Decode of vLLM's MLA layers: ``forward_mqa`` by ``mla_plugin.decode``, over vLLM's own paged cache.
 
 The layer multiplies by W_UK before and by W_UV after, vLLM writes the new tokens' rows, and lengths and block tables
-stay on the device, so that full CUDA graphs hold every step whose requests have equally many query tokens.
+stay on the device, so that full CUDA graphs cover every step whose requests all have the same number of query tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _logger = init_logger("vllm.mla_plugin.decode")
 
 
 class MLAPluginMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's metadata as they are; steps of equally many query tokens are decode and go into full CUDA graphs."""
+    """vLLM's metadata, unchanged; steps with the same number of query tokens per request count as decode."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
@@ -55,7 +55,7 @@ class MLAPluginMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # 
 
 
 class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
-    """What vLLM asks about the decode backend before it takes it."""
+    """The properties by which vLLM selects the decode backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
@@ -82,7 +82,7 @@ class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Pages of 64 unless the user said otherwise: those of 16, vLLM's default, take up to a quarter more time."""
+        """Pages of 64 unless the user sets another size: vLLM's default of 16 takes up to a quarter more time."""
         return default_block_size if default_block_size % PAGE_SIZE == 0 else PAGE_SIZE
 
     @staticmethod
@@ -125,7 +125,7 @@ class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """What was given and what is expected, beside the short reasons that vLLM itself makes of the methods above."""
+        """Reasons with the given and the expected value, besides vLLM's own short ones from the methods above."""
         reasons = _refusals(cls, head_size, dtype, kv_cache_dtype, has_sink, use_sparse, device_capability)
         return "; ".join(reasons) or None
 
@@ -139,7 +139,7 @@ def _refusals(
     use_sparse: bool,
     capability: Any,
 ) -> Iterator[str]:
-    """Of a block size vLLM's own reason is all: its selector looks for those words alone."""
+    """No reason for the block size: vLLM's selector looks for its own wording."""
     if torch.version.hip is not None:
         yield "mla-plugin: an AMD device, expected NVIDIA's: the kernels were not compiled for AMD"
     if not backend.supports_compute_capability(capability):

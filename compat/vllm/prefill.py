@@ -1,7 +1,7 @@
 """Prefill of vLLM's MLA layers: expanded keys and values, packed, by ``mla_plugin.attention``.
 
-vLLM cuts the context that is in the cache already (chunked prefill, prefix caching) into chunks, and merges the outputs
-of the chunks and of the new tokens by their log-sum-exp.
+vLLM splits the context that is already in the cache (chunked prefill, prefix caching) into chunks, and merges the
+outputs of the chunks and of the new tokens by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class MLAPluginPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
         chunk_idx: int | None = None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the new tokens to a chunk of the context, which they see whole.
+        """Attention of the new tokens to a chunk of the context, without a mask.
 
         Args:
             q: [T, H, head_dim_qk].

@@ -1,4 +1,4 @@
-"""What each release of vLLM has, of that which differs between them and matters here: one table."""
+"""Differences between vLLM releases that matter to the backends, in one table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SINCE = Has(causal="0.27", chunk="0.28", names="0.32", packed="0.28")
 
 
 def of(version: str) -> Has[bool]:
-    """What a release has.
+    """The differences of a release.
 
     Raises:
         ImportError: it is older than 0.25.1.
@@ -41,7 +41,7 @@ def of(version: str) -> Has[bool]:
 
 
 def installed() -> Has[bool]:
-    """What the installed release has.
+    """The differences of the installed release.
 
     Raises:
         ImportError: vLLM is not installed or older than 0.25.1.

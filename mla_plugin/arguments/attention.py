@@ -1,4 +1,4 @@
-"""The tensors of an attention call and their checks; errors say what was given, what is accepted and what to do.
+"""The tensors of an attention call and their checks; errors say what was given, what is expected and what to do.
 
 Shapes, dtypes and devices are checked when a request is built from them (``AttentionRequest.of``). Values of tensors
 (increasing offsets) are checked when the call runs: on the CPU, where that needs no synchronisation, and with
@@ -144,7 +144,7 @@ def check_types(tensors: AttentionTensors) -> None:
         name = _ARGUMENTS.get(name, name)
         check_tensor(name, x)
     if tensors.dropout_seed is not None and tensors.dropout_seed.device.type != "cpu":
-        raise ValueError(f"dropout_seed is on {tensors.dropout_seed.device}; a CPU tensor is needed: .cpu()")
+        raise ValueError(f"dropout_seed is on {tensors.dropout_seed.device}; expected a CPU tensor: .cpu()")
 
 
 def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
@@ -157,7 +157,7 @@ def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
             )
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         accepted = ", ".join(str(dtype) for dtype in DTYPES)
-        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; one dtype of {accepted} is needed")
+        raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype of {accepted}")
     if k.device != q.device or v.device != q.device:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
     if k.shape[:-1] != v.shape[:-1]:
@@ -170,7 +170,7 @@ def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
         raise ValueError(f"head_dim_qk={q.shape[-1]}, head_dim_v={v.shape[-1]}; both must be at least 1")
     (batch_q, heads_q, _), (batch_kv, heads_kv, _) = layout.pick(q.shape), layout.pick(k.shape)
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
-        raise ValueError(f"{heads_q} query heads over {heads_kv} key-value heads; a multiple is needed")
+        raise ValueError(f"{heads_q} query heads over {heads_kv} key-value heads; expected a multiple")
     if batch_q != batch_kv:
         raise ValueError(f"batch size: q has {batch_q} and k has {batch_kv} ({layout.axes})")
 
@@ -187,13 +187,13 @@ def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
         raise ValueError(f"attn_mask_type={mask!r} with qkv_format={layout.name!r} needs {needed[0]} (int32, [B + 1])")
     cu_q = lengths["cu_seqlens_q"]
     if cu_q.dim() != 1 or cu_q.shape[0] < 1:
-        raise ValueError(f"cu_seqlens_q has shape {tuple(cu_q.shape)}; (B + 1,) is needed")
+        raise ValueError(f"cu_seqlens_q has shape {tuple(cu_q.shape)}; expected (B + 1,)")
     entries = cu_q.shape[0] if layout.is_packed else layout.pick(tensors.q.shape)[0] + 1
     for name, x in lengths.items():
         if x.dtype != torch.int32:
-            raise TypeError(f"{name} has dtype {x.dtype}; torch.int32 is needed: {name}.to(torch.int32)")
+            raise TypeError(f"{name} has dtype {x.dtype}; expected torch.int32: {name}.to(torch.int32)")
         if x.dim() != 1 or x.shape[0] != entries:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; ({entries},) is needed: one more than the batch size")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({entries},): one more than the batch size")
         if x.device != tensors.q.device:
             raise ValueError(f"{name} is on {x.device} and q on {tensors.q.device}; move it to {tensors.q.device}")
     padded = [name for name in LENGTHS[2:] if name in lengths]
@@ -212,7 +212,7 @@ def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, 
     if given is None:
         return extent
     if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
-        raise TypeError(f"{name}={given!r}; an int or None is needed")
+        raise TypeError(f"{name}={given!r}; expected an int or None")
     has_lengths = layout.is_packed or "padding" in mask
     if has_lengths and given >= 0 and (layout.is_packed or given <= extent):
         return given
@@ -220,7 +220,7 @@ def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, 
         accepted = f"{extent}, the tensor's length, or None"
         if has_lengths:
             accepted = "the longest sequence" if layout.is_packed else f"the longest sequence, 0 to {extent},"
-        raise ValueError(f"{name}={given}; {accepted} is needed with qkv_format={layout.name!r}, {mask!r}")
+        raise ValueError(f"{name}={given}; expected {accepted} with qkv_format={layout.name!r}, {mask!r}")
     return given
 
 
@@ -240,7 +240,7 @@ def check_mask_and_bias(tensors: AttentionTensors, layout: Layout, mask: str, bi
         raise ValueError(f"{given} given with core_attention_bias_type={bias_type!r}; give both or neither")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise TypeError(
-            f"attention_mask has dtype {attention_mask.dtype}; torch.bool is needed (True = masked out); "
+            f"attention_mask has dtype {attention_mask.dtype}; expected torch.bool (True = masked out); "
             "an additive mask goes into core_attention_bias with core_attention_bias_type='post_scale_bias'"
         )
     if bias is not None and bias.dtype != q.dtype:

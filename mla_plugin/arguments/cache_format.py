@@ -118,7 +118,7 @@ def byte_columns(kv_cache: Cache, rank: int, kv_cache_format: str) -> tuple[torc
     try:
         c_kv, k_rope = kv_cache
     except (TypeError, ValueError):
-        raise TypeError(f"kv_cache is {type(kv_cache).__name__}; a tensor or a pair (c_kv, k_rope) is needed") from None
+        raise TypeError(f"kv_cache is {type(kv_cache).__name__}; expected a tensor or a pair (c_kv, k_rope)") from None
     return _bytes_of("c_kv", c_kv, kv_cache_format), _bytes_of("k_rope", k_rope, kv_cache_format)
 
 

@@ -1,4 +1,4 @@
-"""Checks shared by both operations; errors say what was given, what is accepted and what to do."""
+"""Checks shared by both operations; errors say what was given, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def check_tensor(name: str, x: object, shape: str = "") -> None:
         TypeError: it is not; the message says what to do.
     """
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}; a torch.Tensor{shape and ' '}{shape} is needed")
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor{shape and ' '}{shape}")
     if x.is_nested or x.layout != torch.strided:
         kind = "a nested tensor" if x.is_nested else f"of the memory layout {x.layout}"
         raise TypeError(
-            f"{name} is {kind}; a dense tensor (torch.strided) is needed: .to_dense(), and for sequences of different "
-            "lengths one padded or packed tensor beside their lengths (qkv_format='thd' with cu_seqlens_q, seqlens_kv)"
+            f"{name} is {kind}; expected a dense tensor (torch.strided): .to_dense(), and for sequences of different "
+            "lengths one padded or packed tensor with their lengths (qkv_format='thd' with cu_seqlens_q, seqlens_kv)"
         )
     distributed = sys.modules.get("torch.distributed.tensor")  # if there is a DTensor, somebody imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
@@ -45,17 +45,17 @@ def check_softmax_scale(softmax_scale: object) -> None:
     """Check that the scale is a positive, finite number and not a tensor."""
     if isinstance(softmax_scale, torch.Tensor):
         raise TypeError(
-            "softmax_scale is a torch.Tensor; a float is needed, because it gets no gradient and reading it would "
+            "softmax_scale is a torch.Tensor; expected a float, because it gets no gradient and reading it would "
             "synchronise with the device: multiply q by a learnable scale, or pass float(softmax_scale)"
         )
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(
-            f"softmax_scale={softmax_scale!r} is {type(softmax_scale).__name__}; a positive number is needed, such as "
+            f"softmax_scale={softmax_scale!r} is {type(softmax_scale).__name__}; expected a positive number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
         )
     if not 0.0 < softmax_scale < math.inf:  # type: ignore[operator]
         raise ValueError(
-            f"softmax_scale={softmax_scale}; a positive, finite number is needed, such as "
+            f"softmax_scale={softmax_scale}; expected a positive, finite number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
         )
 
@@ -63,7 +63,7 @@ def check_softmax_scale(softmax_scale: object) -> None:
 def check_number(name: str, value: object) -> None:
     """Check that the value is a real number, neither a bool nor a tensor."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name}={value!r}; a number is needed")
+        raise TypeError(f"{name}={value!r}; expected a number")
 
 
 def plain_number(value: Any) -> Any:

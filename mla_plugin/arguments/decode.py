@@ -88,11 +88,11 @@ class DecodeLengths:
             device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
             seqlens_kv = self.host.to(device, copy=True)
         elif not isinstance(seqlens_kv, torch.Tensor):
-            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; a tensor, int32 [{len(self.host)}], is needed")
+            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(self.host)}],")
         elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
             raise ValueError(
                 f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
-                f"int32 [{len(self.host)}] is needed"
+                f"expected int32 [{len(self.host)}]"
             )
         self.seqlens_kv = seqlens_kv
         self._schedules: dict[Hashable, Schedule] = {}
@@ -144,15 +144,15 @@ def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
         given = torch.as_tensor(host)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: beyond int64
         raise TypeError(
-            f"host lengths are {type(host).__name__}, which PyTorch cannot convert to a tensor ({error}); a list of "
-            "ints or a CPU tensor [B] is needed"
+            f"host lengths are {type(host).__name__}, which PyTorch cannot convert to a tensor ({error}); "
+            "expected a list of ints or a CPU tensor [B]"
         ) from error
     if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
-        raise TypeError(f"host lengths have dtype {given.dtype}; int32 or int64 is needed")
+        raise TypeError(f"host lengths have dtype {given.dtype}; expected int32 or int64")
     if given.dim() != 1 or (given < 0).any():
-        raise ValueError(f"host lengths are {given.tolist()}; one non-negative length per sequence is needed")
+        raise ValueError(f"host lengths are {given.tolist()}; expected one non-negative length per sequence")
     if (given > MAX_LENGTH).any():
-        raise ValueError(f"host lengths are {given.tolist()}; at most {MAX_LENGTH} is accepted, they are kept in int32")
+        raise ValueError(f"host lengths are {given.tolist()}; expected at most {MAX_LENGTH}, they are kept in int32")
     return given.to(torch.int32, copy=True)
 
 
@@ -173,7 +173,7 @@ class DecodeTensors(NamedTuple):
             matter as long as they are finite.
         leftpad_kv: int32 [B]; keys before it are masked.
         lengths: where ``seqlens_kv`` came from, when it came as ``DecodeLengths``.
-        kv_scale: of a quantised cache, float32: no dimension in ``fp8``, [.., .., 4] beside c_kv in ``fp8_ds_mla``.
+        kv_scale: of a quantised cache, float32: no dimension in ``fp8``, [.., .., 4] next to c_kv in ``fp8_ds_mla``.
         kv_cache_format: as in ``DecodeRequest``.
     """
 

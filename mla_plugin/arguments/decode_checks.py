@@ -1,4 +1,4 @@
-"""Checks of a decode call; every error says what was given, what is accepted and what to do.
+"""Checks of a decode call; every error says what was given, what is expected and what to do.
 
 ``mla_plugin.decode`` and ``mla_plugin.kernels.mla_decode_attention`` both use them. Plain values are checked at every
 call, tensors when their layout is first seen, and tensor values only where reading them does not synchronise.
@@ -39,19 +39,19 @@ def check_options(
     check_softmax_scale(softmax_scale)
     for name, value in ((causal_name, causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
         if type(value) is not bool:
-            raise TypeError(f"{name}={value!r} is {type(value).__name__}; True or False is needed: pass bool({name})")
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; expected True or False: pass bool({name})")
 
 
 def check_names(host: str, backend: object) -> None:
     """Check the host and the type of the backend's name; the resolver checks that the backend is registered."""
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; expected a backend's name or None")
     if host not in HOSTS:
         raise ValueError(f"host={host!r}; expected one of {', '.join(HOSTS)}")
 
 
 def check_queries(q_nope_abs: torch.Tensor) -> None:
-    """Check for a tensor of four dimensions; the last is needed to split the cache."""
+    """Check for a tensor of four dimensions; its last one is needed to split the cache."""
     if not isinstance(q_nope_abs, torch.Tensor) or q_nope_abs.dim() != 4 or q_nope_abs.is_nested:
         check_type("q_nope_abs", q_nope_abs)
         _check_rank("q_nope_abs", q_nope_abs)
@@ -91,7 +91,7 @@ def split_cache(
     try:
         c_kv, k_rope = kv_cache
     except (TypeError, ValueError):
-        raise TypeError(f"kv_cache is {type(kv_cache).__name__}; a tensor or a pair (c_kv, k_rope) is needed") from None
+        raise TypeError(f"kv_cache is {type(kv_cache).__name__}; expected a tensor or a pair (c_kv, k_rope)") from None
     if not (isinstance(c_kv, torch.Tensor) and isinstance(k_rope, torch.Tensor)):
         raise TypeError(
             f"kv_cache is a pair of {type(c_kv).__name__} and {type(k_rope).__name__}; two tensors are needed"
@@ -168,7 +168,7 @@ def _check_dtypes(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None
     if dtype not in dtypes or any(x.dtype != dtype for x in tensors[1:4]):
         given = ", ".join(f"{name} {x.dtype}" for name, x in zip(tensors._fields, tensors[:4], strict=False))
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{given}; one of {accepted} is needed, the same for all four: cast them")
+        raise TypeError(f"{given}; expected one of {accepted}, the same for all four: cast them")
 
 
 def _check_quantised(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> None:
@@ -180,8 +180,8 @@ def _check_quantised(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> N
     if q_nope_abs.dtype not in taken or q_rope.dtype != q_nope_abs.dtype:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in taken)
         raise TypeError(
-            f"q_nope_abs {q_nope_abs.dtype}, q_rope {q_rope.dtype}; with kv_cache_format={kv_format!r} one of "
-            f"{accepted} is needed, the same for both"
+            f"q_nope_abs {q_nope_abs.dtype}, q_rope {q_rope.dtype}; expected one dtype for both, with "
+            f"kv_cache_format={kv_format!r} one of {accepted}"
         )
     rope_dtype = torch.uint8 if kv_format == cache_format.FP8 else torch.bfloat16
     if c_kv.dtype != torch.uint8 or k_rope.dtype != rope_dtype:
@@ -192,11 +192,11 @@ def _check_quantised(tensors: DecodeTensors, dtypes: Sequence[torch.dtype]) -> N
     shape = torch.Size(()) if kv_format == cache_format.FP8 else (*c_kv.shape[:2], cache_format.SCALES)
     if kv_scale is None or kv_scale.dtype != torch.float32 or kv_scale.shape != shape:
         given = "None" if kv_scale is None else f"{kv_scale.dtype} {list(kv_scale.shape)}"
-        raise ValueError(f"kv_scale is {given}; float32 {list(shape)} is needed with {kv_format!r}")
+        raise ValueError(f"kv_scale is {given}; expected float32 {list(shape)} with {kv_format!r}")
     if kv_format == cache_format.FP8_DS_MLA and k_rope.shape[-1] != cache_format.ROPE:
-        raise ValueError(f"k_rope has Dr={k_rope.shape[-1]}; {cache_format.ROPE} is needed with {kv_format!r}")
+        raise ValueError(f"k_rope has Dr={k_rope.shape[-1]}; expected {cache_format.ROPE} with {kv_format!r}")
     if kv_scale.device != q_nope_abs.device:
-        raise ValueError(f"kv_scale on {kv_scale.device}, q_nope_abs on {q_nope_abs.device}; one device is needed")
+        raise ValueError(f"kv_scale on {kv_scale.device}, q_nope_abs on {q_nope_abs.device}; expected one device")
 
 
 def _check_blocks(tensors: DecodeTensors) -> None:

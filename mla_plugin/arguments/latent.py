@@ -102,7 +102,7 @@ def check_latent_tensors(tensors: LatentTensors, qkv_format: object, attn_mask_t
     Lengths and the mask are checked with K and V, as in ``attention``.
 
     Raises:
-        ValueError, TypeError: they do not match; the message says what was given and what is accepted.
+        ValueError, TypeError: they do not match; the message says what was given and what is expected.
     """
     check_choice("qkv_format", qkv_format, LAYOUTS)
     if attn_mask_type == "arbitrary":
@@ -112,7 +112,7 @@ def check_latent_tensors(tensors: LatentTensors, qkv_format: object, attn_mask_t
     named = {name: getattr(tensors, name) for name in DIFFERENTIABLE}
     if tensors.q.dtype not in DTYPES or len({x.dtype for x in named.values()}) > 1:
         given = ", ".join(f"{name} {x.dtype}" for name, x in named.items())
-        raise TypeError(f"dtypes are {given}; one dtype of {', '.join(map(str, DTYPES))} is needed")
+        raise TypeError(f"dtypes are {given}; expected one dtype of {', '.join(map(str, DTYPES))}")
     if len({x.device for x in named.values()}) > 1:
         given = ", ".join(f"{name} {x.device}" for name, x in named.items())
         raise ValueError(f"devices are {given}; move them to one device")
@@ -157,7 +157,7 @@ def _check_weights(tensors: LatentTensors, layout: Layout) -> None:
         has_size = x.dim() == 3 and (x.shape[1] == size if size else x.shape[1] > 0)
         if not has_size or x.shape[0] != heads or x.shape[2] != rank:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; [H, {width}, R] = ({heads}, {size or width}, {rank}) is needed"
+                f"{name} has shape {tuple(x.shape)}; expected [H, {width}, R] = ({heads}, {size or width}, {rank})"
                 + _weight_hint(name, x, heads, rank)
             )
 

@@ -129,7 +129,7 @@ def canonical_mask(
     if is_packed and mask == "arbitrary":
         raise ValueError("attn_mask_type='arbitrary' needs a dense layout; thd accepts the padding masks")
     if bottom_right_diagonal is not None and not isinstance(bottom_right_diagonal, bool):
-        raise TypeError(f"bottom_right_diagonal={bottom_right_diagonal!r}; True, False or None is needed")
+        raise TypeError(f"bottom_right_diagonal={bottom_right_diagonal!r}; expected True, False or None")
     if is_packed and "padding" not in mask:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
     left, right = (-1, -1) if window_size is None else window_pair(window_size)
@@ -158,6 +158,6 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
         left = right = -2
     if left < -1 or right < -1:
         raise ValueError(
-            f"window_size={window_size!r}; (left, right) is needed, each -1 (unlimited) or a number of tokens"
+            f"window_size={window_size!r}; expected (left, right), each -1 (unlimited) or a number of tokens"
         )
     return min(left, _UNLIMITED), min(right, _UNLIMITED)

@@ -90,7 +90,7 @@ def _steps(text: str) -> int:
 def _tokens(text: str) -> int:
     longest = ARCHITECTURE["max_position_embeddings"] - len(PROMPT)
     if not text.isdecimal() or not 1 <= int(text) <= longest:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of bytes from 1 to {longest} is needed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes from 1 to {longest}")
     return int(text)
 
 

@@ -101,7 +101,7 @@ def _cudnn_version(text: str) -> tuple[int, ...]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 is needed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected at least 1")
     return int(text)
 
 
@@ -111,7 +111,7 @@ def _probability(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 up to, but not including, 1 is needed")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number 0 <= x < 1")
     return value
 
 
@@ -342,7 +342,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         options["te_release"] = arguments.te_release
         whole = request_of(arguments, platform.device_type)
-    asked = ranks.asked_of_rank(arguments, whole)
+    asked = ranks.requests_of_rank(arguments, whole)
     found = [_decided(request, arguments.why, options) for request in asked.requests]
     contents = [as_json(decision, why) for decision, why in found]
     texts = [_text(decision) if why is None else why.text for decision, why in found]

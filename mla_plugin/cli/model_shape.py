@@ -44,16 +44,14 @@ class ModelShape:
         """The shape by the names that transformers gives its fields; a composite model's are in ``text_config``.
 
         Raises:
-            ValueError: a field is missing, or the heads cannot be shared out over the ranks.
+            ValueError: a field is missing, or the heads cannot be divided over the ranks.
         """
         config = {**config, **config.get("text_config", {})}
         heads = _required(config, "num_attention_heads")
         rank = config.get("kv_lora_rank")
         kv_heads = heads if rank is not None else config.get("num_key_value_heads") or heads
         if heads % tensor_parallel or (kv_heads % tensor_parallel and kv_heads > 1):
-            raise ValueError(
-                f"{heads} heads and {kv_heads} key-value heads cannot be shared out over {tensor_parallel}"
-            )
+            raise ValueError(f"{heads} heads and {kv_heads} key-value heads cannot be divided over {tensor_parallel}")
         if rank is None:
             dim = config.get("head_dim") or _required(config, "hidden_size") // heads
             dims = {"head_dim_qk": dim, "head_dim_v": dim, "qk_rope_head_dim": dim}
@@ -101,7 +99,7 @@ def of_arguments(arguments: argparse.Namespace) -> ModelShape:
     """The shape that the flags give.
 
     Raises:
-        ValueError: the configuration lacks a field; a flag beside ``--config`` that it would contradict.
+        ValueError: the configuration lacks a field; a flag that contradicts ``--config``.
         OSError: the configuration cannot be read.
     """
     given = {

@@ -12,7 +12,12 @@ from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.interleave import held_tokens
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
-from mla_plugin.operations.explain import Asked, asked_by_attention, asked_by_decode, asked_by_latent_attention
+from mla_plugin.operations.explain import (
+    CallRequests,
+    requests_of_attention,
+    requests_of_decode,
+    requests_of_latent_attention,
+)
 
 
 def add_arguments(group: Any, count: Any) -> None:
@@ -30,7 +35,7 @@ def add_arguments(group: Any, count: Any) -> None:
     )
 
 
-def asked_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | DecodeRequest) -> Asked:
+def requests_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | DecodeRequest) -> CallRequests:
     """The requests that the rank makes.
 
     Args:
@@ -42,11 +47,11 @@ def asked_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | Decod
     """
     size, rank = arguments.cp_size, arguments.cp_rank
     if not 0 <= rank < size:
-        raise ValueError(f"--cp-rank {rank} with --cp-size {size}; 0 to {size - 1} is accepted")
+        raise ValueError(f"--cp-rank {rank} with --cp-size {size}; expected 0 to {size - 1}")
     if isinstance(whole, DecodeRequest) and (arguments.latent or arguments.cp_comm_type):
         raise ValueError("--latent and --cp-comm-type do not apply to --decode")
     if size == 1 and not arguments.latent:
-        return Asked(None, (whole,), None)
+        return CallRequests(None, (whole,), None)
     options: dict[str, Any] = {"cp_group": None if size == 1 else Group.supposed(size, rank)}
     if isinstance(whole, DecodeRequest):
         asked = _of_decode(whole, options | {"cp_interleave": arguments.cp_interleave}, arguments)
@@ -62,14 +67,14 @@ def _meta(*shape: int, **options: Any) -> torch.Tensor:
     return torch.empty(shape, **{"dtype": torch.int32, "device": "meta", **options})
 
 
-def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: argparse.Namespace) -> Asked:
+def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: argparse.Namespace) -> CallRequests:
     if whole.bias_type != "no_bias":
-        raise ValueError(f"--bias {whole.bias_type} with --cp-size or --latent; no_bias is accepted")
+        raise ValueError(f"--bias {whole.bias_type} with --cp-size or --latent; expected no_bias")
     layout, batch, size = whole.layout, whole.batch_size, arguments.cp_size
     tokens = []
     for side, longest in (("q", whole.max_seqlen_q), ("kv", whole.max_seqlen_kv)):
         if longest % (2 * size) and size > 1:
-            raise ValueError(f"--seqlen-{side} {longest} over {size} ranks; a multiple of {2 * size} is accepted")
+            raise ValueError(f"--seqlen-{side} {longest} over {size} ranks; expected a multiple of {2 * size}")
         tokens.append(longest // size * (batch if layout.is_packed else 1))
         options[f"max_seqlen_{side}"] = longest
         if whole.has_padding:
@@ -89,21 +94,21 @@ def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: a
             _meta(*layout.shape(batch, whole.num_kv_heads, tokens[1], width), **like)
             for width in (whole.head_dim_qk, whole.head_dim_v)
         )
-        return asked_by_attention(q, k, v, **options, dropout_p=whole.dropout_p)
+        return requests_of_attention(q, k, v, **options, dropout_p=whole.dropout_p)
     if whole.dropout_p or whole.num_kv_heads != whole.num_heads:
         raise ValueError("--dropout and --kv-heads do not apply to --latent")
     if arguments.rope >= whole.head_dim_qk or arguments.rope < 0:
-        raise ValueError(f"--rope {arguments.rope} with --head-dim-qk {whole.head_dim_qk}; a smaller one is accepted")
+        raise ValueError(f"--rope {arguments.rope} with --head-dim-qk {whole.head_dim_qk}; expected a smaller one")
     nope, rank = whole.head_dim_qk - arguments.rope, arguments.kv_lora_rank
     of_latents = LAYOUTS["bshd"] if layout.name == "bhsd" else layout
     shape = list(of_latents.shape(batch, 1, tokens[1], 1))
     del shape[of_latents.heads]
     latents = (_meta(*shape[:-1], width, **like) for width in (rank, arguments.rope))
     weights = (_meta(whole.num_heads, width, rank, **like) for width in (nope, whole.head_dim_v))
-    return asked_by_latent_attention(q, *latents, *weights, **options)
+    return requests_of_latent_attention(q, *latents, *weights, **options)
 
 
-def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argparse.Namespace) -> Asked:
+def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argparse.Namespace) -> CallRequests:
     size, rank = arguments.cp_size, arguments.cp_rank
     batch, like = whole.batch_size, {"dtype": whole.dtype}
     held = held_tokens(whole.max_seqlen_kv, size, rank, interleave=arguments.cp_interleave)
@@ -120,6 +125,6 @@ def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argpars
         for width in (whole.kv_lora_rank, whole.qk_rope_head_dim)
     )
     options |= {"seqlens_kv": _meta(batch), "causal": whole.causal, "host": whole.host, "softmax_scale": 1.0}
-    asked = asked_by_decode(*queries, cache, **options)
+    asked = requests_of_decode(*queries, cache, **options)
     known = {"has_host_lengths": whole.has_host_lengths}
     return asked._replace(requests=tuple(request.replace(**known) for request in asked.requests))

@@ -59,7 +59,7 @@ class Feature:
 
 @dataclass
 class Matrix:
-    """All features of one backend on one device; ``total`` and ``failures`` also hold what failed beside the cases."""
+    """All features of one backend on one device; ``total`` and ``failures`` also hold what failed besides the cases."""
 
     backend: str
     device: str

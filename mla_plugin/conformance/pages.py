@@ -95,7 +95,7 @@ def _of(backend: str) -> tuple[str, ...]:
 def write(
     backends: Iterable[str], given: str, folder: Path, *, processes: int, is_quick: bool, rest: Sequence[str] = ()
 ) -> int:
-    """Run the suite for each backend in a process of its own, and write NAME_DEVICE.md, .json and .log.
+    """Run the suite for each backend in a separate process, and write NAME_DEVICE.md, .json and .log.
 
     Args:
         backends: their names.

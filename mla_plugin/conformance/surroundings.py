@@ -49,7 +49,7 @@ def in_another_thread(run: Callable[[], Result]) -> Result:
 
 
 def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
-    """Each of ``runs``, which check their results, a few times in a thread of its own; the first error is raised.
+    """Each of ``runs``, which check their results, a few times in a separate thread; the first error is raised.
 
     Before each operator of PyTorch the threads take turns, so that what they share shows.
     """

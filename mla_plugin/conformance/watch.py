@@ -213,7 +213,7 @@ def check_no_graph(**tensors: torch.Tensor | None) -> None:
 
 
 def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
-    """Each element of the results lies in memory of its own."""
+    """Each element of the results lies in its own memory."""
     owners, starts = _owners(inputs), dict[int, str]()
     for name, x in results.items():
         if not isinstance(x, torch.Tensor) or not x.numel():

@@ -13,7 +13,7 @@ from mla_plugin.context_parallel.group import process_group_of
 from mla_plugin.context_parallel.operator import context_parallel_forward
 from mla_plugin.hooks.attention import AttentionOutput
 from mla_plugin.operations.attention import operator as plain
-from mla_plugin.operations.attention.run import is_traced, run_said
+from mla_plugin.operations.attention.run import is_traced, run_call
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +45,7 @@ def attention(
     """
     process_group = process_group_of(cp_group)
     if process_group.size() == 1:
-        return run_said(tensors, options, backend)
+        return run_call(tensors, options, backend)
     options = options.completed(tensors)
     if not is_traced():  # the operator's schema would raise less clear errors, or convert silently
         checked_request(tensors, options, process_group.size(), cp_comm_type)

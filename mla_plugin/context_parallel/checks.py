@@ -29,7 +29,7 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
         cp_comm_type: the communication type.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
     check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
     if options.batch_invariant or environment.is_batch_invariance_requested():
@@ -88,18 +88,18 @@ def _refuse(reasons: list[str]) -> None:
 def _slots(side: str, whole: int | None, tokens: int, size: int, request: AttentionRequest) -> int:
     """The longest sequence's slots on a rank, an even number."""
     if whole is not None and (isinstance(whole, bool) or not isinstance(whole, (int, torch.SymInt))):
-        raise TypeError(f"max_seqlen_{side}={whole!r}; an int or None is needed")
+        raise TypeError(f"max_seqlen_{side}={whole!r}; expected an int or None")
     if not request.layout.is_packed:
         if whole is not None and whole != tokens * size and not (request.has_padding and 0 <= whole <= tokens * size):
             raise ValueError(
-                f"max_seqlen_{side}={whole} with {tokens} tokens on each of {size} ranks; {tokens * size}, the whole "
-                "sequence, or None is needed"
+                f"max_seqlen_{side}={whole} with {tokens} tokens on each of {size} ranks; expected "
+                f"{tokens * size}, the whole sequence, or None"
             )
         return tokens
     if whole is None:
         return tokens + tokens % 2
     if whole < 0:
-        raise ValueError(f"max_seqlen_{side}={whole}; the longest sequence with its padding is needed")
+        raise ValueError(f"max_seqlen_{side}={whole}; expected the longest sequence with its padding")
     return -(-whole // (2 * size)) * 2
 
 
@@ -140,8 +140,8 @@ def check_values(tensors: AttentionTensors, request: AttentionRequest, size: int
             raise ValueError(f"{name} ends at {sum(slots)}; {room} tokens are on all ranks")
         if max(slots, default=0) > most * size:
             raise ValueError(
-                f"max_seqlen_{side} says {most * size} and {name} gives {slots}; the longest sequence with its padding "
-                "is needed"
+                f"max_seqlen_{side} says {most * size} and {name} gives {slots}; expected the longest sequence with "
+                "its padding"
             )
 
 

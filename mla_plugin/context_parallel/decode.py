@@ -1,4 +1,4 @@
-"""Decode over a cache whose tokens are shared out over the ranks of a group, as ``interleave`` says.
+"""Decode over a cache whose tokens are distributed over the ranks of a group, as ``interleave`` says.
 
 Each rank attends with all heads to its own rows, and the parts are merged: with lse_r of rank r,
 
@@ -8,7 +8,7 @@ in float32. lse is gathered, one number a head and query, and the weighted parts
 rank without a row that a query sees has lse -inf and out 0, and weighs nothing.
 
 Query i of S_q sees seqlens_kv - S_q + 1 + i first tokens, hence a prefix of each rank's rows. The prefixes of two
-queries may be equal, which no causal mask of a backend says: each query becomes a sequence of its own over the same
+queries may be equal, which no causal mask of a backend says: each query becomes a separate sequence over the same
 pages.
 """
 
@@ -127,7 +127,7 @@ def _part(call: DecodeCall, lse_shape: tuple[int, int, int], host: str, backend:
 
 
 def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeCall:
-    """What this rank computes: the queries over its rows, each query a sequence of its own where their prefixes differ.
+    """What this rank computes: the queries over its rows, each query a separate sequence where their prefixes differ.
 
     Raises:
         ValueError: lengths that the host may read do not fit this rank's cache.

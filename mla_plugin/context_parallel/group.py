@@ -77,12 +77,12 @@ def process_group_of(cp_group: Any) -> dist.ProcessGroup:
 
     if not isinstance(cp_group, DeviceMesh):
         raise TypeError(
-            f"cp_group is {type(cp_group).__name__}; a torch.distributed ProcessGroup, a one-dimensional DeviceMesh or "
-            "None is needed"
+            f"cp_group is {type(cp_group).__name__}; expected a torch.distributed ProcessGroup, a one-dimensional "
+            "DeviceMesh or None"
         )
     if cp_group.ndim != 1:
         names = cp_group.mesh_dim_names or ()
         raise ValueError(
-            f"cp_group is a DeviceMesh of {cp_group.ndim} dimensions {names}; one is needed, such as mesh['cp']"
+            f"cp_group is a DeviceMesh of {cp_group.ndim} dimensions {names}; expected one, such as mesh['cp']"
         )
     return cp_group.get_group()

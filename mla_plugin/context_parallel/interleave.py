@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a cache that is shared out over a group for decode.
+"""Which rank holds which tokens of a cache that is distributed over a group for decode.
 
 Tokens go round the ranks ``interleave`` at a time: token t lies on rank (t // interleave) % size, in that rank's row
 (t // (interleave size)) interleave + t % interleave. Caches grow evenly so, and a rank's rows keep the order of tokens:
@@ -53,15 +53,15 @@ def check_interleave(interleave: object, size: int = 1) -> int:
         ValueError, TypeError: it is something else.
     """
     if isinstance(interleave, bool) or not hasattr(interleave, "__index__"):
-        raise TypeError(f"cp_interleave={interleave!r}; a positive int is needed: 1, or the page size")
+        raise TypeError(f"cp_interleave={interleave!r}; expected a positive int: 1, or the page size")
     if (value := operator.index(interleave)) < 1:
-        raise ValueError(f"cp_interleave={interleave}; at least 1 is needed: 1, or the page size")
+        raise ValueError(f"cp_interleave={interleave}; expected at least 1: 1, or the page size")
     if value > (most := MAX_LENGTH // size):
-        raise ValueError(f"cp_interleave={interleave}; at most {most} is needed: 1, or the page size")
+        raise ValueError(f"cp_interleave={interleave}; expected at most {most}: 1, or the page size")
     return value
 
 
 def _check(size: int, rank: int, interleave: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"rank={rank} of size={size}; 0 <= rank < size is needed")
+        raise ValueError(f"rank={rank} of size={size}; expected 0 <= rank < size")
     check_interleave(interleave, size)

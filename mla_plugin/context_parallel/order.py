@@ -10,7 +10,7 @@ from mla_plugin.arguments.layout import Layout
 def packed_order(cu_seqlens_padded: torch.Tensor, size: int, tokens: int) -> torch.Tensor:
     """Where each slot of the packed batch lies among the ranks' tokens, one rank after the other.
 
-    Worked out on the device, nothing is read by the host. Slots behind the last sequence are shared out evenly.
+    Worked out on the device, nothing is read by the host. Slots after the last sequence are divided evenly.
 
     Args:
         cu_seqlens_padded: int32 [B + 1], where sequences start; lengths are multiples of 2 size.
@@ -29,7 +29,7 @@ def packed_order(cu_seqlens_padded: torch.Tensor, size: int, tokens: int) -> tor
     which = within // chunk
     rank = torch.minimum(which, 2 * size - 1 - which)
     local = within % chunk + torch.where(which < size, 0, chunk)
-    # the slots behind the last sequence need not be a multiple of 2 size: a rank's are one chunk
+    # the slots after the last sequence need not be a multiple of 2 size: a rank's are one chunk
     is_behind = number == offsets.shape[0] - 2
     share = (length // size).clamp_(min=1)
     rank, local = torch.where(is_behind, within // share, rank), torch.where(is_behind, within % share, local)
@@ -89,7 +89,7 @@ def by_rank(whole: torch.Tensor, layout: Layout, size: int, inverse: torch.Tenso
 
 
 def of_rank(whole: torch.Tensor, layout: Layout, size: int, rank: int, inverse: torch.Tensor | None) -> torch.Tensor:
-    """``by_rank(...)[rank]`` alone, in memory of its own."""
+    """``by_rank(...)[rank]`` alone, in its own memory."""
     if inverse is not None:
         return whole.index_select(0, inverse.view(size, -1)[rank])
     chunks = whole.chunk(2 * size, layout.tokens)

@@ -27,7 +27,7 @@ def shard(
         cu_seqlens_padded: int32 [B + 1], where packed sequences start, padding included; None: one sequence a row.
 
     Returns:
-        x with 1 / size of the tokens, contiguous, in memory of its own, differentiable.
+        x with 1 / size of the tokens, contiguous, in its own memory, differentiable.
 
     Raises:
         ValueError: a length is no multiple of 2 size, offsets do not cover the tokens, or there is no such rank.
@@ -58,9 +58,7 @@ def unshard(
         ValueError: there are no parts, or of several shapes; otherwise as ``shard``.
     """
     if len({part.shape for part in parts}) != 1:
-        raise ValueError(
-            f"parts have shapes {[tuple(part.shape) for part in parts]}; one of each rank is needed, all alike"
-        )
+        raise ValueError(f"parts have shapes {[tuple(part.shape) for part in parts]}; expected one shape for all ranks")
     if cu_seqlens_padded is not None:
         indices = [packed_indices(cu_seqlens_padded, len(parts), rank) for rank in range(len(parts))]
         whole = torch.cat(list(parts), dim)
@@ -130,7 +128,7 @@ def token_dim(qkv_format: str) -> int:
 
 def _check_rank(size: int, rank: int) -> None:
     if not 0 <= rank < size:
-        raise ValueError(f"rank={rank} of size={size}; 0 <= rank < size is needed")
+        raise ValueError(f"rank={rank} of size={size}; expected 0 <= rank < size")
 
 
 def _check_multiple(what: str, tokens: int, size: int) -> None:

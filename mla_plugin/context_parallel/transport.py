@@ -72,7 +72,7 @@ class Mark:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Runs nothing; messages are queued behind it."""
+    """Runs nothing; messages are queued after it."""
     return torch.cuda.Stream(device)
 
 
@@ -80,7 +80,7 @@ def is_batched(group: Group, device: torch.device) -> bool:
     """Hops are one batch each, and not sends and receives one by one, as NVTE_BATCH_MHA_P2P_COMM=0 asks for.
 
     TransformerEngine sends one by one unless asked otherwise, but never between two ranks before compute capability
-    10.0. One by one each pair of ranks gets a communicator of its own when they first meet, which may be in the middle
+    10.0. One by one each pair of ranks gets a separate communicator when they first meet, which may be in the middle
     of a step; so here a batch is the default.
 
     Raises:

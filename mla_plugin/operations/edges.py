@@ -1,4 +1,4 @@
-"""A way back to tensors that a gradient's node does not keep, so that a second derivative reaches an error."""
+"""Keeps an autograd connection to tensors that are not saved, so that a second derivative raises a clear error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 def edge_to(*tensors: torch.Tensor) -> torch.Tensor:
     """An empty tensor that depends on the tensors and holds none of their memory.
 
-    A backward that gets it among its saved tensors, and makes its inputs depend on it, is differentiable in them as far
-    as autograd can tell: what is wrong is then said by the operator, and not by PyTorch's word on unused tensors.
+    A backward that saves it is differentiable in the tensors as far as autograd can tell. So a second derivative gets
+    the operator's own error, not PyTorch's error about unused tensors.
     """
     return _Edge.apply(*tensors)  # type: ignore[no-any-return, no-untyped-call]
 

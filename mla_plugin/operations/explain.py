@@ -1,4 +1,4 @@
-"""``mla_plugin.explain``: the decision about a request, about a call's arguments, or about each layer of a model."""
+"""``mla_plugin.explain``: describes the decision for a request, a call's arguments, or each layer of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mla_plugin.layers import AttentionCall, LayerKind, ModelLayers
 
 _HOSTS = {"transformers": "transformers", "megatron": "megatron"}
-"""Package whose classes a model is made of, and the adapter that knows its layers."""
+"""Package that defines a model's classes, and the adapter that describes its layers."""
 
 _ACCEPTED = (
     "expected an AttentionRequest, a DecodeRequest, the tensors q, k, v with the arguments of "
@@ -116,18 +116,18 @@ def explain(*subject: Any, **arguments: Any) -> str:
 
     Raises:
         TypeError: the subject is none of these, or an argument is not accepted with it.
-        ValueError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError: an argument is invalid; the message says what was given and what is expected.
     """
     platform = arguments.get("platform")
     if not (platform is None or isinstance(platform, Platform)):
-        raise TypeError(f"platform={platform!r}; a mla_plugin.Platform is needed, or None for the device at hand")
+        raise TypeError(f"platform={platform!r}; expected a mla_plugin.Platform, or None for the current device")
     first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
     if isinstance(first, (AttentionRequest, DecodeRequest)):
         return _bound(explain_request, "request", subject, arguments)
     if isinstance(first, FunctionType) and first in _CALLS:
         return _explain_call(_CALLS[first], *subject[1:], **arguments)
     if isinstance(first, torch.Tensor) or "q" in arguments or (len(subject) > 1 and not callable(first)):
-        return _explain_call(asked_by_attention, *subject, **arguments)
+        return _explain_call(requests_of_attention, *subject, **arguments)
     if _adapter(first) is not None:
         return _bound(_explain_model, "model", subject, arguments)
     raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
@@ -150,7 +150,7 @@ def _kind_of(given: object) -> str:
 
 
 def _explain_call(
-    ask: Callable[..., Asked],
+    ask: Callable[..., CallRequests],
     *tensors: Any,
     why: str | None = None,
     platform: Platform | None = None,
@@ -167,7 +167,7 @@ def _explain_call(
     return "\n\n".join(text if asked.heading is None else [asked.heading, *text])
 
 
-class Asked(NamedTuple):
+class CallRequests(NamedTuple):
     """The requests that a call makes.
 
     Attributes:
@@ -181,43 +181,43 @@ class Asked(NamedTuple):
     backend: str | None
 
 
-def asked_by_attention(*tensors: Any, **arguments: Any) -> Asked:
+def requests_of_attention(*tensors: Any, **arguments: Any) -> CallRequests:
     """The requests of ``attention`` with these arguments."""
     call = attention_api.described_call(*tensors, **arguments)
     if not (call.tensors.q.numel() and call.tensors.k.numel()):
-        return Asked(None, (), call.backend)
+        return CallRequests(None, (), call.backend)
     if call.cp_group is None:
-        return Asked(None, (request_of(call.tensors, call.options),), call.backend)
+        return CallRequests(None, (request_of(call.tensors, call.options),), call.backend)
     from mla_plugin.context_parallel import described
 
-    return Asked(*described.of_attention(*call[:2], call.cp_group, call.cp_comm_type), call.backend)
+    return CallRequests(*described.of_attention(*call[:2], call.cp_group, call.cp_comm_type), call.backend)
 
 
-def asked_by_latent_attention(*tensors: Any, **arguments: Any) -> Asked:
+def requests_of_latent_attention(*tensors: Any, **arguments: Any) -> CallRequests:
     """The requests of ``latent_attention`` with these arguments."""
     from mla_plugin.context_parallel import described
 
     call, cp_group, cp_comm_type = latent_api.described_call(*tensors, **arguments)
     if not (call.tensors.q.numel() and call.tensors.c_kv.numel()):
-        return Asked(None, (), call.backend)
-    return Asked(*described.of_latents(call, cp_group, cp_comm_type), call.backend)
+        return CallRequests(None, (), call.backend)
+    return CallRequests(*described.of_latents(call, cp_group, cp_comm_type), call.backend)
 
 
-def asked_by_decode(*tensors: Any, **arguments: Any) -> Asked:
+def requests_of_decode(*tensors: Any, **arguments: Any) -> CallRequests:
     """The requests of ``decode`` with these arguments."""
     from mla_plugin.context_parallel import described
 
     call = decode_api.described_call(*tensors, **arguments)
     if not call.tensors.q_nope_abs.numel():
-        return Asked(None, (), call.backend)
+        return CallRequests(None, (), call.backend)
     said = (call.host, call.batch_invariant, call.cp_group, call.cp_interleave)
-    return Asked(*described.of_decode(call.tensors, *said), call.backend)
+    return CallRequests(*described.of_decode(call.tensors, *said), call.backend)
 
 
-_CALLS: dict[object, Callable[..., Asked]] = {
-    attention_api.attention: asked_by_attention,
-    latent_api.latent_attention: asked_by_latent_attention,
-    decode_api.decode: asked_by_decode,
+_CALLS: dict[object, Callable[..., CallRequests]] = {
+    attention_api.attention: requests_of_attention,
+    latent_api.latent_attention: requests_of_latent_attention,
+    decode_api.decode: requests_of_decode,
 }
 
 
@@ -299,7 +299,7 @@ def _each_asked(
     if isinstance(call, DecodeRequest):
         yield what, call
         return
-    asked = asked_by_attention(*call.tensors, **call.arguments)
+    asked = requests_of_attention(*call.tensors, **call.arguments)
     heading = what if asked.heading is None else f"{what}, {asked.heading}"
     yield from ((heading, request) for request in asked.requests)
 

@@ -182,7 +182,7 @@ def _stores_miss(dim_qk: int, dim_v: int) -> bool:
 
 
 def _equal_256_refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
-    """Rules 19 and 31: a kernel of its own on compute capability 10 and 11."""
+    """Rules 19 and 31: a separate kernel on compute capability 10 and 11."""
     capability = platform.compute_capability or (0, 0)
     if (request.head_dim_qk, request.head_dim_v) != (256, 256) or capability[0] not in (10, 11):
         return

@@ -50,7 +50,7 @@ def ask(
     """
     try:
         return if_it_reads_the_cache(_plain_answer(select_backend(request=request, platform=platform), names), request)
-    except (Exception, SystemExit) as error:  # a broken package must not take the host down
+    except (Exception, SystemExit) as error:  # a broken third-party package must not break the host
         if name in BUILTIN_BACKENDS:
             raise
         logger.warning("the backend %r is left out: its select_backend raised %s", name, describe_error(error))

@@ -195,4 +195,4 @@ _H100 = """
 """NVIDIA H100 80GB HBM3; PyTorch 2.11.0+cu130, triton 3.6.0, flash-attn-4 4.0.0b36, vllm 0.25.1."""
 
 MEASURED: Mapping[tuple[int, int], Mapping[str, str]] = {(9, 0): {"H200": _H200, "H100": _H100}}
-"""By compute capability and card."""
+"""By compute capability and GPU."""

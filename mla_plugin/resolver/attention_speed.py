@@ -27,7 +27,7 @@ _OTHER_MASK = 4.0
 _OTHER_WORK = 8.0
 """Distance in doublings for packed sequences, and for a deterministic backward."""
 
-_OTHER_CARD = 0.1
+_OTHER_GPU = 0.1
 """Squared distance added for another GPU of the same compute capability, so that the GPU's own results count first."""
 
 _NEAR = 1e-3
@@ -104,18 +104,18 @@ class _Call(NamedTuple):
 class _Measured(NamedTuple):
     """One line of the table: its coordinates, and each backend's log time relative to the fastest."""
 
-    card: str
+    gpu: str
     place: tuple[float, ...]
     behind: dict[str, dict[str, float]]
 
 
-def _parsed(card: str, line: str) -> _Measured:
+def _parsed(gpu: str, line: str) -> _Measured:
     numbers, forward, backward = line.split("|")
     *sizes, mask, layout, repeats = numbers.split()
     dim_qk, dim_v, heads, kv_heads, batch, seqlen = map(int, sizes)
     flags = (layout == "packed", repeats == "deterministic")
     call = _Call(dim_qk, dim_v, heads, kv_heads, batch, seqlen, seqlen, mask, *flags)
-    return _Measured(card, call.place, {"forward": _behind(forward), "backward": _behind(backward)})
+    return _Measured(gpu, call.place, {"forward": _behind(forward), "backward": _behind(backward)})
 
 
 def _behind(milliseconds: str) -> dict[str, float]:
@@ -126,8 +126,8 @@ def _behind(milliseconds: str) -> dict[str, float]:
 
 @functools.cache
 def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
-    cards = MEASURED.get(capability, {})
-    return tuple(_parsed(card, line) for card, lines in cards.items() for line in lines.split("\n") if line)
+    gpus = MEASURED.get(capability, {})
+    return tuple(_parsed(gpu, line) for gpu, lines in gpus.items() for line in lines.split("\n") if line)
 
 
 def _estimates(platform: Platform, place: Sequence[float], direction: str) -> dict[str, float]:
@@ -135,7 +135,7 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str) -> di
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for row in _table(platform.compute_capability or (0, 0)):
-        distance = 0.0 if row.card in (platform.device_name or "").split() else _OTHER_CARD
+        distance = 0.0 if row.gpu in (platform.device_name or "").split() else _OTHER_GPU
         distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 3
         for name, value in row.behind[direction].items():

@@ -16,7 +16,7 @@ from mla_plugin.resolver.installing import PACKAGES
 
 Kind: TypeAlias = Literal["package", "variable", "request", "device"]
 
-CARDS: dict[tuple[int, int], str] = {
+GPUS: dict[tuple[int, int], str] = {
     (8, 0): "such as A100",
     (9, 0): "such as H100 or H200",
     (10, 0): "such as B200",
@@ -187,7 +187,7 @@ def of_layout(situation: Situation) -> Iterator[Change]:
 def of_device(capability: tuple[int, int], situation: Situation) -> Change:
     """Another GPU."""
     major, minor = capability
-    text = f"a GPU of compute capability {major}.{minor} ({CARDS[capability]})"
+    text = f"a GPU of compute capability {major}.{minor} ({GPUS[capability]})"
     kept = situation.platform
 
     def apply(s: Situation) -> Situation:

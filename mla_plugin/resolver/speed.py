@@ -12,7 +12,7 @@ from mla_plugin.resolver.decode import DecodeDecision
 from mla_plugin.resolver.explanation import Decision
 from mla_plugin.resolver.preference import FALLBACK
 
-_WORTH_A_WORD = 1.01
+_NOTICEABLE = 1.01
 """Times closer than this ratio count as equal: two runs of one kernel differ by as much."""
 
 
@@ -79,7 +79,7 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
         order, times = _by_speed(decision, direction), _times(decision, direction)
         ahead = order[: order.index(chosen)] if chosen in order else order if chosen == FALLBACK else []
         for name in ahead:
-            if {name, chosen} <= times.keys() and times[chosen] < _WORTH_A_WORD * times[name]:
+            if {name, chosen} <= times.keys() and times[chosen] < _NOTICEABLE * times[name]:
                 continue
             gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
             entry = reasons[name]

@@ -70,7 +70,7 @@ def why(
         TypeError, ValueError: as ``survey``, for ``name`` as for ``backend``.
     """
     if name is None:
-        raise TypeError("why=None; the name of a backend is needed")
+        raise TypeError("why=None; expected the name of a backend")
     check_backend_name(name)
     environ = dict(environment.gates()) if environ is None else environ
     platform = platform or device.platform(request.device_type, request.device_index)
@@ -137,7 +137,7 @@ def _remedy(name: str, now: Situation, te_release: str | None) -> tuple[Change, 
         return _can_run(_applied(now, wanted)._replace(backend=name), name, te_release)
 
     plain = _candidates(name, now)
-    devices: list[list[Change]] = [[], *([changes.of_device(capability, now)] for capability in changes.CARDS)]
+    devices: list[list[Change]] = [[], *([changes.of_device(capability, now)] for capability in changes.GPUS)]
     layouts: list[list[Change]] = [[], *([layout] for layout in changes.of_layout(now))]
     for other_device in devices:
         found = []

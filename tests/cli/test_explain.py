@@ -181,10 +181,10 @@ def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], argumen
         ("--env =1", "'=1': write NAME=VALUE"),
         ("--env NVTE_FLASH_ATN=0", "no decision depends on the variable 'NVTE_FLASH_ATN'; NVTE_FLASH_ATTN?"),
         ("--env HOME=/", "MLA_PLUGIN_BACKEND, MLA_PLUGIN_BATCH_INVARIANT"),
-        ("--dropout 1.0", "'1.0': a number from 0 up to"),
-        ("--dropout half", "'half': a number from 0 up to"),
-        ("--heads 0", "'0': at least 1 is needed"),
-        ("--seqlen-q -5", "'-5': at least 1 is needed"),
+        ("--dropout 1.0", "'1.0': expected a number 0 <= x < 1"),
+        ("--dropout half", "'half': expected a number 0 <= x < 1"),
+        ("--heads 0", "'0': expected at least 1"),
+        ("--seqlen-q -5", "'-5': expected at least 1"),
         ("--mask diagonal", "invalid choice: 'diagonal'"),
     ],
 )
@@ -358,8 +358,8 @@ def test_decode_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ("--cp-size 4 --cp-rank 4", "--cp-rank 4 with --cp-size 4; 0 to 3 is accepted"),
-        ("--cp-size 4 --seqlen-q 12", "--seqlen-q 12 over 4 ranks; a multiple of 8 is accepted"),
+        ("--cp-size 4 --cp-rank 4", "--cp-rank 4 with --cp-size 4; expected 0 to 3"),
+        ("--cp-size 4 --seqlen-q 12", "--seqlen-q 12 over 4 ranks; expected a multiple of 8"),
         ("--cp-size 4 --mask causal_bottom_right", "cp_comm_type='all_gather' or 'a2a' takes it"),
         ("--cp-size 4 --cp-comm-type ring", "cp_comm_type='ring'; expected one of p2p, all_gather, a2a"),
         ("--cp-size 4 --dropout 0.5", "dropout_p=0.5; context parallelism takes 0"),

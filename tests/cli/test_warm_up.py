@@ -45,7 +45,7 @@ def test_a_configuration_of_plain_attention() -> None:
 def test_heads_of_a_rank() -> None:
     assert ModelShape.of_config(MLA, 2) == ModelShape(2, 2, 24, 16, 8, 32, torch.float32)
     assert ModelShape.of_config({**PLAIN, "num_key_value_heads": 1}, 4).num_kv_heads == 1
-    with pytest.raises(ValueError, match="4 heads and 4 key-value heads cannot be shared out over 3"):
+    with pytest.raises(ValueError, match="4 heads and 4 key-value heads cannot be divided over 3"):
         ModelShape.of_config(MLA, 3)
 
 

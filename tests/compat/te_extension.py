@@ -27,7 +27,7 @@ def get_cudnn_version() -> int:
 def convert_thd_to_bshd(
     packed: torch.Tensor, cu_seqlens: torch.Tensor, batch_size: int, max_seqlen: int
 ) -> torch.Tensor:
-    """[T, H, D] to [B, S, H, D]; rows behind a sequence's end are 0."""
+    """[T, H, D] to [B, S, H, D]; rows past a sequence's end are 0."""
     dense = packed.new_zeros(batch_size, max_seqlen, *packed.shape[1:])
     for row, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         dense[row, : end - start] = packed[start:end]

@@ -1,4 +1,4 @@
-"""The TransformerEngine adapter inside seven released versions of its Python, each in a process of its own."""
+"""The TransformerEngine adapter inside seven released versions of its Python, each in a separate process."""
 
 from __future__ import annotations
 

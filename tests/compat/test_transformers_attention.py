@@ -113,7 +113,7 @@ def test_padding(padding, s_q, window):
         tokens = tokens.sort(dim=1).values
     queries = tokens[:, -s_q:]
     visible = causal(s_q, 7, window) & tokens[:, None, None, :]
-    if window is None:  # behind the last token of a row, a loss may read what padded queries give
+    if window is None:  # after the last token of a row, a loss may read what padded queries give
         queries = queries | (tokens.flip(1).cumsum(1).flip(1) == 0)[:, -s_q:] & tokens.any(1, keepdim=True)
     out = assert_equal(*qkv(s_q, 7), visible, mask=tokens, compared=queries, sliding_window=window)
     assert (out[~queries] == 0).all()

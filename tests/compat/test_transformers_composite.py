@@ -22,7 +22,7 @@ def absorbed(model: torch.nn.Module) -> list[int]:
 
 
 def test_kimi_k25():
-    """A DeepSeek-V3 with an image tower of its own."""
+    """A DeepSeek-V3 with its own image tower."""
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.Kimi_K25Config(text_config={**DEEPSEEK, "model_type": "deepseek_v3"}, vision_config=vision)
     torch.manual_seed(0)

@@ -170,12 +170,12 @@ def test_a_model_that_ran_says_how_often_it_decoded_over_latents():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0; at least 1 is needed"),
-        ({"seqlen": 2.5}, "seqlen=2.5; an int is needed"),
-        ({"dtype": "bfloat16"}, "dtype='bfloat16'; a torch.dtype is needed"),
-        ({"is_training": 1}, "is_training=1; True, False or None"),
+        ({"batch_size": 0}, "batch_size=0; expected at least 1"),
+        ({"seqlen": 2.5}, "seqlen=2.5; expected an int"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16'; expected a torch.dtype"),
+        ({"is_training": 1}, "is_training=1; expected True, False or None"),
         ({"length": 3}, "got an unexpected keyword argument 'length'; expected batch_size, seqlen"),
-        ({"platform": "cuda"}, "platform='cuda'; a mla_plugin.Platform is needed"),
+        ({"platform": "cuda"}, "platform='cuda'; expected a mla_plugin.Platform"),
         ({"why": "fa9"}, "no backend named 'fa9' is registered"),
     ],
 )

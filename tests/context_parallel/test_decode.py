@@ -129,14 +129,14 @@ def test_held_tokens_and_positions(size, interleave):
     ("arguments", "error", "words"),
     [
         ({"size": 2, "rank": 2}, ValueError, "rank=2 of size=2"),
-        ({"size": 2, "rank": 0, "interleave": 0}, ValueError, "cp_interleave=0; at least 1"),
+        ({"size": 2, "rank": 0, "interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
         (
             {"size": 2, "rank": 0, "interleave": 2**30},
             ValueError,
-            f"cp_interleave={2**30}; at most {2**30 - 1} is needed",
+            f"cp_interleave={2**30}; expected at most {2**30 - 1}",
         ),
-        ({"size": 2, "rank": 0, "interleave": 1.5}, TypeError, "cp_interleave=1.5; a positive int"),
-        ({"size": 2, "rank": 0, "interleave": True}, TypeError, "cp_interleave=True; a positive int"),
+        ({"size": 2, "rank": 0, "interleave": 1.5}, TypeError, "cp_interleave=1.5; expected a positive int"),
+        ({"size": 2, "rank": 0, "interleave": True}, TypeError, "cp_interleave=True; expected a positive int"),
     ],
 )
 def test_errors_of_the_helpers(arguments, error, words):
@@ -175,8 +175,8 @@ def test_a_group_of_one_is_the_plain_call(pool):
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths": ({"seqlens_kv": None}, ValueError, "decode with cp_group needs seqlens_kv"),
-    "interleave": ({"cp_interleave": 0}, ValueError, "cp_interleave=0; at least 1"),
-    "interleave_type": ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; a positive int"),
+    "interleave": ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
+    "interleave_type": ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; expected a positive int"),
     "group": ({"cp_group": "cp"}, TypeError, "cp_group is str"),
     "queries": ({"q_rope": torch.zeros(2, 1, H, DR)}, ValueError, "differ in [B, S_q, H]"),
     "cache": ({"kv_cache": torch.zeros(3, 6, R + DR)}, ValueError, "3 sequences"),

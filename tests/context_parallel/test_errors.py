@@ -18,8 +18,8 @@ THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "way": ({"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; expected one of p2p, all_gather, a2a"),
     "no_way": ({"cp_comm_type": None}, ValueError, "cp_comm_type=None; expected one of p2p, all_gather, a2a"),
-    "flag": ({"deterministic": 1}, TypeError, "deterministic=1; True or False is needed"),
-    "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; an int or None is needed"),
+    "flag": ({"deterministic": 1}, TypeError, "deterministic=1; expected True or False"),
+    "longest_no_int": ({"max_seqlen_q": 24.0}, TypeError, "max_seqlen_q=24.0; expected an int or None"),
     "odd": ({"tokens": 5}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "batch_invariant": ({"batch_invariant": True}, ValueError, "batch_invariant=True with cp_group"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1; context parallelism takes 0"),
@@ -39,7 +39,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bottom_right": ({"attn_mask_type": "causal_bottom_right"}, ValueError, "'all_gather' or 'a2a' takes it"),
     "heads": ({"cp_comm_type": "a2a", "kv_heads": 2, "heads": 4}, ValueError, "num_kv_heads=2 over 4 ranks"),
     "lengths": ({"kv_tokens": 8}, ValueError, "6 queries and 8 keys on a rank; cp_comm_type='a2a' takes it"),
-    "longest": ({"max_seqlen_q": 7}, ValueError, "max_seqlen_q=7 with 6 tokens on each of 4 ranks; 24"),
+    "longest": ({"max_seqlen_q": 7}, ValueError, "max_seqlen_q=7 with 6 tokens on each of 4 ranks; expected 24"),
     "shape": ({"kv_heads": 3}, ValueError, "4 query heads over 3 key-value heads"),
     "packed_multiple": ({**THD, "cu_seqlens_q": [0, 12, 24]}, ValueError, "padded to a multiple of 8"),
     "packed_room": ({**THD, "cu_seqlens_q": [0, 16, 32]}, ValueError, "cu_seqlens_q ends at 32; 24 tokens"),
@@ -61,8 +61,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "cu_seqlens_q gives lengths [25]; a row holds 24 tokens on all ranks",
     ),
-    "group": ({"cp_group": "cp"}, TypeError, "cp_group is str; a torch.distributed ProcessGroup"),
-    "mesh": ({"cp_group": "mesh"}, ValueError, "a DeviceMesh of 2 dimensions ('dp', 'cp'); one is needed"),
+    "group": ({"cp_group": "cp"}, TypeError, "cp_group is str; expected a torch.distributed ProcessGroup"),
+    "mesh": ({"cp_group": "mesh"}, ValueError, "a DeviceMesh of 2 dimensions ('dp', 'cp'); expected one"),
 }
 
 

@@ -47,9 +47,9 @@ def decoding(layout: str, way: str) -> tuple[Any, dict[str, Any]]:
 
 
 CALLS = {
-    "keys": (keys, explain.asked_by_attention),
-    "latents": (latents, explain.asked_by_latent_attention),
-    "decode": (decoding, explain.asked_by_decode),
+    "keys": (keys, explain.requests_of_attention),
+    "latents": (latents, explain.requests_of_latent_attention),
+    "decode": (decoding, explain.requests_of_decode),
 }
 
 

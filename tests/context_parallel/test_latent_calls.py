@@ -64,7 +64,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weights": ({"w_uk": torch.zeros(8, 20, 16, dtype=torch.float64)}, ValueError, "it looks transposed"),
     "mask": ({"attn_mask_type": "arbitrary"}, ValueError, "latent_attention takes no attention_mask"),
     "packed": ({"layout": "thd", "cu_seqlens_q": [0, 12, 32]}, ValueError, "padded to a multiple of 8"),
-    "group": ({"cp_group": 3}, TypeError, "cp_group is int; a torch.distributed ProcessGroup"),
+    "group": ({"cp_group": 3}, TypeError, "cp_group is int; expected a torch.distributed ProcessGroup"),
 }
 
 

@@ -176,7 +176,7 @@ def explained() -> str:
         on_the_cpu(patch)
         module = layer(size=SIZE, way="all_gather")
     odd = mla_plugin.explain(module, seqlen=TOKENS + 2)
-    assert "seqlen=26 over 2 context-parallel ranks; a multiple of 4 is needed" in odd
+    assert "seqlen=26 over 2 context-parallel ranks; expected a multiple of 4" in odd
     return mla_plugin.explain(module, batch_size=2, seqlen=TOKENS)
 
 

@@ -249,7 +249,7 @@ def refused_batches() -> None:
         ({"token_type_ids": ids}, "shard_batch got \\['input_ids', 'token_type_ids'\\]; expected"),
         ({"inputs_embeds": torch.zeros(2, TOKENS, 32)}, "with one of input_ids and inputs_embeds"),
         ({"input_ids": ids[:, :22]}, "has 22 tokens; context parallelism over 2 ranks needs a multiple of 4"),
-        ({"labels": ids[:, :20]}, "labels are \\[2, 20\\]; \\[2, 24\\] is needed"),
+        ({"labels": ids[:, :20]}, "labels are \\[2, 20\\]; expected \\[2, 24\\]"),
     ):
         with pytest.raises(ValueError, match=message):
             shard_batch({"input_ids": ids, **change}, group)

@@ -38,7 +38,7 @@ def test_every_block_is_of_a_kind_that_is_tested() -> None:
 
 @pytest.mark.parametrize("name", pages_with("python"))
 def test_python_runs(name: str) -> None:
-    """In the order of the page, in a process of its own: ``register`` changes frameworks for good."""
+    """In the order of the page, in a separate process: ``register`` changes frameworks for good."""
     code = []
     for block in blocks(ROOT / name, "python"):
         compile(block.text, name, "exec")

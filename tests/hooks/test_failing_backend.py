@@ -85,7 +85,7 @@ def test_the_error_keeps_its_type_and_names_its_backend(
     assert caught.value is error
     (note,) = notes(error)
     assert note == (
-        f"mla-plugin: raised in {hook} of the backend 'failing'; MLA_PLUGIN_BLOCK=failing leaves it out, "
+        f"mla-plugin: raised in {hook} of the backend 'failing'; MLA_PLUGIN_BLOCK=failing excludes it, "
         "MLA_PLUGIN_BACKEND or backend= chooses another"
     )
     assert note in "".join(traceback.format_exception(error))

@@ -188,7 +188,7 @@ def test_an_unknown_backend_lists_the_registered_ones() -> None:
 def test_refused_needs_a_reason() -> None:
     with pytest.raises(ValueError, match="at least one reason"):
         Refused(())
-    with pytest.raises(TypeError, match="'too wide'; a tuple"):
+    with pytest.raises(TypeError, match="'too wide'; expected a tuple"):
         Refused("too wide")
 
 
@@ -199,7 +199,7 @@ def test_priority_is_a_number() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("num_kv_heads", 0), ("head_dim_qk", 0), ("batch_size", -1)])
 def test_a_request_has_no_impossible_numbers(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}; at least {value + 1}"):
+    with pytest.raises(ValueError, match=f"{name}={value}; expected at least {value + 1}"):
         mla_request(**{name: value})
 
 

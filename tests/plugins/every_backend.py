@@ -18,7 +18,7 @@ from mla_plugin.plugins.fa2 import providers
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation, flash_attention_2, flash_attention_3, flash_attention_4, test_cudnn
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import write_gaps
+from tests.plugins.flash_on_cpu import write_gaps
 
 BACKENDS = ("sdpa", "triton", "cudnn", "fa2", "fa3", "fa4", "sdpa_cuda", "fa3_vllm", "fa3_sgl")
 """A backend's name, and what makes it another: sdpa's kernels for CUDA, FlashAttention 3 out of another package."""

@@ -22,7 +22,7 @@ from mla_plugin.reference import attention, visibility
 
 HALF = (torch.bfloat16, torch.float16)
 TILE = 128
-"""Rows that a kernel loads at once, also behind a sequence's end."""
+"""Rows that a kernel loads at once, also past a sequence's end."""
 Window = tuple[int, int]
 Tensors = tuple[torch.Tensor, ...]
 

@@ -20,8 +20,8 @@ from mla_plugin.plugins import cudnn
 from mla_plugin.plugins.sdpa import efficient
 from mla_plugin.reference import attention
 from tests.plugins import emulation
-from tests.plugins.flash_road import few
-from tests.plugins.test_sdpa import CudaRoad
+from tests.plugins.flash_on_cpu import few
+from tests.plugins.test_sdpa import CudaPath
 from tests.requests import mla_request
 
 H100 = Platform("cuda", (9, 0), cudnn_version=(9, 13, 0), cuda_version="13.0")
@@ -67,7 +67,7 @@ class TestCuda(BackendConformance):
     refuses = few(REFUSES, (*conformance_cases(), *conformance_cases("large")))
 
 
-class _Road:
+class _CudnnOnCpu:
     """The plugin on a hypothetical H100, over the tensors of the CPU."""
 
     @hookimpl
@@ -173,13 +173,13 @@ def _emulated_backward(
     return tuple(gradients[name].exact.to(query.dtype) for name in ("dq", "dk", "dv"))
 
 
-class TestCudaRoad(BackendConformance):
+class TestCudaPath(BackendConformance):
     backend = "cudnn"
     is_slow = True
     refuses = few(REFUSES, (*conformance_cases(), *conformance_cases("large")))
     manager = BackendManager(builtins={}, load_entry_points=False)
-    manager.register(_Road(), "cudnn")
-    manager.register(CudaRoad(), "sdpa")
+    manager.register(_CudnnOnCpu(), "cudnn")
+    manager.register(CudaPath(), "sdpa")
 
     @pytest.fixture(autouse=True)
     def _emulated_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,17 +21,17 @@ from mla_plugin.plugins import fa2
 from mla_plugin.plugins.fa2 import providers
 from tests.plugins import flash_attention_2 as library
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, road, write_gaps
+from tests.plugins.flash_on_cpu import REFUSES, FlashConformance, manager_on, write_gaps
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import mla_request
 
 
-def card(capability: tuple[int, int], version: str | None = None) -> Platform:
+def cuda_platform(capability: tuple[int, int], version: str | None = None) -> Platform:
     packages = () if version is None else (("flash-attn", version),)
     return Platform("cuda", capability, packages, (9, 13, 0), "13.0")
 
 
-A100, PACKAGE = card((8, 0)), card((8, 0), "2.8.3")
+A100, PACKAGE = cuda_platform((8, 0)), cuda_platform((8, 0), "2.8.3")
 PADDED = {
     "pad_between_seqs": "pad_between_seqs=True",
     "bshd padding_masks": "qkv_format='bshd'",
@@ -46,7 +46,7 @@ NOT_DETERMINISTIC = {"deterministic training": "deterministic=True"}
 class TestFlashAttn(FlashConformance):
     backend = "fa2"
     may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS
-    manager = road("fa2", fa2, PACKAGE)
+    manager = manager_on("fa2", fa2, PACKAGE)
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ class TestFlashAttnWithNanPadding(NanPadding, TestFlashAttn):
 
 class TestPyTorchs(TestFlashAttn):
     may_refuse = REFUSES | PADDED | WIDE | LSE_COLUMNS | NOT_DETERMINISTIC
-    manager = road("fa2", fa2, A100)
+    manager = manager_on("fa2", fa2, A100)
     quick = True
 
     @pytest.fixture(autouse=True)
@@ -98,13 +98,13 @@ def test_the_operators_take_our_arguments(is_packed: bool) -> None:
 @pytest.mark.parametrize(
     ("platform", "name"),
     [
-        (card((8, 0)), "PyTorch's own FlashAttention 2"),
-        (card((8, 0), "2.6.3"), "PyTorch's own FlashAttention 2"),
-        (card((8, 0), "2.7.0"), "flash-attn 2.7.0"),
-        (card((9, 0), "2.8.3.post1"), "flash-attn 2.8.3.post1"),
-        (card((9, 0), "2.8.4"), "PyTorch's own FlashAttention 2"),
-        (card((10, 0), "2.7.2"), "PyTorch's own FlashAttention 2"),
-        (card((10, 0), "2.7.3"), "flash-attn 2.7.3"),
+        (cuda_platform((8, 0)), "PyTorch's own FlashAttention 2"),
+        (cuda_platform((8, 0), "2.6.3"), "PyTorch's own FlashAttention 2"),
+        (cuda_platform((8, 0), "2.7.0"), "flash-attn 2.7.0"),
+        (cuda_platform((9, 0), "2.8.3.post1"), "flash-attn 2.8.3.post1"),
+        (cuda_platform((9, 0), "2.8.4"), "PyTorch's own FlashAttention 2"),
+        (cuda_platform((10, 0), "2.7.2"), "PyTorch's own FlashAttention 2"),
+        (cuda_platform((10, 0), "2.7.3"), "flash-attn 2.7.3"),
     ],
 )
 def test_providers(platform: Platform, name: str) -> None:
@@ -122,10 +122,10 @@ TRAINING = {"is_training": True}
         (A100, THD | TRAINING, []),
         (PACKAGE, TRAINING | {"deterministic": True}, []),
         (A100, {"deterministic": True}, []),
-        (card((12, 1)), {}, []),
+        (cuda_platform((12, 1)), {}, []),
         (A100, {"head_dim_qk": 128, "head_dim_v": 256} | TRAINING, []),
-        (card((12, 0)), {"head_dim_qk": 256, "head_dim_v": 256}, []),
-        (card((12, 0), "2.8.3"), {"head_dim_qk": 256, "head_dim_v": 256} | TRAINING, []),
+        (cuda_platform((12, 0)), {"head_dim_qk": 256, "head_dim_v": 256}, []),
+        (cuda_platform((12, 0), "2.8.3"), {"head_dim_qk": 256, "head_dim_v": 256} | TRAINING, []),
         (A100, {"head_dim_qk": 100, "head_dim_v": 104}, []),
         (A100, {"window_size": (64, 64), "attn_mask_type": "no_mask"}, []),
         (A100, {"batch_size": 341} | TRAINING, []),
@@ -141,7 +141,7 @@ TRAINING = {"is_training": True}
         (Platform(), {"device_type": "cpu"}, ["device_type='cpu', expected 'cuda'"]),
         (Platform(), {}, ["device_type='cpu', expected 'cuda'"]),
         (Platform("cuda", (8, 0)), {}, ["cuda_version=None"]),
-        (card((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
+        (cuda_platform((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
         (A100, {"head_dim_qk": 100, "head_dim_v": 64}, ["head_dim_qk=100, head_dim_v=64, expected a multiple of 8"]),
         (A100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_v=512 padded to 576 > 256"]),
         (
@@ -149,9 +149,13 @@ TRAINING = {"is_training": True}
             {"head_dim_qk": 256, "head_dim_v": 256, "return_lse": True} | TRAINING,
             ["padded to 264 to carry the gradient of lse > 256"],
         ),
-        (card((8, 6)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(8, 6)"]),
-        (card((10, 3)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(10, 3)"]),
-        (card((12, 0)), {"head_dim_qk": 256} | TRAINING, ["> 192 in training on compute_capability=(12, 0) [PyTorch]"]),
+        (cuda_platform((8, 6)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(8, 6)"]),
+        (cuda_platform((10, 3)), {"head_dim_qk": 256}, ["padded to 256 > 192 on compute_capability=(10, 3)"]),
+        (
+            cuda_platform((12, 0)),
+            {"head_dim_qk": 256} | TRAINING,
+            ["> 192 in training on compute_capability=(12, 0) [PyTorch]"],
+        ),
         (A100, THD | {"pad_between_seqs": True}, ["pad_between_seqs=True, expected False"]),
         (A100, {"attn_mask_type": "padding_causal"}, ["expected qkv_format='thd'"]),
         (A100, {"dropout_p": 0.1}, ["dropout_p=0.1"]),

@@ -20,7 +20,7 @@ from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import providers
 from tests.plugins import flash_attention_3 as library
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, road
+from tests.plugins.flash_on_cpu import REFUSES, FlashConformance, manager_on
 from tests.plugins.test_sdpa import NanPadding
 from tests.plugins.test_signatures import RECORDED
 from tests.requests import mla_request
@@ -82,7 +82,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class TestFlashAttn3(FlashConformance):
     backend = "fa3"
     may_refuse = REFUSES | DIMS | BACKWARD
-    manager = road("fa3", fa3, OWN)
+    manager = manager_on("fa3", fa3, OWN)
 
 
 class TestFlashAttn3WithNanPadding(NanPadding, TestFlashAttn3):
@@ -100,13 +100,13 @@ class _Packed(FlashConformance):
 
 @pytest.mark.usefixtures("older")
 class TestOlderFlashAttn3(_Packed):
-    manager = road("fa3", fa3, OWN)
+    manager = manager_on("fa3", fa3, OWN)
 
 
 @pytest.mark.usefixtures("sgl")
 class TestSglKernel(_Packed):
     may_refuse = REFUSES | DIMS | NO_BACKWARD
-    manager = road("fa3", fa3, SGL)
+    manager = manager_on("fa3", fa3, SGL)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -115,7 +115,7 @@ class TestVllm(FlashConformance):
 
     backend = "fa3"
     may_refuse = REFUSES | DIMS | NO_BACKWARD | NO_WINDOWS
-    manager = road("fa3", fa3, VLLM)
+    manager = manager_on("fa3", fa3, VLLM)
     quick = True
 
 

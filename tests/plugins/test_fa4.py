@@ -14,19 +14,19 @@ from mla_plugin.hooks.types import Accepted, Refused
 from mla_plugin.plugins import fa4
 from tests.plugins import flash_attention_4 as library
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import REFUSES, FlashConformance, road
+from tests.plugins.flash_on_cpu import REFUSES, FlashConformance, manager_on
 from tests.plugins.test_fa2 import PADDED, WIDE
 from tests.plugins.test_sdpa import NanPadding
 from tests.requests import mla_request
 
 
-def card(capability: tuple[int, int], version: str | None = "4.0.0b36", **others: str) -> Platform:
+def cuda_platform(capability: tuple[int, int], version: str | None = "4.0.0b36", **others: str) -> Platform:
     packages = {} if version is None else {"flash-attn-4": version}
     packages |= {name.replace("_", "-"): found for name, found in others.items()}
     return Platform("cuda", capability, tuple(packages.items()), (9, 13, 0), "13.0")
 
 
-H100, B200, RTX = card((9, 0)), card((10, 0)), card((12, 0))
+H100, B200, RTX = cuda_platform((9, 0)), cuda_platform((10, 0)), cuda_platform((12, 0))
 GROUPED = {"gqa training head_dim_qk!=head_dim_v": "grouped heads with equal head dims only"}
 DIMS = {
     "head_dims=192/256": "expected on Hopper head_dim_v up to head_dim_qk",
@@ -44,7 +44,7 @@ DIMS = {
 class TestFlashAttn4(FlashConformance):
     backend = "fa4"
     may_refuse = REFUSES | PADDED | WIDE | GROUPED | DIMS
-    manager = road("fa4", fa4, H100)
+    manager = manager_on("fa4", fa4, H100)
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +75,15 @@ BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal"
         (B200, EQUAL_256, []),
         (B200, {"head_dim_qk": 64, "head_dim_v": 512}, []),
         (RTX, {"head_dim_qk": 128}, []),
-        (card((9, 0), None), {}, ["flash-attn-4 is not installed"]),
-        (card((9, 0), "4.0.0b4"), {}, ["flash-attn-4 4.0.0b4 < 4.0.0b5"]),
+        (cuda_platform((9, 0), None), {}, ["flash-attn-4 is not installed"]),
+        (cuda_platform((9, 0), "4.0.0b4"), {}, ["flash-attn-4 4.0.0b4 < 4.0.0b5"]),
         (
-            card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.1"),
+            cuda_platform((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.1"),
             {},
             ["flash-attn-4 4.0.0b24 with nvidia-cutlass-dsl 4.6.1 < 4.6.2"],
         ),
-        (card((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.2"), {}, []),
-        (card((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), expected (9, 0)"]),
+        (cuda_platform((9, 0), "4.0.0b24", nvidia_cutlass_dsl="4.6.2"), {}, []),
+        (cuda_platform((8, 0)), {"head_dim_qk": 128}, ["compute_capability=(8, 0), expected (9, 0)"]),
         (Platform(packages=H100.packages), {"device_type": "cpu", "head_dim_qk": 128}, ["device_type='cpu'"]),
         (Platform(packages=H100.packages), {"head_dim_qk": 128}, ["device_type='cpu', expected 'cuda'"]),
         (H100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_qk=576, head_dim_v=512 on"]),
@@ -92,7 +92,11 @@ BOTTOM_RIGHT = {"attn_mask_type": "causal_bottom_right", "bottom_right_diagonal"
         (RTX, {"head_dim_qk": 576, "head_dim_v": 512}, ["expected at most 128 each"]),
         (B200, {"head_dim_qk": 192, "head_dim_v": 192}, ["or exactly 192 and 128"]),
         (B200, {"head_dim_qk": 512, "head_dim_v": 512}, ["or exactly 256 and 256"]),
-        (card((10, 0), "4.0.0b8"), {"head_dim_qk": 64, "head_dim_v": 512}, ["with flash-attn-4 4.0.0b8 < 4.0.0b9"]),
+        (
+            cuda_platform((10, 0), "4.0.0b8"),
+            {"head_dim_qk": 64, "head_dim_v": 512},
+            ["with flash-attn-4 4.0.0b8 < 4.0.0b9"],
+        ),
         (B200, TRAINING | {"head_dim_qk": 64, "head_dim_v": 512}, ["the backward takes head_dim_v up to 256"]),
         (B200, TRAINING | {"head_dim_qk": 128, "head_dim_v": 96}, ["stores dV in steps that miss its end"]),
         (B200, TRAINING | {"head_dim_qk": 128, "head_dim_v": 64}, []),
@@ -198,8 +202,8 @@ def test_releases_that_came_later(
     capability: tuple[int, int], version: str, pair: tuple[int, int], changes: dict[str, Any], reason: str | None
 ) -> None:
     """What older releases get wrong in training; the forward is not concerned."""
-    decision = fa4.select_backend(dims(*pair, is_training=True, **changes), card(capability, version))
-    assert isinstance(fa4.select_backend(dims(*pair, **changes), card(capability, version)), Accepted)
+    decision = fa4.select_backend(dims(*pair, is_training=True, **changes), cuda_platform(capability, version))
+    assert isinstance(fa4.select_backend(dims(*pair, **changes), cuda_platform(capability, version)), Accepted)
     if reason is None:
         assert isinstance(decision, Accepted), decision
     else:

@@ -23,7 +23,7 @@ from mla_plugin.reference import attention, attention_with_gradients
 from tests.gpu.peers import BINARIES
 from tests.plugins import peers
 from tests.plugins.flash_cases import packed_cases
-from tests.plugins.flash_road import REFUSES, FittingRefusals, Road
+from tests.plugins.flash_on_cpu import REFUSES, FittingRefusals, OnPlatform
 from tests.plugins.test_fa2 import LSE_COLUMNS, NOT_DETERMINISTIC, PADDED, WIDE
 from tests.plugins.test_fa3 import DIMS, NO_BACKWARD, NO_WINDOWS, VLLM
 from tests.plugins.test_fa4 import DIMS as FA4_DIMS
@@ -44,7 +44,7 @@ FA4 = replace(PYTORCH, packages=(("flash-attn-4", "4.0.0b36"),))
 def on_device(name: str, plugin: ModuleType, platform: Platform) -> BackendManager:
     """The plugin as if its library were installed, and the real fallback."""
     manager = BackendManager(builtins={}, load_entry_points=False)
-    manager.register(Road(plugin, platform), name)
+    manager.register(OnPlatform(plugin, platform), name)
     manager.register(sdpa, "sdpa")
     return manager
 

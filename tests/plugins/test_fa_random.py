@@ -16,7 +16,7 @@ from mla_plugin.plugins import cudnn, fa2, fa3, fa4
 from mla_plugin.plugins.fa2 import providers
 from tests.plugins import flash_attention_2, flash_attention_3, flash_attention_4, plain, test_cudnn
 from tests.plugins.flash_libraries import install
-from tests.plugins.flash_road import write_gaps
+from tests.plugins.flash_on_cpu import write_gaps
 from tests.plugins.random_calls import poison_padding, random_call
 
 PLUGINS: dict[str, tuple[ModuleType, tuple[tuple[str, str], ...]]] = {

@@ -123,7 +123,7 @@ def test_compiled_kernels_need_no_compiler() -> None:
     assert reasons(request(), replace(hopper(), packages=packages, tools=frozenset())) == ()
 
 
-def test_shared_memory_of_consumer_cards_suffices_for_deepseek_alone() -> None:
+def test_shared_memory_of_consumer_gpus_suffices_for_deepseek_alone() -> None:
     consumer = replace(hopper("0.7.2"), compute_capability=(8, 9), shared_memory_per_block=101376)
     assert flashinfer.fa2_shared_memory(512, 64, 101376) == 92704  # stated by FlashInfer
     assert reasons(request(), consumer) == ()

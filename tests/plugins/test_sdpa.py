@@ -1,4 +1,4 @@
-"""The fallback: conformance on the CPU, on the CUDA road with its kernels emulated, and on a CUDA device."""
+"""The fallback: conformance on the CPU, on the CUDA path with its kernels emulated, and on a CUDA device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _as_cuda(plan: Plan) -> Plan:
     return Plan(plan.request.replace(device_type="cuda"), plan.platform, plan.forward_backend, plan.backward_backend)
 
 
-class CudaRoad:
+class CudaPath:
     """The plugin as it would run on a CUDA device, over the tensors of the CPU."""
 
     @hookimpl
@@ -71,11 +71,11 @@ class CudaRoad:
         return sdpa.backward(_as_cuda(plan), residuals, dout, dlse)
 
 
-class TestCudaRoad(BackendConformance):
-    backend = "cuda_road"
+class TestCudaPath(BackendConformance):
+    backend = "cuda_path"
     quick = is_slow = True
     manager = BackendManager(builtins={}, load_entry_points=False)
-    manager.register(CudaRoad(), "cuda_road")
+    manager.register(CudaPath(), "cuda_path")
 
     @pytest.fixture(autouse=True)
     def _emulated_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ class TestCudaRoad(BackendConformance):
         monkeypatch.setattr(efficient, "_backward", emulation.backward)
 
 
-class TestCudaRoadWithNanPadding(NanPadding, TestCudaRoad):
+class TestCudaPathWithNanPadding(NanPadding, TestCudaPath):
     pass
 
 

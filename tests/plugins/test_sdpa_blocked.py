@@ -14,24 +14,24 @@ from mla_plugin.hooks.attention import Plan, Residuals
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins import sdpa
 from mla_plugin.plugins.sdpa import blocked, flash
-from mla_plugin.plugins.sdpa.terms import Terms
+from mla_plugin.plugins.sdpa.terms import ScoreTerms
 from mla_plugin.reference import visibility
 from tests.plugins.calls import both_passes, request, tensors
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
-@pytest.mark.parametrize("road", ["cpu", "cuda"])
-def test_dropout_scales_what_it_keeps_and_both_passes_keep_the_same(qkv_format: str, road: str) -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_dropout_scales_what_it_keeps_and_both_passes_keep_the_same(qkv_format: str, device_type: str) -> None:
     """With V = I, out is the dropped weights themselves; dv of dout = I is their transpose."""
     cu_seqlens = torch.tensor([0, 23, 64], dtype=torch.int32)
     mask = {"attn_mask_type": "padding_causal", "batch_size": 2} if qkv_format == "thd" else {}
-    call = request(qkv_format=qkv_format, head_dim_v=64, num_heads=1, dropout_p=0.3, device_type=road, **mask)
+    call = request(qkv_format=qkv_format, head_dim_v=64, num_heads=1, dropout_p=0.3, device_type=device_type, **mask)
     seed = torch.tensor([5])
     given = tensors(request(head_dim_v=64, num_heads=1), dropout_seed=seed, cu_seqlens_q=cu_seqlens)
     identity = torch.eye(64).view(1, 64, 1, 64)
     q, k, v = (x[0] if qkv_format == "thd" else x for x in (given.q, given.k, identity))
     given = dataclasses.replace(given, q=q, k=k, v=v, cu_seqlens_kv=cu_seqlens)
-    plan = Plan(call, Platform(road), "sdpa", "sdpa")
+    plan = Plan(call, Platform(device_type), "sdpa", "sdpa")
     output = sdpa.forward(plan, given)
     undropped = sdpa.forward(Plan(call.replace(dropout_p=0.0, device_type="cpu"), Platform(), "sdpa", "sdpa"), given)
     weights, whole = output.out.view(64, 64), undropped.out.view(64, 64)
@@ -124,7 +124,7 @@ def test_the_number_of_blocks_changes_nothing(changes: dict[str, Any], monkeypat
 def test_a_window_computes_only_its_keys() -> None:
     call = request(max_seqlen_q=4096, max_seqlen_kv=4096, window_size=(31, 0))
     q = torch.empty(1, 2, 4096, 24)
-    terms = Terms(1.0, call.band)
+    terms = ScoreTerms(1.0, call.band)
     widths = [block.keys.stop - block.keys.start for block in blocked.blocks(q, 4096, terms)]
     assert max(widths) < 4096
     assert sum(widths) < 3 * 4096

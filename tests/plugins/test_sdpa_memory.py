@@ -67,7 +67,7 @@ def test_blocks_stay_within_their_budget(changes: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 1 << 16)
     changes, is_padded = {k: v for k, v in changes.items() if k != "padded"}, "padded" in changes
     call = request(attn_mask_type="no_mask", max_seqlen_q=1024, max_seqlen_kv=1024, **changes)
-    if is_padded:  # the CUDA road of the blocks, over tensors of the CPU
+    if is_padded:  # the blocks' CUDA path, with tensors on the CPU
         call = call.replace(attn_mask_type="padding", device_type="cuda", dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 999], dtype=torch.int32)
     bias = torch.zeros(1, 1, 1, 1024) if "bias_type" in changes else None
@@ -78,7 +78,7 @@ def test_blocks_stay_within_their_budget(changes: dict[str, Any], monkeypatch: p
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("changes", [{}, {"dtype": torch.float64}, {"window_size": (5, 0)}])
-def test_the_cuda_roads_read_no_length(
+def test_the_cuda_paths_read_no_length(
     qkv_format: str, mask: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors have no values, so reading one raises."""

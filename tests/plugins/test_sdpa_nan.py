@@ -73,9 +73,9 @@ def in_layout(call: Any, given: AttentionTensors, qkv_format: str) -> tuple[Any,
     return call.replace(qkv_format=qkv_format), dataclasses.replace(given, **moved)
 
 
-def check(call: Any, given: AttentionTensors, road: str = "cpu") -> None:
+def check(call: Any, given: AttentionTensors, device_type: str = "cpu") -> None:
     """NaN of the keys that a row sees comes out; what comes out is NaN in plain PyTorch too; the rest is right."""
-    plan = Plan(call.replace(device_type=road), Platform(road), "sdpa", "sdpa")
+    plan = Plan(call.replace(device_type=device_type), Platform(device_type), "sdpa", "sdpa")
     output = sdpa.forward(plan, given)
     leaves = dataclasses.replace(given, **{n: getattr(given, n).detach().requires_grad_() for n in ("q", "k", "v")})
     inputs = (leaves.q, leaves.k, leaves.v)

@@ -1,4 +1,4 @@
-"""Random calls of the fallback, on the CPU and on the CUDA road with its kernels emulated, against ``plain``."""
+"""Random calls of the fallback, on the CPU and on the CUDA path with its kernels emulated, against ``plain``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.plugins.random_calls import poison_padding, random_call
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
-def check(request: AttentionRequest, given: AttentionTensors, road: str) -> None:
+def check(request: AttentionRequest, given: AttentionTensors, device_type: str) -> None:
     """Both passes, with and without a gradient of lse, and with NaN in all padding."""
-    request = request.replace(device_type=road)
-    plan = Plan(request, Platform(road), "sdpa", "sdpa")
+    request = request.replace(device_type=device_type)
+    plan = Plan(request, Platform(device_type), "sdpa", "sdpa")
     given = poison_padding((request, given), torch.nan) if request.has_padding else given
     names = [name for name in ("q", "k", "v", "bias") if getattr(given, name) is not None]
     leaves = replace(given, **{name: getattr(given, name).detach().double().requires_grad_() for name in names})
@@ -63,8 +63,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("road", ["cpu", "cuda"])
-def test_a_random_call(seed: int, road: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_random_call(seed: int, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:
         monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 64)
         monkeypatch.setattr(blocked, "MIN_BLOCK_ROWS", 3)
@@ -76,4 +76,4 @@ def test_a_random_call(seed: int, road: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(tiles, "BACKWARD_SIDE", 1 + seed % 5)
         monkeypatch.setattr(tiles, "ROWS_PER_THREAD", 1)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    check(*random_call(seed, dtypes), road)
+    check(*random_call(seed, dtypes), device_type)

@@ -119,15 +119,15 @@ def test_refusals(changes: dict[str, object], platform: Platform, reasons: list[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("platform", "card"), [(A100, "163 KiB"), (CONSUMER, "99 KiB")], ids=["A100", "consumer"])
-def test_there_is_a_tile_for_everything_accepted(dtype: torch.dtype, platform: Platform, card: str) -> None:
+@pytest.mark.parametrize(("platform", "gpu_class"), [(A100, "163 KiB"), (CONSUMER, "99 KiB")], ids=["A100", "consumer"])
+def test_there_is_a_tile_for_everything_accepted(dtype: torch.dtype, platform: Platform, gpu_class: str) -> None:
     accepted = 0
     for head_dim_qk in range(8, 577, 8):
         for head_dim_v in range(8, 513, 8):
             request = mla_request(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, dtype=dtype)
             if not list(triton.refusals(request, platform)):
                 columns = sum(packing.columns_of(head_dim_qk, head_dim_v))
-                assert all(tiles.tile_for(table, card, dtype.itemsize, columns) for table in tiles.TABLES.values())
+                assert all(tiles.tile_for(table, gpu_class, dtype.itemsize, columns) for table in tiles.TABLES.values())
                 accepted += 1
     assert accepted > 3000
 

@@ -90,7 +90,7 @@ class TestCuda(BackendConformance):
 @pytest.mark.parametrize("mask", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
 def test_values_that_are_not_finite_stay_out_of_rows_that_see_no_key(qkv_format: str, mask: str) -> None:
-    """Rows behind a sequence's end, and those above a bottom-right diagonal: weights of 0 times NaN."""
+    """Rows past a sequence's end, and those above a bottom-right diagonal: weights of 0 times NaN."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths_q = torch.tensor([0, 5, 9], dtype=torch.int32, device=device)
     for lengths_kv in (lengths_q, torch.tensor([0, 3, 9], dtype=torch.int32, device=device)):

@@ -10,7 +10,7 @@ def test_the_page_is_the_generated_one(gpu: str) -> None:
     assert page.PAGES[gpu].read_text() == page.render(gpu), "run python -m benchmarks.page"
 
 
-def test_every_kept_figure_is_of_a_known_commit_and_card() -> None:
+def test_every_kept_figure_is_of_a_known_commit_and_gpu() -> None:
     for path in page.RESULTS.glob(f"*_{page.GPU}.json"):
         record = page.load(path.name.removesuffix(f"_{page.GPU}.json"))
         assert record["gpu"] == "NVIDIA H200", path.name

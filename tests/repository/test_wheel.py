@@ -1,4 +1,4 @@
-"""The wheel and the sdist, built as a release is, and the wheel used in an environment of its own."""
+"""The wheel and the sdist, built as a release is, and the wheel used in a separate environment."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_choice_is_never_far_from_the_best_that_is_installed(
 def test_calls_that_the_table_lacks_are_chosen_well_from_those_around(
     direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call is left out of the table, on every card, and chosen from the others.
+    """Each call is left out of the table, on every GPU, and chosen from the others.
 
     Several backends are within 10 % of one another, and their order changes with the length.
     """
@@ -81,20 +81,20 @@ def test_calls_that_the_table_lacks_are_chosen_well_from_those_around(
     for row in table:
         others = tuple(other for other in table if other.place != row.place)
         monkeypatch.setattr(speed, "_table", lambda _, others=others: others)
-        estimates = speed._estimates(replace(H100, device_name=f"NVIDIA {row.card}"), row.place, direction)
+        estimates = speed._estimates(replace(H100, device_name=f"NVIDIA {row.gpu}"), row.place, direction)
         behind = row.behind[direction]
         found.append(math.exp(-behind[min(behind, key=lambda name: estimates.get(name, math.inf))]))
     assert sum(found) / len(found) >= 0.98
     assert sum(share >= 0.95 for share in found) >= 0.87 * len(found)
 
 
-def test_a_card_is_known_by_a_word_of_its_name() -> None:
+def test_a_gpu_is_known_by_a_word_of_its_name() -> None:
     place = speed._Call.of(mla_request()).place
-    by_card = {
+    by_gpu = {
         name: speed._estimates(replace(H100, device_name=name), place, "forward")
         for name in (None, "NVIDIA GH200 480GB", "NVIDIA H200")
     }
-    assert by_card[None] == by_card["NVIDIA GH200 480GB"] != by_card["NVIDIA H200"]
+    assert by_gpu[None] == by_gpu["NVIDIA GH200 480GB"] != by_gpu["NVIDIA H200"]
 
 
 def test_what_transformer_engine_would_raise_for_is_no_matter_elsewhere() -> None:
@@ -212,14 +212,14 @@ def test_transformer_engine_keeps_its_order(strict: bool) -> None:
     assert runs(mla_request())[0] == "fa4"
 
 
-def test_the_name_of_the_card_prefers_what_it_measured() -> None:
-    rows = {gpu: [row for row in speed._table((9, 0)) if row.card == gpu] for gpu in ("H100", "H200")}
+def test_the_name_of_the_gpu_prefers_what_it_measured() -> None:
+    rows = {gpu: [row for row in speed._table((9, 0)) if row.gpu == gpu] for gpu in ("H100", "H200")}
     same = [(a, b) for a in rows["H100"] for b in rows["H200"] if a.place == b.place]
     behind = [(a.behind["backward"], b.behind["backward"]) for a, b in same]
     differing = [i for i, (a, b) in enumerate(behind) if b[min(a, key=a.__getitem__)] > 0.02]
     assert differing
     for row in (row for i in differing for row in same[i]):
-        platform = replace(H100, device_name=f"NVIDIA {row.card} 80GB")
+        platform = replace(H100, device_name=f"NVIDIA {row.gpu} 80GB")
         estimates = speed._estimates(platform, row.place, "backward")
         assert row.behind["backward"][min(estimates, key=estimates.__getitem__)] < 0.001
 

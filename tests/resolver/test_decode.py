@@ -305,7 +305,7 @@ def test_no_sequence_and_no_room() -> None:
     assert len(decode_preference.measured_order(request(batch_size=0, max_seqlen_kv=0), gpu())) == 4
 
 
-def test_the_card_decides_by_its_own_measurements() -> None:
+def test_the_gpu_decides_by_its_own_measurements() -> None:
     """Where the capability was not measured, nothing is compared."""
     assert decode_preference.measured_times(request(), gpu((8, 0))) == {}
     assert decode_preference.measured_order(request(), gpu((8, 0))) == decode_preference.UNMEASURED

@@ -13,7 +13,7 @@ FILES = [f"mla_plugin/resolver/transformer_engine/{name}.py" for name in MODULES
 
 
 def test_every_branch_of_the_cascade_is_taken(tmp_path: Path) -> None:
-    """Measured in a process of its own: the cascade is imported there under measurement."""
+    """Measured in a separate process: the cascade is imported there under measurement."""
     data, report = tmp_path / "data", tmp_path / "report.json"
     tests = sorted(str(path) for path in Path(__file__).parent.glob("test_te_*.py") if path != Path(__file__))
     options = ["--rcfile=/dev/null", f"--data-file={data}"]

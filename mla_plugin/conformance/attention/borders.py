@@ -47,7 +47,7 @@ def _windows() -> Iterator[Case]:
 
 
 def _runs_of_empty_sequences() -> Iterator[Case]:
-    """Empty sequences one behind the other, at the beginning and at the end too, of queries, of keys and of both."""
+    """Empty sequences one after another, at the beginning and at the end too, of queries, of keys and of both."""
     lengths: dict[str, Any] = {"seqlens_q": (0, 0, 7, 0, 0, 70, 3, 0, 0), "seqlens_kv": (0, 0, 5, 0, 0, 66, 0, 0, 4)}
     for mask in ("padding", "padding_causal_bottom_right"):
         yield Case(f"thd-empty_runs-{mask}", "thd", attn_mask_type=mask, return_lse=True, **lengths, **NARROW)

@@ -40,7 +40,7 @@ class Case:
         qkv_format, dtype, attn_mask_type, window_size: as in ``AttentionRequest``.
         seqlens_q, seqlens_kv: true length of each sequence.
         rows_q, rows_kv: rows that each sequence takes in memory; None for its length. A dense layout needs equal ones.
-        lead, tail: ``thd`` only: rows of q, k and v before the first sequence (with ``rows_q``) and behind the last.
+        lead, tail: ``thd`` only: rows of q, k and v before the first sequence (with ``rows_q``) and after the last.
         lead_kv: rows of k and v before the first sequence; None for ``lead``.
         max_seqlen: what the caller says of the longest sequence: ``exact``, or ``extent`` of the tensor, which is no
             less, or with ``thd`` ``beyond`` it, as a graph captured for longer sequences has it. Padding masks in a

@@ -129,7 +129,7 @@ def _lengths() -> Iterator[Case]:
 
 
 def _packed() -> Iterator[Case]:
-    """``thd``: sequences of different lengths, empty ones, rows between them and behind the last."""
+    """``thd``: sequences of different lengths, empty ones, rows between them and after the last."""
     for mask in PADDING_MASKS:
         thd = Case("", "thd", attn_mask_type=mask)
         yield replace(thd, name=f"thd-{mask}-self", seqlens_q=VARLEN_Q, seqlens_kv=VARLEN_Q)

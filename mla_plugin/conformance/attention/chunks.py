@@ -50,7 +50,7 @@ class _Prefill:
         return AttentionTensors(q, k, v, self.q.shape[-1] ** -0.5)
 
     def packed(self, parts: tuple[tuple[int, int], ...]) -> AttentionTensors:
-        """Sequences one behind the other."""
+        """Sequences one after another."""
         q, k, v = (torch.cat([x[b, :length] for b, length in parts]) for x in (self.q, self.k, self.v))
         ends = [0, *accumulate(length for _, length in parts)]
         offsets = torch.tensor(ends, dtype=torch.int32, device=q.device)

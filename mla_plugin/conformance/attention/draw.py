@@ -29,7 +29,7 @@ Storage = Literal[
 ]
 
 GUARD = 64
-"""Elements of NaN before and behind a tensor; a multiple of 16 bytes, so that they change no alignment."""
+"""Elements of NaN before and after a tensor; a multiple of 16 bytes, so that they change no alignment."""
 
 
 class Draw:
@@ -39,7 +39,7 @@ class Draw:
         dtype: of the tensors, unless told otherwise.
         device: where they lie.
         generator: CPU generator; None for PyTorch's own.
-        is_guarded: memory goes on before and behind each tensor. Otherwise each begins where its memory does, as most
+        is_guarded: memory goes on before and after each tensor. Otherwise each begins where its memory does, as most
             tensors do.
     """
 

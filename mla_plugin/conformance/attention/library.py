@@ -39,7 +39,7 @@ def as_the_process_manager(manager: BackendManager) -> Iterator[None]:
 
 
 def options_of(call: Call, backend: str) -> dict[str, Any]:
-    """The arguments of ``mla_plugin.attention`` beside q, k and v."""
+    """The arguments of ``mla_plugin.attention`` besides q, k and v."""
     case, request, tensors = call.case, call.request, call.tensors
     return {
         "softmax_scale": tensors.softmax_scale,

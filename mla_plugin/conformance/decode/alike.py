@@ -37,7 +37,7 @@ def check_alike(suite: DecodeConformance, case: DecodeCase) -> None:
                 other = replace(other, lengths=(max(lengths),) * len(lengths))
             _check(suite, other, _drawn(suite, other), f"after calls of its shapes with other options, {given}", host)
     first = _drawn(suite, other)
-    _check(suite, other, first, "in memory of its own")
+    _check(suite, other, first, "in its own memory")
     empty = replace(other, lengths=(0,) * len(other.lengths), leftpads=None, has_host_lengths=True)
     if case.has_seqlens_kv:
         _check(suite, empty, _drawn(suite, empty), "without keys, whose lengths the host knows")
@@ -87,7 +87,7 @@ def _turned(tensors: DecodeTensors, first: DecodeTensors) -> DecodeTensors:
 
 
 def _axes(tensors: DecodeTensors) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Tensors whose rows lie one behind the other, and the two axes that may change places."""
+    """Tensors whose rows lie one after another, and the two axes that may change places."""
     for name, axes in (("q_nope_abs", (1, 2)), ("q_rope", (1, 2)), ("c_kv", (0, 1)), ("k_rope", (0, 1))):
         x = getattr(tensors, name)
         is_plain = all(a.stride(i) == a.stride(i + 1) * a.shape[i + 1] for a in (x,) for i in range(x.dim() - 2))

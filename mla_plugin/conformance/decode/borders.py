@@ -34,7 +34,7 @@ def _splits() -> Iterator[DecodeCase]:
 
 
 def _runs_of_empty_sequences() -> Iterator[DecodeCase]:
-    """Empty sequences one behind the other, at the beginning and at the end too."""
+    """Empty sequences one after another, at the beginning and at the end too."""
     lengths: dict[str, Any] = {"lengths": (0, 0, 9, 0, 0, 0, 67, 300, 0, 0), "rank": 72, "rope": 8}
     yield DecodeCase("empty_runs-contiguous", **lengths)
     yield DecodeCase("empty_runs-paged", page_size=16, has_host_lengths=True, **lengths)

@@ -127,7 +127,7 @@ def _long() -> Iterator[DecodeCase]:
 
 
 def _rare_memory() -> Iterator[DecodeCase]:
-    """Pages one behind the other, pages beyond 16 bits, lengths off 16 bytes, q_nope_abs and q_rope apart."""
+    """Pages one after another, pages beyond 16 bits, lengths off 16 bytes, q_nope_abs and q_rope apart."""
     small: dict[str, Any] = {"rank": 72, "rope": 8}
     order: dict[str, Any] = {"page_order": "ascending", "lengths": (67, 40, 0, 130)}
     yield DecodeCase("pages_in_order", page_size=16, **order, **small)

@@ -35,7 +35,7 @@ def decide(call: Call, kv: KVCall) -> Decision:
 def forward(
     call: Call, kv: KVCall, latents: Latents, decision: Decision | None, watch: Watch
 ) -> tuple[AttentionOutput | None, list[torch.Tensor]]:
-    """out and lse of this rank's queries; nothing is kept beside them and q."""
+    """out and lse of this rank's queries; nothing is kept besides them and q."""
     whole = latents.gather()
     output = watch.attempt(_forward, call, kv, decision, whole)
     return output, []

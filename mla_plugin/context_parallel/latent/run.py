@@ -109,7 +109,7 @@ def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     """The call with K and V that this one stands for, checked; their values take no memory.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
     name, way = call.more
     if not isinstance(way, str) or way not in WAYS:

@@ -1,1 +1,1 @@
-"""Attention over expanded keys and values: the entry, the operator that torch.compile sees, the way to a backend."""
+"""Attention over expanded keys and values: the entry point, the torch.library operators, the call of a backend."""

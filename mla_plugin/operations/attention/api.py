@@ -102,7 +102,7 @@ def attention(
         gradients; padded positions of ``thd`` are such queries.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
@@ -110,8 +110,8 @@ def attention(
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
-    options = CallOptions(  # by place, in half the time that names take
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; expected a backend's name or None")
+    options = CallOptions(  # positional: takes half the time of keyword arguments
         qkv_format,
         attn_mask_type,
         window_size,
@@ -153,7 +153,7 @@ def attention(
     else:
         known = known_of(tensors, options, backend)
         if key is not None and plain_known_of(q, k, v, softmax_scale, options, backend)[0] == key:
-            keep(key, known)  # no variable has changed meanwhile
+            keep(key, known)  # no environment variable has changed since
         output = run_known(known, tensors)
     return (output.out, output.lse) if return_lse else output.out
 
@@ -169,7 +169,7 @@ def _tensors_of(
     attention_mask: torch.Tensor | None,
     lengths: Iterable[torch.Tensor | None],
 ) -> AttentionTensors:
-    """The call's tensors with defaults filled in: the keys' lengths, the scale, a seed for dropout."""
+    """The call's tensors with defaults filled in: the lengths of the keys, the scale, a seed for dropout."""
     if softmax_scale is None and isinstance(q, torch.Tensor) and not q.is_nested and q.dim() and (width := q.shape[-1]):
         softmax_scale = width**-0.5
     softmax_scale = 1.0 if softmax_scale is None else plain_number(softmax_scale)
@@ -206,16 +206,18 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     except TypeError as error:
         raise TypeError(f"{error}; expected the arguments of mla_plugin.attention") from None
     given.apply_defaults()
-    said = given.arguments
-    backend, bias_type, scale = (said.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale"))
-    group, way = said.pop("cp_group"), said.pop("cp_comm_type")
-    check_number("dropout_p", said["dropout_p"])
-    q, k, v, bias = (said.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
-    mask, *lengths = (said.pop(name) for name in ("attention_mask", *LENGTHS))
+    arguments = given.arguments
+    backend, bias_type, scale = (
+        arguments.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale")
+    )
+    group, way = arguments.pop("cp_group"), arguments.pop("cp_comm_type")
+    check_number("dropout_p", arguments["dropout_p"])
+    q, k, v, bias = (arguments.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
+    mask, *lengths = (arguments.pop(name) for name in ("attention_mask", *LENGTHS))
     q, k, v, bias = autocast(q, k, v, bias, cast=as_if_cast)
     call = _tensors_of(AttentionTensors, q, k, v, bias, scale, 0.0, mask, lengths)
-    options = CallOptions(bias_type=bias_type, **said)
-    if getattr(call.cu_seqlens_q, "is_meta", False):  # no memory, by which tensors are told apart
+    options = CallOptions(bias_type=bias_type, **arguments)
+    if getattr(call.cu_seqlens_q, "is_meta", False):  # meta tensors have no addresses, by which tensors are told apart
         options = options._replace(lengths_may_differ=call.cu_seqlens_kv is not call.cu_seqlens_q)
     return DescribedCall(call, options.completed(call), backend, group, way)
 

@@ -1,4 +1,4 @@
-"""One pass of a known call on the backends of its plan: value checks before it, a check of what came back after it."""
+"""Runs one pass of a call on the backends of its plan, with checks of values before it and of results after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_plugin.operations.attention.known import Known
 
 
 def _keys_above_backends() -> torch.DispatchKeySet:
-    """What PyTorch does before an operator's kernel: autograd, autocast, keeping account of views."""
+    """The dispatch keys that run before an operator's kernel: autograd, autocast, view tracking."""
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         excluded = torch._C._dispatch_tls_local_exclude_set()
     return excluded | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -26,24 +26,24 @@ _ABOVE_BACKENDS = _keys_above_backends()
 
 
 def _undisturbed() -> AbstractContextManager[object]:
-    """Autograd records nothing in a backend, whatever that switches on; its products keep their dtype.
+    """Disable autograd and autocast in a backend, even if it enables gradients itself.
 
-    Its results are no views, which PyTorch would not let the caller change in place.
+    Its results are then no views, which PyTorch would not allow the caller to modify in place.
     """
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_BACKENDS)
 
 
 def reads_lengths(request: AttentionRequest) -> bool:
-    """Values are read where it costs nothing, and where the user accepts that the host waits."""
+    """Whether to check values: on the CPU, where reading is free, or if the user accepts a synchronisation."""
     return request.has_padding and (request.device_type == "cpu" or environment.is_value_check_requested())
 
 
 def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
-    """out and lse, contiguous and in memory of their own.
+    """out and lse, contiguous and in new memory.
 
     Raises:
         ValueError: lengths do not fit the tensors.
-        RuntimeError: the backend returned other shapes or dtypes than the contract says.
+        RuntimeError: the backend returned a result that does not follow the contract.
     """
     q, plan = tensors.q, known.plan
     if plan is None:
@@ -58,7 +58,7 @@ def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     if known.is_forward_ours and _are_plugins_the_same(known):
         is_contiguous = out.is_contiguous() and lse.is_contiguous()
         return output if is_contiguous else AttentionOutput(out.contiguous(), lse.contiguous())
-    # compiled code was promised this by the fake operator: it would read beyond a smaller tensor
+    # compiled code relies on the fake operator's shapes: it would read out of bounds in a smaller tensor
     _check_result("out", out, known.out_shape, q.dtype, q.device, backend)
     _check_result("lse", lse, known.lse_shape, known.lse_dtype, q.device, backend)
     return AttentionOutput(_own(out, tensors), _own(lse, tensors))
@@ -78,7 +78,7 @@ def backward(
     backend = plan.backward_backend
     dq, dk, dv, dbias = found.dq, found.dk, found.dv, found.dbias
     if not (known.is_backward_ours and _are_plugins_the_same(known)):
-        # autograd would sum, cast or drop what does not fit
+        # autograd would silently sum, cast or drop a gradient that does not fit
         for name, given, x in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
             _check_result(name, given, x.shape, x.dtype, x.device, backend)
         if bias is not None:
@@ -89,12 +89,12 @@ def backward(
 
 
 def _are_plugins_the_same(known: Known) -> bool:
-    """Asked after the backend has run: no plugin came or went since the call became known."""
+    """Whether the set of plugins is the same as when the call was cached; checked after the backend has run."""
     return get_manager().generation == known.generation
 
 
 def with_contiguous_rows(tensors: AttentionTensors) -> AttentionTensors:
-    """The contract promises backends a contiguous last dimension: PyTorch's CPU kernel reads garbage without it."""
+    """Make the last dimension contiguous, as the contract promises: PyTorch's CPU kernel reads garbage otherwise."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return tensors
@@ -112,13 +112,13 @@ def _check_result(
     else:
         return x
     raise RuntimeError(
-        f"the backend {backend!r} returned {name} as {given}; a dense tensor {tuple(shape)} {dtype} on {device} is the "
-        f"contract. MLA_PLUGIN_BLOCK={backend} leaves it out, mla_plugin.conformance tests it"
+        f"the backend {backend!r} returned {name} as {given}; expected a dense tensor {tuple(shape)} {dtype} on "
+        f"{device}. MLA_PLUGIN_BLOCK={backend} excludes it; mla_plugin.conformance tests it"
     )
 
 
 def _own(x: torch.Tensor, tensors: AttentionTensors) -> torch.Tensor:
-    """x contiguous, in memory of its own, and no view, which PyTorch would not let the caller change in place."""
+    """x contiguous, in new memory, and no view, which PyTorch would not allow the caller to modify in place."""
     x = x.contiguous()
     is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # missing in PyTorch's stubs
     q = tensors.q

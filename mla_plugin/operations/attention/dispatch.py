@@ -1,4 +1,4 @@
-"""From a plan to the plugin that it names."""
+"""Calls the plugin that a plan names."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def _checked(result: object, answer: type[Answer], hook: str, backend: str) -> A
     if result is None:
         raise RuntimeError(
             f"the backend {backend!r} accepted the request but has no {hook}; it returned None. "
-            f"MLA_PLUGIN_BLOCK={backend} leaves it out"
+            f"MLA_PLUGIN_BLOCK={backend} excludes it"
         )
     if not isinstance(result, answer):
         raise TypeError(
             f"{hook} of the backend {backend!r} returned {type(result).__name__}, not {answer.__name__}. "
-            f"MLA_PLUGIN_BLOCK={backend} leaves it out"
+            f"MLA_PLUGIN_BLOCK={backend} excludes it"
         )
     return result
 
 
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-    """Run the plan's forward; an error out of it names the backend in a note.
+    """Run the plan's forward; an exception from it gets a note that names the backend.
 
     Raises:
         ValueError: the backend has been unregistered since the plan was made.
-        RuntimeError, TypeError: the backend returned nothing, or something else than an output.
+        RuntimeError, TypeError: the backend returned None, or something other than an output.
     """
     output = get_manager().caller("forward", plan.forward_backend)(plan=plan, tensors=tensors)
     return _checked(output, AttentionOutput, "forward", plan.forward_backend)

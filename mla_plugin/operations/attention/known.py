@@ -1,4 +1,4 @@
-"""What is known of calls that are alike: their request, the decision and what comes out, found by one lookup."""
+"""A cache of everything that equal calls share: their request, the decision, the shapes of the results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_KNOWN = 4096
 
 
 class Known(NamedTuple):
-    """What calls that are alike share.
+    """Everything that equal calls share, cached.
 
     Attributes:
-        request: what they ask.
+        request: of the calls.
         softmax_scale: of ``AttentionTensors``.
-        backend: the backend asked for by name.
+        backend: the backend requested by name.
         plan: the decision; None for a call without queries or keys, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
         has_contiguous_rows: the last dimension of q, k and v is contiguous.
-        is_forward_ours, is_backward_ours: the results come from a built-in backend alone, which the conformance suite
-            holds to the contract, so that no call has to.
-        generation: of the registered plugins, for which that was found; a wrapper may come before the backward.
+        is_forward_ours, is_backward_ours: the results come from a built-in backend without wrappers; the conformance
+            suite tests these, so results are not checked in every call.
+        generation: of the set of plugins for which that holds; a wrapper may be registered before the backward.
         kept: what backends keep for these calls, see ``AttentionTensors.kept``.
     """
 
@@ -51,57 +51,57 @@ class Known(NamedTuple):
 _known: dict[tuple[Any, ...], Known] = {}
 
 
-def known_of(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:
-    """What is known of a call; one that is like an earlier call is neither checked nor decided again.
+def known_of(tensors: AttentionTensors, given: CallOptions | AttentionRequest, backend: str | None) -> Known:
+    """The cached ``Known`` of a call; a call like an earlier one is neither checked nor decided again.
 
-    A variable of the environment that changes, or a backend that comes or goes, takes effect at the next call.
+    A changed environment variable or set of backends takes effect at the next call.
 
     Args:
         tensors: of the call.
-        said: what the caller says beside them, or a request that was made of them.
+        given: the call's options, or a request that was made from these tensors.
         backend: use this backend and no other.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or the request is not of these tensors; the message says what was
-            given and what is accepted.
+        ValueError, TypeError: an argument is invalid, or the request does not fit these tensors; the message says what
+            was given and what is expected.
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
     """
     try:
-        key = _key(tensors, said, backend)
+        key = _key(tensors, given, backend)
         known = _known.get(key)
     except (TypeError, RuntimeError, AttributeError):  # no tensor, no shape, symbolic sizes, a list as an option
-        return _decide(tensors, said, backend)
+        return _decide(tensors, given, backend)
     if known is None:
-        known = _decide(tensors, said, backend)
+        known = _decide(tensors, given, backend)
         keep(key, known)
     return known
 
 
 def keep(key: tuple[Any, ...], known: Known) -> None:
-    """Remember what is known of the calls with this key."""
+    """Cache ``known`` for the calls with this key."""
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
     _known[key] = known
 
 
 def plain_known_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: object, said: CallOptions, backend: str | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: object, given: CallOptions, backend: str | None
 ) -> tuple[tuple[Any, ...] | None, Known | None]:
-    """What is known of an eager call without other tensors, by its arguments as they are: faster than ``known_of``.
+    """A faster ``known_of`` for eager calls with no other tensors, looked up by the unprocessed arguments.
 
     Args:
-        q, k, v: of the call, no subclass of a tensor.
+        q, k, v: of the call; no tensor subclasses.
         softmax_scale: as the caller gave it.
-        said: what the caller says besides, without a window.
+        given: the other options, without a window.
         backend: use this backend and no other.
 
     Returns:
-        the key to ``keep`` it under, None where there is none; and what is known, None where ``known_of`` has to say.
+        the key for ``keep``, None if the call has none; and the cached entry, None if ``known_of`` has to be called.
     """
     try:
         key = (  # of the same facts as ``_key``
-            said,
-            tuple(map(type, said)),
+            given,
+            tuple(map(type, given)),
             softmax_scale,
             type(softmax_scale),
             backend,
@@ -130,21 +130,21 @@ def plain_known_of(
         return None, None
 
 
-def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> tuple[Any, ...]:
+def _key(tensors: AttentionTensors, given: CallOptions | AttentionRequest, backend: str | None) -> tuple[Any, ...]:
     """Everything that ``_decide`` depends on: True, 1 and 1.0 are equal as keys and not as options."""
-    if isinstance(said, AttentionRequest):
-        facts: tuple[Any, ...] = (said.has_padding and tensors.lengths_may_differ,)
+    if isinstance(given, AttentionRequest):
+        facts: tuple[Any, ...] = (given.has_padding and tensors.lengths_may_differ,)
     else:
-        bias, window = tensors.bias, said.window_size
+        bias, window = tensors.bias, given.window_size
         facts = (
-            tuple(map(type, said)),
+            tuple(map(type, given)),
             None if window is None else tuple(map(type, window)),
             tensors.needs_gradient,
             tensors.cu_seqlens_q is not None and (tensors.pads_between_sequences, tensors.lengths_may_differ),
             bias is not None and bias.requires_grad,
         )
     return (
-        said,
+        given,
         backend,
         facts,
         kind_of(tensors),
@@ -157,10 +157,10 @@ def _key(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backen
     )
 
 
-def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> Known:
+def _decide(tensors: AttentionTensors, given: CallOptions | AttentionRequest, backend: str | None) -> Known:
     manager = get_manager()
     generation = manager.generation
-    request = request_for(tensors, said)
+    request = request_for(tensors, given)
     q = tensors.q
     if q.numel() == 0 or tensors.k.numel() == 0:
         check_backend_is_registered(backend)
@@ -183,19 +183,19 @@ def _decide(tensors: AttentionTensors, said: CallOptions | AttentionRequest, bac
     )
 
 
-def request_for(tensors: AttentionTensors, said: CallOptions | AttentionRequest) -> AttentionRequest:
+def request_for(tensors: AttentionTensors, given: CallOptions | AttentionRequest) -> AttentionRequest:
     """The checked request of a call; arguments and errors as ``known_of``."""
-    if isinstance(said, CallOptions):
-        return request_of(tensors, said.completed(tensors))
-    lengths_differ = said.has_padding and tensors.lengths_may_differ and not said.lengths_may_differ
-    if lengths_differ or request_of(tensors, options_of(said)) != said:
+    if isinstance(given, CallOptions):
+        return request_of(tensors, given.completed(tensors))
+    lengths_differ = given.has_padding and tensors.lengths_may_differ and not given.lengths_may_differ
+    if lengths_differ or request_of(tensors, options_of(given)) != given:
         raise ValueError(
-            f"{said} is not what AttentionRequest.of makes of these tensors; make the request of them, and leave what "
-            "attention() has no argument for at its default"
+            f"{given} is not what AttentionRequest.of returns for these tensors; make the request from them, and leave "
+            "what attention() has no argument for at its default"
         )
-    return said
+    return given
 
 
 def options_of(request: AttentionRequest) -> CallOptions:
-    """What a request says beside the tensors, as the operator takes it."""
+    """The options of a request, as the operator takes them."""
     return CallOptions(**{name: getattr(request, name) for name in CallOptions._fields})

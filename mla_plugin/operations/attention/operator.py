@@ -1,7 +1,7 @@
-"""The torch.library operators: what torch.compile, profilers and dispatch modes see of an attention call.
+"""The torch.library operators of attention, for torch.compile, profilers and dispatch modes.
 
-``mla_plugin::attention_forward`` and ``mla_plugin::attention_backward`` take tensors and plain values. Their schema is
-made of two declarations: the fields of ``AttentionTensors`` and those of ``CallOptions``, and the backend's name.
+``mla_plugin::attention_forward`` and ``mla_plugin::attention_backward`` take tensors and plain values. Their schemas
+are generated from the fields of ``AttentionTensors`` and ``CallOptions``, and the backend's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TENSORS = {field.name: _HINTS[field.name] for field in fields(AttentionTensors)
 _DECLARED = {**_TENSORS, **get_type_hints(CallOptions), "backend": str | None}
 _NAMES, _TENSOR_FIELDS = tuple(_DECLARED), len(_TENSORS)
 _GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "out": torch.Tensor, "lse": torch.Tensor}
-"""What a backward gets before the forward's arguments."""
+"""The backward's arguments before those of the forward."""
 
 _library = torch.library.Library("mla_plugin", "DEF")
 _library.define(f"attention_forward{schema_of(_DECLARED)} -> (Tensor out, Tensor lse)")
@@ -56,7 +56,7 @@ _kept = Decisions[Known]()
 
 
 def keep(call: Call, lse: torch.Tensor, known: Known) -> None:
-    """What the backward of this call will keep to."""
+    """Remember the decision for the backward of this call."""
     _kept.keep(_kind(call), lse, known)
 
 
@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
     """The gradient of ``attention_forward``.
 
     It is registered as a kernel of the autograd key and not through ``torch.library.register_autograd``, which walks
-    the schema at every call: that costs 0.25 ms, and it lets forward-mode tangents get lost in silence.
+    the schema at every call: that costs 0.25 ms, and silently drops forward-mode tangents.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if has_gradient or torch.autograd.forward_ad._current_level >= 0:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                "torch.func's grad, vjp, jvp and what is made of them do not go through attention; use "
+                "attention does not support torch.func's grad, vjp, jvp and functions built on them; use "
                 "torch.autograd.grad or backward()"
             )
         return _Attention.apply(*args)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""The door to attention for every host: a checked request and its tensors in, out and lse out."""
+"""Runs attention for every host: takes a checked request and its tensors, returns out and lse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | None = None) -> AttentionOutput:
-    """Resolve the request and compute it; the backward, if one follows, keeps to the decision.
+    """Resolve the request and compute it; a backward uses the same decision.
 
     Args:
         request: made of these tensors by ``AttentionRequest.of``; its ``is_training`` says whether a backward may
@@ -33,21 +33,21 @@ def run(request: AttentionRequest, tensors: AttentionTensors, *, backend: str | 
 
     Raises:
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
-        ValueError: the request is not of these tensors, or says what no argument of ``mla_plugin.attention`` can say;
-            lengths do not fit the tensors; ``backend`` is not registered.
+        ValueError: the request does not fit these tensors, or has a value that no argument of ``mla_plugin.attention``
+            gives; lengths do not fit the tensors; ``backend`` is not registered.
     """
-    return run_said(tensors, request, backend)
+    return run_call(tensors, request, backend)
 
 
-def run_said(tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
-    """``run`` for a request, or for what a caller says beside the tensors."""
+def run_call(tensors: AttentionTensors, given: CallOptions | AttentionRequest, backend: str | None) -> AttentionOutput:
+    """``run`` for a request or for options."""
     if is_observed(tensors.q, tensors.k, tensors.v):
-        return run_observed(tensors, said, backend)
-    return run_known(known_of(tensors, said, backend), tensors)
+        return run_observed(tensors, given, backend)
+    return run_known(known_of(tensors, given, backend), tensors)
 
 
 def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
-    """``run_said`` for a call that ``is_observed`` is false of, and of which this is known."""
+    """``run_call`` for a call that is not ``is_observed`` and has a cache entry."""
     vars(tensors)["kept"] = known.kept
     if not known.has_contiguous_rows:
         tensors = compute.with_contiguous_rows(tensors)
@@ -56,7 +56,7 @@ def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
         return AttentionOutput(out, lse)
     if not torch.is_grad_enabled():
         return compute.forward(known, tensors)
-    torch._C._set_grad_enabled(False)  # as torch.no_grad(), which takes a microsecond more
+    torch._C._set_grad_enabled(False)  # like torch.no_grad(), but a microsecond faster
     try:
         return compute.forward(known, tensors)
     finally:
@@ -64,25 +64,25 @@ def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
 
 
 def run_observed(
-    tensors: AttentionTensors, said: CallOptions | AttentionRequest, backend: str | None
+    tensors: AttentionTensors, given: CallOptions | AttentionRequest, backend: str | None
 ) -> AttentionOutput:
-    """``run_said`` through the operator, which whoever watches the dispatcher can see."""
-    if isinstance(said, CallOptions) and is_traced():  # sizes may be symbols, which are not for a request
-        options = said.completed(tensors)
+    """``run_call`` through the operator, which tracers, modes and profilers see."""
+    if isinstance(given, CallOptions) and is_traced():  # sizes may be symbolic, which a request does not allow
+        options = given.completed(tensors)
     else:
-        options = options_of(request_for(tensors, said))
+        options = options_of(request_for(tensors, given))
     return AttentionOutput(*attention_forward(*Call(tensors, options, backend).in_order()))
 
 
 def is_traced() -> bool:
-    """torch.compile or torch.jit.trace records the call instead of running it."""
+    """Whether torch.compile or torch.jit.trace records the call instead of running it."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def is_observed(*tensors: torch.Tensor) -> bool:
-    """Somebody traces, transforms, records or intercepts operators, so the call must be one.
+    """Whether operators are being traced, transformed, recorded or intercepted, so that the call must be an operator.
 
-    The dispatcher's way through an operator of so many arguments takes longer on the host than a launch.
+    Dispatching an operator with so many arguments takes more host time than a launch, so other calls skip it.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:  # is_traced()
         return True
@@ -103,9 +103,9 @@ _tensors = operator.attrgetter(*(field.name for field in fields(AttentionTensors
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient of a call that nobody observes.
+    """The autograd function of calls that are not observed.
 
-    Autograd looks at every argument, several times, so it gets no more than the tensors that may have a gradient.
+    Autograd processes every argument several times, so only the tensors that may have a gradient are passed.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
         out, lse, q, k, v, *rest = ctx.saved_tensors
         tensors = tensors_of_call(q, k, v, ctx.softmax_scale, *rest)
         dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
+        if torch.is_grad_enabled():  # create_graph=True: the operator raises when the second derivative is taken
             call = Call(tensors, options_of(known.request), known.backend)
             keep(call, lse, known)
             dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.in_order())
@@ -136,4 +136,4 @@ class _Attention(torch.autograd.Function):
 
 
 _apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = super(torch.autograd.Function, _Attention).apply
-"""What ``_Attention.apply`` calls after it has asked for torch.func's transforms, of which ``is_observed`` knows."""
+"""``_Attention.apply`` without its check for torch.func transforms, which ``is_observed`` has made."""

@@ -1,1 +1,1 @@
-"""Decode over the compressed cache: the entry, and the operator that torch.compile sees."""
+"""Decode over the compressed cache: the entry point and the torch.library operator."""

@@ -1,4 +1,4 @@
-"""The direct entry of decode: check the plain arguments, then run."""
+"""``mla_plugin.decode``: checks the arguments and runs the call."""
 
 from __future__ import annotations
 
@@ -38,44 +38,46 @@ def decode(
     cp_group: ProcessGroup | DeviceMesh | None = None,
     cp_interleave: int = 1,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Absorbed MLA over the compressed cache, on the fastest installed backend.
+    """MLA decode with weight absorption over the compressed cache, on the fastest installed backend.
 
-    out = softmax(softmax_scale * (q_nope_abs @ c_kv.T + q_rope @ k_rope.T) + mask) @ c_kv, per head; every head reads
-    the same cache and no per-head key or value is made (weight absorption, DeepSeek-V2, 2024). Multiply q_nope by W_UK
-    before and out by W_UV after. The new tokens' rows are in the cache already. No backward. Autocast changes nothing.
+    out = softmax(softmax_scale * (q_nope_abs @ c_kv.T + q_rope @ k_rope.T) + mask) @ c_kv, per head; all heads read
+    the same cache, and per-head keys and values are never materialised (weight absorption, DeepSeek-V2, 2024). Multiply
+    q_nope by W_UK before and out by W_UV after. The new tokens' rows must be in the cache already. There is no
+    backward. Autocast has no effect.
 
     Args:
         q_nope_abs: [B, S_q, H, R], the queries without rope multiplied by W_UK. bfloat16, float16, float32 or float64.
         q_rope: [B, S_q, H, Dr], the queries' rope part; Dr may be 0.
         kv_cache: a pair (c_kv [B, S_kv, R], k_rope [B, S_kv, Dr]), or one tensor [B, S_kv, R + Dr]; with ``page_table``
             pages instead of sequences: [pages, page_size, ..]. The last dimension is contiguous, other strides are
-            free. Make it with torch.zeros: some backends multiply rows beyond a length by a weight of 0, which
-            leaves nothing of a finite number and NaN of a NaN.
+            free. Initialise it with torch.zeros: some backends multiply rows beyond a length by a weight of 0, and
+            0 * NaN is NaN.
         softmax_scale: positive; required, because R is not the original head_dim_qk: usually
             (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
         page_table: int32 [B, n], each sequence's pages in order; entries beyond its length are never followed.
         seqlens_kv: int32 [B], all keys of each sequence, the new tokens' included; None: S_kv of a contiguous cache.
             A ``DecodeLengths`` holds them on the host too, which backends that plan there (FlashInfer) need.
         leftpad_kv: int32 [B], keys before it are not seen: the padding of left-padded batches (FlashAttention's
-            cache_leftpad). ``seqlens_kv`` counts from the cache's first token all the same.
-        causal: queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.
+            cache_leftpad). ``seqlens_kv`` still counts from the cache's first token.
+        causal: the queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.
         backend: use this backend and no other; it never falls back.
         return_lse: also return the log-sum-exp.
-        batch_invariant: the bits of a query's out and lse must not depend on what is beside it: the other sequences and
-            its place among them, the width of the page table, whether it came alone or as one of S_q.
+        batch_invariant: the bits of a query's out and lse must not depend on the rest of the call: the other sequences
+            and its index among them, the width of the page table, the other queries of its sequence.
         kv_cache_format: ``"plain"``: the cache is in the dtype of the queries. ``"fp8"``: uint8 or float8_e4m3fn,
             R + Dr bytes a token, as a pair or as one tensor (vLLM's ``fp8``). ``"fp8_ds_mla"``: uint8 or float8_e4m3fn,
-            one tensor of 656 bytes a token, which hold scales for each 128 numbers of c_kv and a bfloat16 k_rope (R
+            one tensor of 656 bytes a token, with a scale for every 128 elements of c_kv, and a bfloat16 k_rope (R
             512, Dr 64; FlashMLA, vLLM's ``fp8_ds_mla``); queries in bfloat16, float32 or float64.
             ``mla_plugin.cache.append`` writes all three.
-        kv_scale: float32, one element, on the cache's device: what the bytes of ``"fp8"`` are multiplied by. It is read
-            on the device alone, so a captured graph follows its value.
-        host: who asks; for adapters.
+        kv_scale: float32, one element, on the cache's device: the scale of ``"fp8"``. Only the device reads
+            it, so a captured graph uses its current value.
+        host: the framework that calls; for adapters.
         cp_group: ranks that share the cache's tokens (context parallelism), a ProcessGroup or a one-dimensional
             DeviceMesh. Each passes the same queries of all heads and the same ``seqlens_kv``, which is then needed, and
             ``leftpad_kv`` of whole sequences; ``kv_cache`` and ``page_table`` hold its own tokens, one after the other.
-        cp_interleave: tokens that lie together: token t is on rank (t // cp_interleave) % size; 1, or the page size.
-            ``mla_plugin.context_parallel.held_tokens`` says how many of a length a rank holds.
+        cp_interleave: number of consecutive tokens on one rank, 1 or the page size: token t is on rank
+            (t // cp_interleave) % size. ``mla_plugin.context_parallel.held_tokens`` computes how many of a
+            length's tokens a rank holds.
 
     Returns:
         out [B, S_q, H, R], dtype of the queries; with ``return_lse`` also lse [B, H, S_q], natural log, float32
@@ -83,7 +85,7 @@ def decode(
         tokens of all ranks, merged in float32, and equal on all of them.
 
     Raises:
-        ValueError, TypeError: an argument is off; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
         NotImplementedError: an argument requires grad.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
@@ -144,7 +146,7 @@ def _split(
 
 
 def _group_name(cp_group: ProcessGroup | DeviceMesh) -> str | None:
-    """None for a group of one rank, which makes the plain call."""
+    """None for a group of one rank, for which the call is a plain one."""
     from mla_plugin.context_parallel.group import process_group_of
 
     process_group = process_group_of(cp_group)
@@ -170,7 +172,7 @@ def _over_group(
 
 
 class DescribedCall(NamedTuple):
-    """A call that is not made: checked tensors, and what was said beside them."""
+    """A call that is not run: checked tensors, and its other arguments."""
 
     tensors: DecodeTensors
     host: str
@@ -181,7 +183,7 @@ class DescribedCall(NamedTuple):
 
 
 def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
-    """The call ``decode(*tensors, **arguments)``, not made; tensors of the meta device serve as well.
+    """The call ``decode(*tensors, **arguments)``, without running it; meta tensors work too.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``decode``.
@@ -191,22 +193,22 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     except TypeError as error:
         raise TypeError(f"{error}; expected the arguments of mla_plugin.decode") from None
     given.apply_defaults()
-    said = given.arguments
-    host, backend, batch_invariant = (said.pop(name) for name in ("host", "backend", "batch_invariant"))
-    group, interleave = said.pop("cp_group"), said.pop("cp_interleave")
+    arguments = given.arguments
+    host, backend, batch_invariant = (arguments.pop(name) for name in ("host", "backend", "batch_invariant"))
+    group, interleave = arguments.pop("cp_group"), arguments.pop("cp_interleave")
     decode_checks.check_options(
-        said["softmax_scale"], said["causal"], said["return_lse"], batch_invariant=batch_invariant
+        arguments["softmax_scale"], arguments["causal"], arguments["return_lse"], batch_invariant=batch_invariant
     )
     decode_checks.check_names(host, backend)
-    decode_checks.check_queries(said["q_nope_abs"])
-    seqlen_q, rank = said["q_nope_abs"].shape[1], said["q_nope_abs"].shape[-1]
-    cache = _split(said.pop("kv_cache"), rank, said["kv_cache_format"], said.pop("kv_scale"))
-    c_kv, k_rope, said["kv_scale"] = cache
-    lengths = said["seqlens_kv"] if isinstance(said["seqlens_kv"], DecodeLengths) else None
+    decode_checks.check_queries(arguments["q_nope_abs"])
+    seqlen_q, rank = arguments["q_nope_abs"].shape[1], arguments["q_nope_abs"].shape[-1]
+    cache = _split(arguments.pop("kv_cache"), rank, arguments["kv_cache_format"], arguments.pop("kv_scale"))
+    c_kv, k_rope, arguments["kv_scale"] = cache
+    lengths = arguments["seqlens_kv"] if isinstance(arguments["seqlens_kv"], DecodeLengths) else None
     if lengths is not None:
-        said["seqlens_kv"] = lengths.seqlens_kv
-    said["causal"] = said["causal"] and seqlen_q > 1
-    call = DecodeTensors(c_kv=c_kv, k_rope=k_rope, lengths=lengths, **said)
+        arguments["seqlens_kv"] = lengths.seqlens_kv
+    arguments["causal"] = arguments["causal"] and seqlen_q > 1
+    call = DecodeTensors(c_kv=c_kv, k_rope=k_rope, lengths=lengths, **arguments)
     decode_checks.check_tensors(call)
     decode_checks.check_no_gradient(call)
     return DescribedCall(call, host, backend, batch_invariant, group, interleave)

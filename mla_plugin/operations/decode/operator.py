@@ -1,4 +1,4 @@
-"""From a decode call to the backend that runs it, and the operator that torch.compile does not look behind."""
+"""Runs a decode call on its backend, eagerly or through the torch.library operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _decide(
 
 
 def _empty_output(tensors: DecodeTensors) -> DecodeOutput:
-    """No query, or a cache without room: every query sees no key."""
+    """The result without queries or without cache rows: no query sees a key."""
     q = tensors.q_nope_abs
     lse = q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
     return DecodeOutput(q.new_zeros(q.shape), lse)
@@ -46,7 +46,7 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
         given = "None" if lse is None else str(tuple(lse.shape))
         raise RuntimeError(
             f"the backend {backend!r} returned out as {tuple(out.shape)} {out.dtype} and lse as {given}; "
-            f"{tuple(q.shape)} {q.dtype} and {wanted} is the contract. MLA_PLUGIN_BLOCK={backend} leaves it out"
+            f"expected {tuple(q.shape)} {q.dtype} and {wanted}. MLA_PLUGIN_BLOCK={backend} excludes it"
         )
     return output
 
@@ -54,8 +54,8 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
 def run(
     tensors: DecodeTensors, known: Known, host: str, backend: str | None, batch_invariant: bool = False
 ) -> DecodeOutput:
-    """Resolve and compute; a call of a known layout goes straight to its backend."""
-    if known.has_strided_queries:  # the queries are small, the cache is not
+    """Resolve and compute; a call with a cached layout goes directly to its backend."""
+    if known.has_strided_queries:  # copies the queries, which are small, never the cache
         contiguous = {name: getattr(tensors, name).contiguous() for name in ("q_nope_abs", "q_rope")}
         tensors = tensors._replace(**contiguous)
         known = known_of(tensors)
@@ -74,14 +74,14 @@ def run(
 def run_traced(
     tensors: DecodeTensors, host: str, backend: str | None, batch_invariant: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``run`` by the operator, which costs as much time on the host as a launch: it is for tracing alone."""
+    """``run`` through the operator, only for tracing: it takes as much host time as a launch."""
     arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
     out, lse = decode_operator(**arguments, host=host, backend=backend, batch_invariant=batch_invariant)
     return out, lse
 
 
 def _call_of(arguments: tuple[Any, ...]) -> DecodeCall:
-    """The operator's arguments as a call, but those of ``_MORE``."""
+    """The operator's arguments, except those of ``_MORE``, as tensors of a call."""
     return DecodeCall(**dict(zip(OPERATOR_FIELDS, arguments, strict=True)))
 
 
@@ -90,7 +90,7 @@ def _no_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``run`` behind the operator; without return_lse lse is an empty tensor."""
+    """``run`` as an operator; without return_lse lse is an empty tensor."""
     call = _call_of(arguments[: -len(_MORE)])
     out, lse = run(call, known_of(call), *arguments[-len(_MORE) :])
     out = out.contiguous()

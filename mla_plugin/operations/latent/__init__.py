@@ -1,1 +1,1 @@
-"""Attention over latents, expanded to K and V a group of heads at a time: the entry, the operator, the two passes."""
+"""Attention over latents, expanded to K and V for a group of heads at a time."""

@@ -84,13 +84,13 @@ def latent_attention(
         training loop does for weights over its data- and context-parallel ranks.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NoBackendError: no backend takes the expanded call; the message lists every backend's reasons.
         NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
-    tensors, options = _said(
+    tensors, options = _tensors_and_options(
         *(q, c_kv, k_rope, w_uk, w_uv, softmax_scale, backend),
         (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded),
         qkv_format=qkv_format,
@@ -107,7 +107,7 @@ def latent_attention(
     return (out, lse) if return_lse else out
 
 
-def _said(
+def _tensors_and_options(
     q: torch.Tensor,
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
@@ -122,7 +122,7 @@ def _said(
     from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 
     if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; a backend's name or None is needed")
+        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; expected a backend's name or None")
     if softmax_scale is None:
         has_width = isinstance(q, torch.Tensor) and not q.is_nested and q.dim() > 0 and q.shape[-1] > 0
         softmax_scale = q.shape[-1] ** -0.5 if has_width else 1.0
@@ -154,14 +154,18 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     except TypeError as error:
         raise TypeError(f"{error}; expected the arguments of mla_plugin.latent_attention") from None
     given.apply_defaults()
-    said = given.arguments
-    group, way = said.pop("cp_group"), said.pop("cp_comm_type")
-    q, c_kv, k_rope, w_uk, w_uv = (said.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
+    arguments = given.arguments
+    group, way = arguments.pop("cp_group"), arguments.pop("cp_comm_type")
+    q, c_kv, k_rope, w_uk, w_uv = (arguments.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv, cast=as_if_cast)
-    scale, backend, offsets = said.pop("softmax_scale"), said.pop("backend"), [said.pop(name) for name in LENGTHS]
-    if getattr(offsets[0], "is_meta", False):  # no memory, by which tensors are told apart
-        said["lengths_may_differ"] = offsets[1] is not None and offsets[1] is not offsets[0]
-    of_call, options = _said(q, c_kv, k_rope, w_uk, w_uv, scale, backend, tuple(offsets), **said)
+    scale, backend, offsets = (
+        arguments.pop("softmax_scale"),
+        arguments.pop("backend"),
+        [arguments.pop(name) for name in LENGTHS],
+    )
+    if getattr(offsets[0], "is_meta", False):  # meta tensors have no addresses, by which tensors are told apart
+        arguments["lengths_may_differ"] = offsets[1] is not None and offsets[1] is not offsets[0]
+    of_call, options = _tensors_and_options(q, c_kv, k_rope, w_uk, w_uv, scale, backend, tuple(offsets), **arguments)
     return DescribedCall(Call(of_call, options, backend), group, way)
 
 

@@ -1,4 +1,4 @@
-"""A latent attention call as its passes get it, and what every kind of them offers."""
+"""A latent attention call, and the interface of the modules that compute one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Call(NamedTuple):
 
     Attributes:
         tensors: of the call.
-        options: what is said beside them, completed.
+        options: the other arguments, with defaults filled in.
         backend: use this backend and no other.
-        more: what passes of this kind need besides, in the order in which their operator declares it.
+        more: further arguments of the passes, in the order in which their operator declares them.
     """
 
     tensors: LatentTensors
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What calls with one decision have in common."""
+        """The key of calls that share a decision."""
         return self.tensors.kind, self.options, self.backend, self.more
 
     @property
@@ -40,13 +40,13 @@ class Call(NamedTuple):
         return LatentSizes.of(self.tensors, self.options.qkv_format)
 
     def check(self) -> AttentionTensors:
-        """Find what is wrong with the tensors alone, without making K and V of them.
+        """Validate the tensors without expanding K and V.
 
         Returns:
-            q, and K and V as far as a request depends on them: their values take no memory.
+            q, and stand-ins for K and V, with their shapes, that take no memory.
 
         Raises:
-            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         """
         tensors = self.tensors
         check_latent_tensors(tensors, self.options.qkv_format, self.options.attn_mask_type)
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward returns, like what they are gradients of; None where none is wanted."""
+    """The results of a backward, with the inputs' shapes and dtypes; None for gradients that are not needed."""
 
     dq: torch.Tensor
     dc_kv: torch.Tensor | None
@@ -70,11 +70,11 @@ class Gradients(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward returns.
+    """The results of a forward.
 
     Attributes:
         output: out and lse.
-        kept: what the backward gets in place of q, out and lse; empty where it gets them.
+        kept: tensors saved for the backward in place of q, out and lse; empty if those are saved.
         decision: for the backward.
     """
 
@@ -87,13 +87,13 @@ class Passes(Protocol):
     """A module that computes calls of one kind."""
 
     def check(self, call: Call) -> None:
-        """Errors as ``forward``, from what is known while a call is traced: shapes and options."""
+        """Raise the errors of ``forward`` that depend on shapes and options only, for tracing."""
 
     def forward(self, call: Call) -> Forward:
         """Check, decide and compute.
 
         Raises:
-            ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+            ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
             NoBackendError: no backend takes the expanded call.
         """
 
@@ -109,12 +109,12 @@ class Passes(Protocol):
         """The gradients.
 
         Args:
-            call: of the forward; where that kept something, q is of the right shape and nothing more.
-            decision: of the forward; None where it is lost.
+            call: of the forward; if that kept tensors, only the shape of q is valid.
+            decision: of the forward; None if it was lost.
             saved: what the forward kept, or q, out and lse.
             dout, dlse: of out's and lse's shape.
-            wants: what is needed.
+            wants: which gradients are needed.
         """
 
     def kept_shapes(self, call: Call) -> list[tuple[int, ...]]:
-        """Shapes of what the forward keeps; all of q's dtype but the last, which is lse's."""
+        """Shapes of the tensors that the forward keeps: in q's dtype, the last one in lse's."""

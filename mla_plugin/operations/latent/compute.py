@@ -1,7 +1,7 @@
-"""The two passes: for each group of heads expand K and V, and attend with them on the backend that was chosen.
+"""The two passes: for each group of heads, expand K and V and run attention on the chosen backend.
 
-What is attended is said by parts: calls of attention that together are the whole. A plain call is one part. A rank of a
-context-parallel group has one for each of its chunks of queries, over the keys that the chunk sees.
+A call is split into parts, each one attention call. A plain call has one part. A rank of a context-parallel group has
+one for each of its chunks of queries, over the keys that the chunk sees.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Part:
     """One call of attention that each group of heads makes.
 
     Attributes:
-        said: what it asks, for any number of heads.
-        lengths: cu_seqlens_* by their names, where it has some.
-        queries: its queries along the tokens of q; None for all. Packed parts take all of q, and their lengths say
-            which rows they mean; no two parts mean the same row.
+        request: the call's options, or a request whose number of heads is replaced by that of a group.
+        lengths: cu_seqlens_* by name, if any.
+        queries: its queries along the tokens of q; None for all. Packed parts take all of q, and their lengths select
+            the rows; no two parts have a row in common.
         keys: its keys along the tokens; None for all.
     """
 
-    said: CallOptions | AttentionRequest
+    request: CallOptions | AttentionRequest
     lengths: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     queries: slice | None = None
     keys: slice | None = None
 
     def of_heads(self, heads: int) -> CallOptions | AttentionRequest:
-        """What it asks for so many heads."""
-        if isinstance(self.said, CallOptions):
-            return self.said
-        return self.said.replace(num_heads=heads, num_kv_heads=heads)
+        """The request for so many heads."""
+        if isinstance(self.request, CallOptions):
+            return self.request
+        return self.request.replace(num_heads=heads, num_kv_heads=heads)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is to be computed; the latents come apart, for they may have to be fetched first.
+    """The inputs of a pass except the latents, which may have to be gathered first.
 
     Attributes:
         q: [..., H, qk_nope_head_dim + qk_rope_head_dim], contiguous in its last dimension.
@@ -79,17 +79,17 @@ class Call:
         leading: tuple[int, ...],
         parts: tuple[Part, ...],
     ) -> Call:
-        """Of a q of any strides."""
+        """From a q with any strides."""
         q = q if q.stride(-1) == 1 else q.contiguous()
         return cls(q, w_uk, w_uv, softmax_scale, sizes, leading, parts)
 
     @property
     def tokens(self) -> int:
-        """Rows of the latents, of all sequences."""
+        """Number of rows of the latents of all sequences."""
         return math.prod(self.leading)
 
     def attention_tensors(self, part: Part, heads: Heads, buffers: Buffers) -> AttentionTensors:
-        """The tensors of one part and one group of heads: views."""
+        """The tensors of one part and one group of heads, as views."""
         layout, sizes = self.sizes.layout, self.sizes
         q = self.queries_of(part, heads, self.q)
         buffers = buffers.of_heads(sizes, heads.count)
@@ -118,7 +118,7 @@ def _along(axis: int, x: torch.Tensor, where: slice | None) -> torch.Tensor:
 
 
 class Decision(NamedTuple):
-    """Which backends compute a call: of the forward, kept for the backward. It holds no tensor."""
+    """The backends of a call, chosen in the forward and kept for the backward. It holds no tensor."""
 
     groups: tuple[Heads, ...]
     known: dict[tuple[int, int], Known]
@@ -132,16 +132,16 @@ class Decision(NamedTuple):
 def of_groups(
     requests: Iterable[AttentionRequest], sizes: LatentSizes, tokens: int, dtype: torch.dtype
 ) -> tuple[AttentionRequest, ...]:
-    """What is asked for by groups of heads, each once; ``tokens`` are those that are expanded."""
+    """The distinct requests of all groups of heads; ``tokens``: number of tokens that are expanded."""
     counts = dict.fromkeys(heads.count for heads in groups_of_heads(sizes, tokens, dtype))
     return tuple(asked.replace(num_heads=count, num_kv_heads=count) for asked in requests for count in counts)
 
 
 def decide(call: Call, backend: str | None) -> Decision:
-    """Check and resolve every part for every size of group, before anything runs.
+    """Check and resolve every part for every group size, before anything runs.
 
     Raises:
-        ValueError, TypeError: an argument is invalid; the message says what was given and what is accepted.
+        ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NoBackendError: no backend takes a part; the message lists every backend with every reason.
     """
     decision = Decision(tuple(groups_of_heads(call.sizes, call.tokens, call.q.dtype)), {})
@@ -154,11 +154,11 @@ def decide(call: Call, backend: str | None) -> Decision:
 
 
 def forward(call: Call, decision: Decision, x: torch.Tensor) -> AttentionOutput:
-    """out and lse, as ``attention`` returns them, in memory of their own.
+    """out and lse, as ``attention`` returns them, in new memory.
 
     Args:
-        call: what is to be computed.
-        decision: about it.
+        call: the call.
+        decision: its backends.
         x: the latents, [tokens, R + Dr].
     """
     is_whole = len(decision.groups) == len(call.parts) == 1
@@ -185,14 +185,14 @@ def forward(call: Call, decision: Decision, x: torch.Tensor) -> AttentionOutput:
 
 
 class Wants(NamedTuple):
-    """Which gradients are wanted beside dq."""
+    """Which gradients are needed besides dq."""
 
     latents: bool
     weights: bool
 
 
 class RowGradients(NamedTuple):
-    """What a backward gives: dx [tokens, R + Dr] in float32 (float64), the others like what they are gradients of."""
+    """The results of a backward: dx [tokens, R + Dr] in float32 (float64), the others with their inputs' dtypes."""
 
     dq: torch.Tensor
     dx: torch.Tensor | None
@@ -216,7 +216,7 @@ def backward(
         output: of the forward.
         dout: gradient of out.
         dlse: gradient of lse, or None.
-        wants: what is needed.
+        wants: which gradients are needed.
     """
     q, sizes = call.q, call.sizes
     dq = q.new_empty(q.shape)
@@ -244,7 +244,7 @@ def _backward_of_group(
     dlse: torch.Tensor | None,
     dq: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK and dV of a group, [tokens, heads * width], summed over its parts; dq is written."""
+    """dK and dV of a group, [tokens, heads * width], summed over its parts; writes dq."""
     dk = dv = None
     for index, part in enumerate(call.parts):
         known = decision.known[heads.count, index]
@@ -271,7 +271,7 @@ def _backward_of_group(
 
 
 def _whole(call: Call, x: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part's dK or dV among those of all keys."""
+    """A part's dK or dV, placed among those of all keys."""
     if part.keys is None:
         return x
     layout, sizes = call.sizes.layout, list(x.shape)
@@ -289,5 +289,5 @@ def _put(into: torch.Tensor, x: torch.Tensor, part: Part, index: int) -> None:
 
 
 def _is_added(part: Part, index: int) -> bool:
-    """The part returns all rows, with out 0, lse -inf and dq 0 in those that are another part's."""
+    """Whether the part returns all rows, with out 0, lse -inf and dq 0 in those of other parts."""
     return index > 0 and part.queries is None

@@ -1,11 +1,11 @@
-"""K and V of a group of heads from the latents, and the way back of their gradients.
+"""Expands K and V of a group of heads from the latents, and computes the gradients of that.
 
 With x = [c_kv, k_rope], [tokens, R + Dr], and for each head h
 
     W_aug_h = [[W_UK_h, 0], [0, I]]      [qk_nope_head_dim + Dr, R + Dr]
 
-K_h = x W_aug_h^T has its rope part in place, so that one product writes all of K and nothing is copied. (On an H200, K
-and V of 32k tokens and 128 heads take 2.26 ms so, and 3.46 ms with a product and a copy.) The gradients are
+K_h = x W_aug_h^T includes the rope part, so that one matmul writes all of K without a copy. (On an H200, K
+and V of 32k tokens and 128 heads take 2.26 ms this way, and 3.46 ms with a matmul and a copy.) The gradients are
 
     dx = sum over h of dK_h W_aug_h + [dV_h W_UV_h, 0]      dW_UK_h = dK_nope_h^T c_kv      dW_UV_h = dV_h^T c_kv
 
@@ -24,32 +24,32 @@ from mla_plugin.arguments.latent import LatentSizes
 from mla_plugin.arguments.layout import lse_dtype
 
 MAX_EXPANDED_BYTES = 5 * 2**28
-"""How much memory K and V of one group of heads may take: 1.25 GiB. The backward takes as much again for dK and dV.
+"""Most memory for K and V of one group of heads: 1.25 GiB. The backward takes the same again for dK and dV.
 
 It is 16 heads of 192/128 over 128k tokens in 16 bits: enough work to fill a GPU in each product and each attention
-call, little memory beside K and V of all heads.
+call, little memory compared with K and V of all heads.
 """
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A group of heads: the first and how many."""
+    """A group of heads: index of the first, and number of heads."""
 
     first: int
     count: int
 
     @property
     def slice(self) -> slice:
-        """The group in an axis of all heads."""
+        """The group as a slice of all heads."""
         return slice(self.first, self.first + self.count)
 
 
 def groups_of_heads(sizes: LatentSizes, tokens: int, dtype: torch.dtype) -> Iterator[Heads]:
-    """The groups in which a call's heads are expanded: as few, of as equal sizes, as ``MAX_EXPANDED_BYTES`` allows.
+    """The groups in which a call's heads are expanded: as few and as equal as ``MAX_EXPANDED_BYTES`` allows.
 
     Args:
         sizes: of the call.
-        tokens: that are expanded, of all sequences.
+        tokens: number of expanded tokens of all sequences.
         dtype: of K and V.
     """
     bytes_per_head = max(1, tokens * sizes.numbers_per_head * dtype.itemsize)
@@ -62,7 +62,7 @@ def groups_of_heads(sizes: LatentSizes, tokens: int, dtype: torch.dtype) -> Iter
 
 
 class Buffers(NamedTuple):
-    """Memory for K and V of a group of heads, used again for each group: [tokens, heads * width]."""
+    """Memory for K and V of a group of heads, reused by each group: [tokens, heads * width]."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -83,7 +83,7 @@ class Buffers(NamedTuple):
 
 
 class Expansion:
-    """The weights of one group of heads, as the products take them.
+    """The weights of one group of heads, as operands of the matmuls.
 
     Args:
         w_uk: [H, qk_nope_head_dim, R], of all heads.
@@ -106,7 +106,7 @@ class Expansion:
         torch.mm(x[:, : self.sizes.kv_lora_rank], self.w_uv.t(), out=into.v)
 
     def add_latent_gradient(self, dx: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Add what dk and dv, [tokens, heads * width], give to dx [tokens, R + Dr]."""
+        """Add the contribution of dk and dv, [tokens, heads * width], to dx [tokens, R + Dr]."""
         dx += exact_product(dk, self.w_aug)
         dx[:, : self.sizes.kv_lora_rank] += exact_product(dv, self.w_uv)
 
@@ -127,4 +127,4 @@ def exact_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.mm(a, b)
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=wide)
-    return torch.mm(a.to(wide), b.to(wide))  # PyTorch's CPU has no product of mixed dtypes
+    return torch.mm(a.to(wide), b.to(wide))  # PyTorch has no matmul of mixed dtypes on the CPU

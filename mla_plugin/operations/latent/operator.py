@@ -1,8 +1,8 @@
-"""The operators that torch.compile, profilers and dispatch modes see of latent attention, and its gradient.
+"""The torch.library operators of latent attention, for torch.compile, profilers and dispatch modes, and its gradient.
 
-There is one pair, forward and backward, for each kind of passes: on one device here, over a group's ranks in
-``context_parallel``. Their schema is made of the fields of ``LatentTensors``, those of ``CallOptions``, the backend's
-name and what the passes need besides.
+There is one pair, forward and backward, for each implementation: on one device here, over the ranks of a group in
+``context_parallel``. Their schemas are generated from the fields of ``LatentTensors`` and ``CallOptions``, the
+backend's name and further arguments of the implementation.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _TENSORS = {field.name: _HINTS[field.name] for field in fields(LatentTensors)}
 _OPTIONS = get_type_hints(CallOptions)
 _GIVEN: dict[str, Any] = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "saved": list[torch.Tensor]}
 _GIVEN |= {"wants_latents": bool, "wants_weights": bool}
-"""What a backward gets before the forward's arguments."""
+"""The backward's arguments before those of the forward."""
 
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
 
 
 class Operator:
-    """The two operators of one kind of passes, and the way to them.
+    """The two operators of one implementation, and how to call them.
 
     Args:
         name: of the operators, ``<name>_forward`` and ``<name>_backward``.
-        passes: what computes.
-        more: names and types of what they need besides.
+        passes: the implementation.
+        more: names and types of its further arguments.
     """
 
     def __init__(self, name: str, passes: Passes, more: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Operator:
         self.backward_operator = getattr(torch.ops.mla_plugin, backward).default
 
     def run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and lse, differentiable: through the operator where somebody looks, else straight on."""
+        """out and lse, differentiable; through the operator only if the call ``is_observed``."""
         if is_observed(*call.tensors.differentiable):
             out, lse, _ = self.forward_operator(*arguments_of(call))
             return out, lse
@@ -73,7 +73,7 @@ class Operator:
         return output.out, output.lse
 
     def compute(self, call: Call) -> Forward:
-        """The forward; autograd records nothing, and its products keep their dtypes."""
+        """The forward, without autograd and autocast."""
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return self.passes.forward(call)
 
@@ -86,7 +86,7 @@ class Operator:
         dlse: torch.Tensor | None,
         wants: Wants,
     ) -> Gradients:
-        """The backward, likewise."""
+        """The backward, without autograd and autocast."""
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             return self.passes.backward(call, decision, saved, dout, dlse, wants)
 
@@ -139,7 +139,7 @@ class Operator:
         if call.tensors.needs_gradient or torch.autograd.forward_ad._current_level >= 0:
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(
-                    "torch.func's grad, vjp, jvp and what is made of them do not go through latent_attention; use "
+                    "latent_attention does not support torch.func's grad, vjp, jvp and functions built on them; use "
                     "torch.autograd.grad or backward()"
                 )
             differentiable = call.tensors.differentiable
@@ -149,7 +149,7 @@ class Operator:
 
 
 def _edge(call: Call) -> torch.Tensor | None:
-    """To q, in whose place passes over a group may keep something else; these are the ones that need more."""
+    """An ``edge_to`` q if the implementation may save something else in its place: those with further arguments."""
     return edge_to(call.tensors.q) if call.more else None
 
 
@@ -169,9 +169,9 @@ def arguments_of(call: Call) -> tuple[Any, ...]:
 
 
 class _LatentAttention(torch.autograd.Function):
-    """The gradient of a call, eager or behind the operator.
+    """The autograd function of a call, eager or inside the operator.
 
-    Neither K nor V is kept: q, out and lse are, or what the passes keep in their place, the latents and the weights.
+    K and V are not saved. Saved are q, out and lse (or what the implementation saves instead), latents and weights.
     """
 
     @staticmethod
@@ -192,17 +192,17 @@ class _LatentAttention(torch.autograd.Function):
         tensors = call.tensors
         saved = kept or [tensors.q, out, lse]
         ctx.save_for_backward(*differentiable[1:], *tensors.lengths.values(), edge, *saved)
-        ctx.said = (operator, decision, call.options, call.backend, call.more)
+        ctx.call = (operator, decision, call.options, call.backend, call.more)
         ctx.of_queries = (tensors.softmax_scale, tensors.q.shape, out.shape)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        operator, decision, options, backend, more = ctx.said
+        operator, decision, options, backend, more = ctx.call
         softmax_scale, q_shape, out_shape = ctx.of_queries
         names = (*DIFFERENTIABLE[1:], *LENGTHS)
-        everything = ctx.saved_tensors  # to be asked for once, for checkpointing makes it anew
+        everything = ctx.saved_tensors  # read only once: activation checkpointing recomputes it each time
         given, edge, saved = everything[: len(names)], everything[len(names)], list(everything[len(names) + 1 :])
         q = saved[0]
         if q.shape != q_shape:
@@ -212,9 +212,9 @@ class _LatentAttention(torch.autograd.Function):
         call = Call(tensors, options, backend, more)
         needed = ctx.needs_input_grad[4:]
         wants = Wants(needed[1] or needed[2], needed[3] or needed[4])
-        if dout is None:  # of one output alone; other ranks may wait for messages even where no gradient comes
+        if dout is None:  # only one output may have a gradient; other ranks may wait for messages even without one
             dout = q.new_zeros(out_shape)
-        if decision is None or torch.is_grad_enabled():  # the operator says no when a second derivative is taken
+        if decision is None or torch.is_grad_enabled():  # the operator raises when a second derivative is taken
             if decision is not None:
                 operator.decisions.keep(call.kind, saved[-1], decision)
             found = operator.backward_operator(dout, dlse, saved, *wants, *arguments_of(call))

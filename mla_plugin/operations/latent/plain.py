@@ -19,7 +19,7 @@ def check(call: Call) -> None:
 
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
-    """What backends are asked for; errors as ``check``."""
+    """The requests that backends get; errors as ``check``."""
     request = request_of(call.check(), call.options)
     tokens = math.prod(call.tensors.c_kv.shape[:-1])
     return compute.of_groups((request,), call.sizes, tokens, request.dtype)

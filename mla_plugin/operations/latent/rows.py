@@ -1,4 +1,4 @@
-"""The latents as rows of one matrix, x = [c_kv, k_rope], and their gradients out of it."""
+"""The latents as rows of one matrix, x = [c_kv, k_rope], and their gradients from it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def join(tensors: LatentTensors) -> torch.Tensor:
 
 
 def clear_padding(x: torch.Tensor, tensors: LatentTensors, sizes: LatentSizes) -> torch.Tensor:
-    """Set to 0, in place, what belongs to no sequence, whatever the caller has there.
+    """Set padding rows to 0, in place.
 
-    0 times NaN is NaN, so what is in these rows must not enter a sum over tokens.
+    They may hold NaN, and 0 * NaN is NaN, so they must not enter a sum over tokens.
 
     Args:
         x: [..., R + Dr] of whole sequences.
-        tensors: whose offsets count.
+        tensors: with the offsets of the sequences.
         sizes: of the call.
 
     Returns:
@@ -30,7 +30,7 @@ def clear_padding(x: torch.Tensor, tensors: LatentTensors, sizes: LatentSizes) -
 
 
 def split(dx: torch.Tensor, tensors: LatentTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """dc_kv and dk_rope of dx [tokens, R + Dr], contiguous, in the dtype of the latents: the one rounding."""
+    """dc_kv and dk_rope of dx [tokens, R + Dr], contiguous, in the dtype of the latents; rounded only here."""
     rank = tensors.c_kv.shape[-1]
     dc_kv, dk_rope = tensors.c_kv.new_empty(tensors.c_kv.shape), tensors.k_rope.new_empty(tensors.k_rope.shape)
     dc_kv.flatten(0, -2).copy_(dx[:, :rank])
@@ -51,6 +51,8 @@ def _padding(tokens: int, tensors: LatentTensors, sizes: LatentSizes) -> torch.T
     if lengths.shape[0] == 0:
         return torch.ones_like(position, dtype=torch.bool)
     starts = (cu if padded is None else padded)[:-1].long().contiguous()
-    sequence = torch.searchsorted(starts, position, right=True) - 1  # the last of those that start at one place
+    sequence = (
+        torch.searchsorted(starts, position, right=True) - 1
+    )  # the last of the sequences that start at the same token
     clamped = sequence.clamp(min=0)
     return (sequence < 0) | (position - starts[clamped] >= lengths[clamped])

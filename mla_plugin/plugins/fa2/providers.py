@@ -105,7 +105,7 @@ class FlashAttn:
 
 
 class PyTorch:
-    """The operators behind PyTorch's scaled_dot_product_attention, which itself refuses calls that they support.
+    """The operators used by PyTorch's scaled_dot_product_attention, which itself refuses calls that they support.
 
     The backward is deterministic only under torch.use_deterministic_algorithms, so this is not guaranteed.
     """

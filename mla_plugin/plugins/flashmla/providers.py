@@ -29,7 +29,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         tiles: a tensor, or an object of the library that the first call fills.
-        splits: a tensor; None beside such an object.
+        splits: a tensor; None with such an object.
     """
 
     tiles: Any

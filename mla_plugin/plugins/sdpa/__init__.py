@@ -1,15 +1,15 @@
 """The fallback that runs everywhere, CPU and CUDA, forward and backward.
 
-It takes TransformerEngine's place of "unfused attention" without its memory: nowhere does a [S_q, S_kv] matrix exist.
+It stands for TransformerEngine's "unfused attention", but never materialises a [S_q, S_kv] matrix.
 
-Decode has a module of its own. Attention has three routes, by request:
+Decode is in ``decode``. Attention has three implementations, chosen by request:
 
 - ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch, long ones of few heads in ``tiles``;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
-- ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
+- ``blocked``: plain PyTorch operations over blocks of query rows, for what neither kernel supports.
 
-The scores are multiplied by the call's softmax_scale and nothing else; NVTE_APPLY_QK_LAYER_SCALING, which divides by
-the layer number and multiplies it back, has no effect on the result and none here.
+The scores are multiplied by softmax_scale only. NVTE_APPLY_QK_LAYER_SCALING, which divides by the layer number and
+multiplies by it again, does not change the result and is ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
 
 
 def _blocked_because(request: AttentionRequest) -> Iterator[str]:
-    """Every reason why no kernel of PyTorch computes the request; none means that the device's kernel does."""
+    """Every reason why no kernel of PyTorch can compute the request; empty if the device's kernel can."""
     if request.bias_type != "no_bias":
         yield f"bias_type={request.bias_type!r}"
     if request.dropout_p:
@@ -88,7 +88,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 
 def _is_empty(tensors: AttentionTensors) -> bool:
-    """No query or no key, so that every row, if any, sees no key."""
+    """There is no query or no key."""
     return not (tensors.q.numel() and tensors.k.numel())
 
 
@@ -109,7 +109,7 @@ def _empty_gradients(request: AttentionRequest, tensors: AttentionTensors) -> Gr
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
-    """Attention by the request's route, or decode."""
+    """Attention by the request's implementation, or decode."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(tensors)
     kept = tensors.kept
@@ -124,7 +124,7 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
 def _forward_of(
     request: AttentionRequest, tensors: AttentionTensors
 ) -> Callable[[AttentionRequest, AttentionTensors], AttentionOutput]:
-    """The request's route, for all calls that differ from this one in values and addresses only."""
+    """The implementation, for all calls that differ from this one in values and addresses only."""
     if _is_empty(tensors):
         return _empty_output
     use_kernel = _uses_kernel(request)
@@ -135,7 +135,7 @@ def _forward_of(
 
 @hookimpl
 def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-    """Gradients by the request's route."""
+    """Gradients by the request's implementation."""
     request = plan.request
     if _is_empty(residuals.tensors):
         return _empty_gradients(request, residuals.tensors)

@@ -1,10 +1,10 @@
-"""The CPU route: sequences of equal lengths run as one batch, so padding costs nothing and no mask describes it.
+"""Attention on the CPU: sequences of equal lengths run as one batch, so neither padding nor a padding mask is needed.
 
-TransformerEngine's unfused attention unpacks ``thd`` to a padded batch and builds the whole mask.
+TransformerEngine's unfused attention unpacks ``thd`` to a padded batch and builds the full mask instead.
 
-A batch is computed in parts, because a route holds copies of its part in float32, of one head dim for Q, K and V. The
-parts are small against the call, so that memory stays near what PyTorch's own attention takes, and near a cache's size,
-but not so small that the host's time for a part counts.
+A batch is computed in parts, because the kernel needs float32 copies of its inputs with one head dim for Q, K and V.
+Parts are small compared with the call, so that memory stays close to that of PyTorch's SDPA, and fit a CPU cache, but
+are large enough that the overhead per part does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradie
 from mla_plugin.plugins.sdpa import blocked, flash, tiles
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.ragged import is_ragged
-from mla_plugin.plugins.sdpa.terms import Terms
+from mla_plugin.plugins.sdpa.terms import ScoreTerms
 
 _T = torch.Tensor
 Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T, _T | None]
@@ -32,11 +32,11 @@ Inputs: TypeAlias = tuple[_T, _T, _T, _T, _T, _T, _T | None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a part of a call is.
+    """The sizes of the parts of a call.
 
     Attributes:
-        count: parts of a call, unless the bounds say otherwise.
-        least, most: elements of a part's largest tensor; more only where a single sequence or head has more.
+        count: number of parts, within the bounds.
+        least, most: bounds of the elements of a part's largest tensor; a single sequence or head may have more.
     """
 
     count: int
@@ -45,42 +45,42 @@ class Sizes:
 
 
 COPIED = Sizes(16, 1 << 16, 1 << 18)
-"""16-bit inputs, which are copied to twice their size, and unequal head dims, which are made equal."""
+"""For 16-bit inputs, which are converted to float32, and unequal head dims, which are padded."""
 AS_GIVEN = Sizes(8, 1 << 19, 1 << 19)
-"""Others, of which only the queries are copied."""
+"""For other inputs, of which only the queries are copied."""
 TINY = 1 << 19
-"""A call whose largest tensor has no more elements is one part, and its copies are 2 MB each. Cut, the forward takes
-1.6 times the time at 64 tokens of 8 heads, 192/128, and 1.15 times at 2 x 128."""
+"""A call whose largest tensor has no more elements is one part; its copies are at most 2 MB each. Split up, the forward
+takes 1.6 times as long at 64 tokens of 8 heads, 192/128, and 1.15 times at 2 x 128."""
 SHARE_OF_CALL = 16
-"""A part that is a smaller share of the call holds less than half of what PyTorch's own attention does."""
+"""A part below 1/16 of the call takes less than half of the memory of PyTorch's SDPA."""
 ROWS_PER_THREAD = 256
-"""The flash kernel's forward shares out its heads and blocks of at most this many queries, its backward heads alone."""
+"""The flash kernel's forward is parallel over heads and blocks of at most so many queries, its backward over heads."""
 
 
 def _sizes_of(request: AttentionRequest) -> Sizes:
-    """How a call is cut."""
+    """The sizes of the parts of a request."""
     is_copied = request.dtype.itemsize < 4 or request.head_dim_qk != request.head_dim_v
     return COPIED if is_copied else AS_GIVEN
 
 
 @functools.lru_cache(maxsize=4096)
-def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> Terms | None:
-    """For the flash kernel where the tensors as they are make one part; None where they do not.
+def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> ScoreTerms | None:
+    """The terms if the whole call is one part for the flash kernel; else None.
 
-    Nothing has to be looked for then, which takes as long as the kernel.
+    Skips finding the groups, which takes as long as the kernel of such a small call.
     """
     if is_ragged(request):
         return None
     tokens_q, tokens_kv = request.max_seqlen_q * request.num_heads, request.max_seqlen_kv * request.num_kv_heads
     of_keys = tokens_kv * max(request.head_dim_qk, request.head_dim_v)
     largest = request.batch_size * max(tokens_q * request.head_dim_qk, of_keys)
-    return Terms(softmax_scale, request.band) if largest <= TINY else None
+    return ScoreTerms(softmax_scale, request.band) if largest <= TINY else None
 
 
 def _parts(
     request: AttentionRequest, tensors: AttentionTensors, whole: list[Group], *, use_kernel: bool, is_backward: bool
 ) -> Iterator[Group]:
-    """The groups in parts; those of the blocks are the same in both passes, whose dropout is drawn part by part."""
+    """The groups split into parts; with ``blocked`` the same in both passes, because dropout is drawn per part."""
     num_heads, num_kv_heads = request.num_heads, request.num_kv_heads
     limit = _limit(request, tensors)
     for group in whole:
@@ -101,13 +101,13 @@ def _parts(
 
 
 def _limit(request: AttentionRequest, tensors: AttentionTensors) -> int:
-    """Elements of a part's largest tensor, where a sequence or a head does not have more."""
+    """Most elements of a part's largest tensor, unless a single sequence or head has more."""
     sizes = _sizes_of(request)
     return min(max(_largest(tensors) // sizes.count, sizes.least), sizes.most)
 
 
 def _most_at_once(request: AttentionRequest, tensors: AttentionTensors) -> int:
-    """A part with more elements is computed in tiles: it exceeds the limit, and its copies count beside the call."""
+    """A part with more elements is computed in tiles: its copies would be large compared with the call."""
     return max(_limit(request, tensors), _largest(tensors) // SHARE_OF_CALL)
 
 
@@ -116,7 +116,7 @@ def _largest(tensors: AttentionTensors) -> int:
 
 
 def _elements(request: AttentionRequest, group: Group) -> int:
-    """Of one sequence of a group, in its largest tensor."""
+    """Elements of one sequence of a group in its largest tensor."""
     heads_q = range(request.num_heads)[group.heads_q or slice(None)]
     heads_kv = range(request.num_kv_heads)[group.heads_kv or slice(None)]
     tokens = max(group.q.length * len(heads_q), group.kv.length * len(heads_kv))
@@ -129,12 +129,12 @@ def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
-    """One part is all of the call, and its results are the call's."""
+    """The only part is the whole call, so its results are the call's."""
     return len(parts) == 1 and parts[0].q.is_all_of(q) and parts[0].kv.is_all_of(k)
 
 
 def _have_all(whole: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
-    """The groups have every query and every key."""
+    """The groups contain every query and every key."""
     return (
         sum(group.q.num_tokens for group in whole) == q.shape[0] * q.shape[2]
         and sum(group.kv.num_tokens for group in whole) == k.shape[0] * k.shape[2]
@@ -152,7 +152,7 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
         if (head_dim_v := v.shape[3]) < wide.shape[3]:
             out = torch.narrow_copy(out, -1, 0, head_dim_v)  # in half the time of a slice made contiguous
         return AttentionOutput(_as_given(out, q), lse.contiguous())
-    terms = Terms.of(request, tensors, wants_dbias=False)
+    terms = ScoreTerms.of(request, tensors, wants_dbias=False)
     route = flash.forward if use_kernel else blocked.forward
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=False))
@@ -192,7 +192,7 @@ def backward(
         return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
     dlse = dlse.unsqueeze(0) if layout.is_packed and dlse is not None else dlse
-    terms = Terms.of(request, tensors, wants_dbias=request.bias_requires_grad)
+    terms = ScoreTerms.of(request, tensors, wants_dbias=request.bias_requires_grad)
     whole = list(groups(request, tensors))
     parts = list(_parts(request, tensors, whole, use_kernel=use_kernel, is_backward=True))
 

@@ -1,8 +1,8 @@
-"""Explicit attention over blocks of query rows, for what no kernel takes: bias, dropout, masks, windows.
+"""Attention in plain PyTorch over blocks of query rows, for what no kernel supports: bias, dropout, masks, windows.
 
-A block holds [rows, keys] scores, where keys is only the range that the window and the causal side leave to its rows,
-so memory grows with S_kv and not with S_q * S_kv. Low-precision inputs are computed in float32. The blocks are visited
-in one order, which makes the result deterministic and lets one generator give the backward the forward's dropout.
+A block has [rows, keys] scores, only for the range of keys that the window and the causal mask leave visible, so memory
+grows with S_kv and not with S_q * S_kv. Low-precision inputs are computed in float32. The order of
+the blocks is fixed, which makes the result deterministic and lets the backward draw the same dropout as the forward.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_plugin.plugins.sdpa.terms import Terms, window
+from mla_plugin.plugins.sdpa.terms import ScoreTerms, window
 
 BLOCK_ELEMENTS = 1 << 22
-"""Scores that a block aims at. 16 MB in float32: on a CPU four such temporaries still share a large cache."""
+"""Target number of scores of a block: 16 MB in float32, so that four such temporaries fit a large CPU cache."""
 MIN_BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Block:
-    """A tile of the work: some sequences of the batch, some of their query rows, the keys that these may see."""
+    """Some sequences of the batch, some of their query rows, and the range of keys that these may see."""
 
     batch: slice
     rows: slice
     keys: slice
 
 
-def blocks(q: torch.Tensor, len_kv: int, terms: Terms) -> Iterator[Block]:
-    """The blocks of q [B, H, S_q, D], always in the same order; those whose rows see no key are left out."""
+def blocks(q: torch.Tensor, len_kv: int, terms: ScoreTerms) -> Iterator[Block]:
+    """The blocks of q [B, H, S_q, D], always in the same order; blocks whose rows see no key are omitted."""
     batch_size, num_heads, len_q, _ = q.shape
     if not (batch_size and num_heads and len_q and len_kv):
         return
@@ -47,7 +47,7 @@ def blocks(q: torch.Tensor, len_kv: int, terms: Terms) -> Iterator[Block]:
                 yield Block(sequences, part, keys)
 
 
-def _hidden(block: Block, terms: Terms, lens: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+def _hidden(block: Block, terms: ScoreTerms, lens: tuple[int, int], device: torch.device) -> torch.Tensor | None:
     """True where a row of the block does not see a key, broadcastable to [b, H, rows, keys]; None when all are seen."""
     query = torch.arange(block.rows.start, block.rows.stop, device=device).unsqueeze(-1)
     key = torch.arange(block.keys.start, block.keys.stop, device=device)
@@ -66,11 +66,11 @@ def _hidden(block: Block, terms: Terms, lens: tuple[int, int], device: torch.dev
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, block: Block, terms: Terms, len_q: int
+    q: torch.Tensor, k: torch.Tensor, block: Block, terms: ScoreTerms, len_q: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The scores of a block, [b, H, rows, keys], -inf where a key is hidden, and which of them are hidden.
 
-    q [b, H, rows, D] belongs to the block; k [B, H_kv, S_kv, D] is whole. A bias of -inf hides a key as a mask does.
+    q [b, H, rows, D] belongs to the block; k [B, H_kv, S_kv, D] is whole. A bias of -inf masks a key.
     """
     hidden = _hidden(block, terms, (len_q, k.shape[2]), q.device)
     scores = _per_kv_head(q, k.shape[1]) @ k[block.batch, :, block.keys].transpose(-1, -2)
@@ -91,8 +91,8 @@ def _scores(
 def _softmax(scores: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and lse [b, H, rows, 1]: 0 and -inf for a row that sees no key.
 
-    The weights of a row that sees keys, but has a score of +inf or nothing but -inf, are NaN; so is its lse, from which
-    the backward takes the weights.
+    A row that sees keys but has a score of +inf, or only scores of -inf, has NaN as weights and as lse, from which the
+    backward computes the weights.
     """
     lse, weights = scores.logsumexp(-1, keepdim=True), scores.softmax(-1)
     has_no_softmax = lse.isinf()
@@ -104,11 +104,11 @@ def _softmax(scores: torch.Tensor, hidden: torch.Tensor | None) -> tuple[torch.T
 
 
 def _per_kv_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[b, H, rows, n] as [b, H_kv, H / H_kv * rows, n]: the query heads of one key/value head are more rows."""
+    """[b, H, rows, n] as [b, H_kv, H / H_kv * rows, n]: the query heads of a key-value head become rows."""
     return x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])
 
 
-def _kept(like: torch.Tensor, terms: Terms) -> torch.Tensor | None:
+def _kept(like: torch.Tensor, terms: ScoreTerms) -> torch.Tensor | None:
     """The next block of dropout factors: 0 or 1 / (1 - dropout_p); None without dropout."""
     if terms.generator is None:
         return None
@@ -116,7 +116,7 @@ def _kept(like: torch.Tensor, terms: Terms) -> torch.Tensor | None:
     return torch.empty_like(like).bernoulli_(keep, generator=terms.generator).div_(keep)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch.
 
     Args:
@@ -139,7 +139,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> 
         if kept is not None:
             weights *= kept
         part = (_per_kv_head(weights, v.shape[1]) @ v[block.batch, :, block.keys]).view(*weights.shape[:3], -1)
-        # 0 * NaN is NaN: a row that sees no key gets nothing of another row's keys either
+        # 0 * NaN is NaN: a row that sees no key must not read the keys of other rows
         out[block.batch, :, block.rows] = part.masked_fill_(part_lse == -torch.inf, 0)
         lse[block.batch, :, block.rows] = part_lse.squeeze(-1)
     return out, lse
@@ -153,12 +153,12 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    terms: Terms,
+    terms: ScoreTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a batch; shapes as ``forward``, lse and dlse [B, H, S_q], results in float32 or float64.
 
-    The weights are ``exp(score - lse)`` of the given lse and not a softmax taken anew: lse and out may be those of
-    more keys than these, of which each part of a context-parallel backward has some.
+    The weights are ``exp(score - lse)`` with the given lse, not a new softmax: in context parallelism lse and out are
+    of the keys of all ranks, and k and v of one.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = k.to(dtype), v.to(dtype)
@@ -192,7 +192,7 @@ def backward(
     return dq, dk, dv
 
 
-def _add_dbias(dscores: torch.Tensor, block: Block, terms: Terms) -> None:
+def _add_dbias(dscores: torch.Tensor, block: Block, terms: ScoreTerms) -> None:
     dbias = window(terms.dbias, block.batch, None, block.rows, block.keys)
     if dbias is not None:
         dbias.add_(dscores.sum_to_size(dbias.shape), alpha=terms.softmax_scale if terms.bias_before_scale else 1.0)

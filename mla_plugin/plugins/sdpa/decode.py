@@ -1,4 +1,4 @@
-"""Decode everywhere, in plain PyTorch: no per-head key or value, and on a CUDA device no look at the lengths."""
+"""Decode on any device in plain PyTorch, with weight absorption; on CUDA the host does not read the lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_plugin.plugins.shared.refusals import batch_dependence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUP_ELEMENTS = 1 << 26
-"""Elements of cache rows and of scores that are held at once in float32: 256 MiB of each."""
+"""Most elements of cache rows and of scores at a time in float32: 256 MiB each."""
 
 
 def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
@@ -29,7 +29,7 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
 
 
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
-    """Take every decode request of a CPU or a CUDA device but ``batch_invariant``, quantised caches too."""
+    """Accept every decode request on a CPU or a CUDA device except ``batch_invariant``, quantised caches included."""
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
@@ -37,7 +37,7 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 
 
 def forward(tensors: DecodeTensors) -> DecodeOutput:
-    """Sequence by sequence on the CPU, which knows the lengths; a few sequences at a time on a CUDA device."""
+    """Sequence by sequence on the CPU, where the lengths are known; on a CUDA device in groups of sequences."""
     q = tensors.q_nope_abs
     batch, seqlen_q, heads, _ = q.shape
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -52,7 +52,7 @@ def forward(tensors: DecodeTensors) -> DecodeOutput:
     else:
         size = max(1, GROUP_ELEMENTS // max(1, capacity * max(tensors.c_kv.shape[-1], seqlen_q * heads)))
         groups = [(b, min(b + size, batch), capacity) for b in range(0, batch, size)]
-    with torch.autocast(q.device.type, enabled=False):  # products in float32, as they are in every backend
+    with torch.autocast(q.device.type, enabled=False):  # the products in float32, as in every backend
         for first, last, length in groups:
             out[first:last], lse[first:last] = _attend(tensors, first, last, length, compute, sees_all=sees_all)
     return DecodeOutput(out, lse if tensors.return_lse else None)
@@ -113,7 +113,7 @@ def _attend(
     visible = None if sees_all else _visible(tensors, first, last, length)
     if visible is not None:
         seen = visible.any(1)[..., None]  # [G, length, 1]
-        # a row that nobody sees may hold NaN, and 0 * NaN is NaN
+        # a row that no query sees may hold NaN, and 0 * NaN is NaN
         c_kv, k_rope = (keys.masked_fill(~seen, 0.0) for keys in (c_kv, k_rope))
     scale = tensors.softmax_scale
     scores = torch.baddbmm(
@@ -126,7 +126,9 @@ def _attend(
     highest = scores.amax(-1, keepdim=True)  # [G, S_q, H, 1]
     if visible is not None:
         highest = highest.masked_fill_(highest.isneginf(), 0.0)
-    weights = scores.sub_(highest).exp_()  # fewer operators than logsumexp and an exp: a short cache is all overhead
+    weights = scores.sub_(
+        highest
+    ).exp_()  # fewer operators than logsumexp and exp: with a short cache the overhead of operators dominates
     total = weights.sum(-1, keepdim=True)
     lse = highest.add_(total.log()).squeeze(-1)  # [G, S_q, H]
     if visible is not None:

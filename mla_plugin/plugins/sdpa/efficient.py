@@ -1,16 +1,15 @@
-"""PyTorch's memory-efficient CUDA kernel: head_dim_qk != head_dim_v as it is, dense or packed, memory linear in S.
+"""PyTorch's memory-efficient CUDA kernel: takes head_dim_qk != head_dim_v, dense or packed; memory is linear in S.
 
-Ragged batches are packed by indices that the device computes, so the host waits for nothing. Queries that see no key
-are left out of the packing: the kernel then never meets a row without keys. The rows that the kernel leaves
-uninitialised, behind the last sequence, are replaced when the result is unpacked.
+Ragged batches are packed by indices that are computed on the device, so the host does not synchronise. Queries that see
+no key are left out of the packing, so that the kernel never gets a row without keys. Rows after the last sequence,
+which the kernel leaves uninitialised, are replaced when the result is unpacked.
 
-The kernel wants equal head counts, and head dims and strides that are multiples of 8 elements; keys and values are
-repeated, zero columns appended and odd strides copied away to that end, all linear in S. Its backward reads ``out`` as
-contiguous, whatever its strides say. Two things that it gets wrong are never asked of it: in the backward its window
-forgets the bottom-right shift, and rows without keys come out as NaN.
+The kernel needs equal head counts, and head dims and strides that are multiples of 8 elements: keys and values are
+repeated, zero columns appended and other strides copied, all linear in S. Its backward reads ``out`` as contiguous,
+whatever its strides. Two of its bugs are avoided: in the backward its window ignores the bottom-right shift, and rows
+without keys give NaN.
 
-The gradient of the log-sum-exp uses one more column, V = 1, out = 0, dout = dlse; why that is right stands in
-``flash``.
+The gradient of the log-sum-exp uses one more column with V = 1, out = 0, dout = dlse; see ``flash`` for the proof.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _backward = torch.ops.aten._efficient_attention_backward.default._op
 
 ALIGNMENT = 8
 LSE_ALIGNMENT = 32
-"""Rows of the kernel's log-sum-exp are a multiple of this; its padding holds +inf, which makes their weights 0."""
+"""The kernel pads the rows of its log-sum-exp to a multiple of this with +inf, which makes their weights 0."""
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = 0, 1, 2
 
 
 def takes_band(request: AttentionRequest) -> bool:
-    """The kernel knows causal masks, and causal windows that need no shift and leave every row a key."""
+    """The kernel supports causal masks, and causal windows without a shift that leave every row a key."""
     band = request.band
     if band.is_plain:
         return True
@@ -48,7 +47,7 @@ def takes_band(request: AttentionRequest) -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """How the rows of one call go to the kernel and come back.
+    """Converts the tensors of one call to the kernel's layout and back.
 
     Attributes:
         request: the call.
@@ -82,7 +81,7 @@ class _Call:
 
     @functools.cached_property
     def options(self) -> dict[str, float | int | None]:
-        """Keyword arguments that both kernels take; the kernel's window counts the diagonal too, ours does not."""
+        """Keyword arguments that both kernels take; the kernel's window includes the diagonal, ours does not."""
         left = self.request.band.left
         return {"scale": self.softmax_scale, "window_size": None if left < 0 else left + 1}
 
@@ -103,7 +102,7 @@ class _Call:
         return self.q.pack(x).unsqueeze(0)
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values as the kernel's [N, columns, H, D], every query head with its own."""
+        """Keys or values as the kernel's [N, columns, H, D], repeated for every query head."""
         x = self.tokens(x)
         x = x if self.k is None else self.k.pack(x).unsqueeze(0)
         group = self.request.num_heads // self.request.num_kv_heads
@@ -137,7 +136,7 @@ class _Call:
         return (lse.squeeze(0) if self.request.layout.is_packed else lse).contiguous()
 
     def kernel_lse(self, lse: torch.Tensor) -> torch.Tensor:
-        """The caller's lse as the kernel's backward wants it, which reads 16 bytes at a time."""
+        """The caller's lse, padded for the kernel's backward, which reads 16 bytes at a time."""
         if self.q is None:
             lse = lse[..., self.skip :] if self.skip else lse
         else:
@@ -149,13 +148,13 @@ class _Call:
 
 @functools.lru_cache(maxsize=4096)
 def _dense_call(request: AttentionRequest, softmax_scale: float) -> _Call:
-    """Of calls without lengths: it holds no tensor."""
+    """The call of a dense request; cached, because it holds no tensor."""
     skip = max(0, request.max_seqlen_q - request.max_seqlen_kv) if _hides_rows(request) else 0
     return _Call(request, None, None, skip, softmax_scale)
 
 
 def _hides_rows(request: AttentionRequest) -> bool:
-    """Queries that outnumber the keys of their sequence see none of them."""
+    """Leading queries see no key, because there are more queries than keys."""
     return request.band.bottom_right and request.is_causal
 
 
@@ -176,7 +175,7 @@ def _rounded(head_dim: int) -> int:
 def forward_of(
     request: AttentionRequest, tensors: AttentionTensors
 ) -> Callable[[AttentionRequest, AttentionTensors], AttentionOutput]:
-    """``forward`` for calls that differ from this one in values and addresses only, with nothing left to find out."""
+    """``forward`` specialised for calls that differ from this one in values and addresses only."""
     is_whole = request.num_heads == request.num_kv_heads and not (request.head_dim_qk | request.head_dim_v) % ALIGNMENT
     if is_ragged(request) or not is_whole or not has_addressable_strides(tensors.q, tensors.k, tensors.v):
         return forward
@@ -219,13 +218,13 @@ def _longest(call: _Call, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
 def backward(
     request: AttentionRequest, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Gradients:
-    """Gradients of a batch; a deterministic request gets one split of the keys, which repeats bit for bit."""
+    """Gradients of a batch; a deterministic request uses one split of the keys, which is bitwise deterministic."""
     tensors, head_dim_v = residuals.tensors, request.head_dim_v
     call = _Call.of(request, tensors)
     wide_qk, wide_v = _rounded(request.head_dim_qk), _rounded(head_dim_v + (dlse is not None))
     q, k = _widened(call.rows(tensors.q), wide_qk), _widened(call.columns(tensors.k), wide_qk)
     v, out, dout = [_widened(x, wide_v) for x in (call.columns(tensors.v), call.rows(residuals.out), call.rows(dout))]
-    if dlse is not None:  # wide_v > head_dim_v, so v and dout are fresh tensors
+    if dlse is not None:  # wide_v > head_dim_v, so v and dout are new tensors
         v[..., head_dim_v] = 1
         dlse = dlse.unsqueeze(0) if request.layout.is_packed else dlse
         dout[..., head_dim_v] = call.rows(request.layout.from_bhsd(dlse.unsqueeze(-1))).squeeze(-1)

@@ -1,24 +1,24 @@
-"""PyTorch's CPU flash kernel, a batch of equal lengths a call: memory grows with the sequence, not with its square.
+"""PyTorch's CPU flash kernel, one call for a batch of equal lengths: memory is linear in the sequence length.
 
-The kernel wants equal head dims, so the smaller of (Q, K) and V gets zero columns. It is fed float32 whatever the
-inputs' dtype: its own bfloat16 backward adds dK and dV block by block in bfloat16, whose error at 4,096 tokens is 7.5
-times that of plain PyTorch in bfloat16 (0.9 times this way, in the same time).
+The kernel needs equal head dims, so the smaller of (Q, K) and V is padded with zero columns. Inputs are converted to
+float32: the kernel's bfloat16 backward accumulates dK and dV block by block in bfloat16, with an error at 4,096 tokens
+of 7.5 times that of plain PyTorch in bfloat16 (float32: 0.9 times, in the same time).
 
-The scale is multiplied into Q, because the kernel applies it in another place in each pass: the backward's scores would
-differ from those that its log-sum-exp came from by a rounding, which costs three times the error at large scores. Only
-the forward of a scale that is a power of two, which rounds nothing, leaves it to the kernel, and Q is not copied.
+Q is multiplied by the scale beforehand, because the kernel applies it at different places in the two passes: the
+backward's scores would differ by a rounding from those of its log-sum-exp, which triples the error at large scores.
+Only a forward with a power of two as scale, which does not round, leaves the scale to the kernel and avoids the copy.
 
-Its causal flag is only ever used on a square of as many queries as keys, where every alignment means the same. Any
-other causal shape is cut into a square and a rectangle that needs no mask, see ``pieces``. A row that two pieces cover
-is merged by its log-sum-exp in the forward; in the backward each piece uses the row's final log-sum-exp, so that its
-probabilities are the final ones and the gradients just add up.
+The causal flag is only used with as many queries as keys, where top-left and bottom-right alignment agree. Any other
+causal shape is split into a square and a rectangle without a mask, see ``pieces``. In the forward, rows covered by two
+pieces are merged by their log-sum-exp; in the backward each piece uses the row's final log-sum-exp, so that its
+probabilities are final and the gradients add up.
 
-The kernel takes a row whose scores are all NaN or -inf for one that sees no key: it keeps a running maximum that NaN
-does not always replace, and where that is still -inf at the end, out and lse are 0. No row of a piece is without keys,
-so a row of zeros says that the scores must be looked at; see ``forward``.
+The kernel treats a row whose scores are all NaN or -inf as one that sees no key: NaN does not always replace its
+running maximum, and where that is still -inf at the end, out and lse are 0. Every row of a piece sees a key, so a row
+of zeros means that the scores have to be checked; see ``wide_forward``.
 
 The gradient of the log-sum-exp needs no kernel support. The backward computes ``delta = rowsum(dout * out)`` and ``dS =
-P * (dout @ V.T - delta)``. One more column with V = 1, out = 0, dout = dlse leaves delta as it is and adds dlse to
+P * (dout @ V.T - delta)``. One more column with V = 1, out = 0, dout = dlse does not change delta and adds dlse to
 ``dout @ V.T``, so dS gains ``P * dlse``, which is the chain rule through lse since ``d lse / dS = P``.
 """
 
@@ -33,9 +33,9 @@ import torch
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.mask import Band
 from mla_plugin.plugins.sdpa import blocked
-from mla_plugin.plugins.sdpa.terms import Terms
+from mla_plugin.plugins.sdpa.terms import ScoreTerms
 
-_forward = getattr(  # Python's own binding takes 2 us less than the operator's object, where there is one
+_forward = getattr(  # where PyTorch has a Python binding, it is 2 us faster than the operator
     torch,
     "_scaled_dot_product_flash_attention_for_cpu",
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -45,12 +45,12 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the score matrix: all of it is visible, or, as a square, its lower triangle.
+    """A rectangle of the score matrix: fully visible, or a square whose lower triangle is visible.
 
     Attributes:
         queries, keys: its rows and columns.
         is_causal: a square's lower triangle.
-        has_all_queries, has_all_keys: no row, or no column, of the matrix is outside; False where nobody looked.
+        has_all_queries, has_all_keys: it has every row, or column, of the matrix; False may also mean unknown.
     """
 
     queries: slice
@@ -83,12 +83,12 @@ def pieces(len_q: int, len_kv: int, band: Band) -> tuple[Piece, ...]:
 
 def _widened(x: torch.Tensor, dtype: torch.dtype, head_dim: int) -> torch.Tensor:
     """x [n, H, S, D] in the compute dtype with zero columns up to head_dim; x itself when nothing changes."""
-    x = x if x.dtype == dtype else x.to(dtype=dtype)  # by its name: a positional one is looked for longer
+    x = x if x.dtype == dtype else x.to(dtype=dtype)  # as a keyword: a positional argument takes longer to parse
     return torch.constant_pad_nd(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x
 
 
 def _scaled(q: torch.Tensor, dtype: torch.dtype, softmax_scale: float) -> torch.Tensor:
-    """A fresh q * softmax_scale in the compute dtype."""
+    """A new tensor q * softmax_scale in the compute dtype."""
     return q * softmax_scale if q.dtype == dtype else q.to(dtype=dtype).mul_(softmax_scale)
 
 
@@ -98,7 +98,7 @@ def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def _shared(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[n, H_kv, S, D] of the keys or values to go with ``_grouped`` queries, every head with its own."""
+    """[n, H_kv, S, D] of the keys or values to match ``_grouped`` queries, repeated for every head."""
     ratio = num_heads // x.shape[1]
     return x if ratio == 1 else x.reshape(-1, 1, *x.shape[2:]).expand(-1, ratio, -1, -1)
 
@@ -113,13 +113,15 @@ def _unshared(x: torch.Tensor, num_kv_heads: int, num_sequences: int) -> torch.T
     return x if x.shape[:2] == (num_sequences, num_kv_heads) else x.sum(1).unflatten(0, (num_sequences, num_kv_heads))
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms) -> tuple[torch.Tensor, torch.Tensor]:
     """``wide_forward`` without the columns that it adds to out."""
     out, lse = wide_forward(q, k, v, terms)
     return out[..., : v.shape[3]] if out.shape[3] > v.shape[3] else out, lse
 
 
-def wide_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+def wide_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a batch.
 
     Args:
@@ -130,9 +132,8 @@ def wide_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms
 
     Returns:
         out [n, H, S_q, head_dim_v or more] and lse [n, H, S_q], float32 or float64; a row without keys has 0 and -inf.
-        What is in out's further columns means nothing. Where the kernel may have lost NaN, the blocks' mathematics
-        gives all of a sequence's result; a query and a value of zeros in a row that sees one key look the same, and are
-        right both ways.
+        The padding columns of out are undefined. A sequence for which the kernel may have lost NaN is recomputed by
+        ``blocked``; so is one where a row has only zeros for other reasons, with the same result.
     """
     given_q, given_k, given_v = q, k, v
     dtype = lse_dtype(q.dtype)
@@ -157,7 +158,9 @@ def wide_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms
     for i in dict.fromkeys(lost):
         one = slice(i, i + 1)
         out[one][..., :head_dim_v], lse[one] = blocked.forward(given_q[one], given_k[one], given_v[one], terms)
-    lse.nan_to_num_(torch.nan, torch.nan, -torch.inf)  # a score of +inf: out is NaN, and the backward's weights must be
+    lse.nan_to_num_(
+        torch.nan, torch.nan, -torch.inf
+    )  # a score of +inf: out is NaN, and so must be the backward's weights
     return out, lse
 
 
@@ -188,8 +191,8 @@ def _rows(x: torch.Tensor, part: slice) -> torch.Tensor:
 
 
 def _lost_nan(out: torch.Tensor, lse: torch.Tensor) -> list[int]:
-    """Sequences with a row of the zeros that the kernel gives to scores of nothing but NaN and -inf."""
-    if int(lse.count_nonzero()) == lse.numel():  # in half the time of all()
+    """Sequences that have a row of zeros, which the kernel gives to rows whose scores are all NaN or -inf."""
+    if int(lse.count_nonzero()) == lse.numel():  # takes half the time of all()
         return []
     suspects = lse == 0
     found: list[int] = suspects.nonzero()[:, 0][(out[suspects] == 0).all(-1)].unique().tolist()
@@ -211,7 +214,7 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    terms: Terms,
+    terms: ScoreTerms,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a batch; shapes as ``forward``, lse and dlse [n, H, S_q], results in float32 or float64."""
     dtype = lse_dtype(q.dtype)
@@ -220,7 +223,7 @@ def backward(
     head_dim = max(head_dim_qk, head_dim_v + (dlse is not None))
     q = _widened(_scaled(q, dtype, terms.softmax_scale), dtype, head_dim)
     k, v, out, dout = (_widened(x, dtype, head_dim) for x in (k, v, out, dout))
-    if dlse is not None:  # head_dim > head_dim_v, so v and dout are fresh tensors
+    if dlse is not None:  # head_dim > head_dim_v, so v and dout are new tensors
         v[..., head_dim_v] = 1
         dout[..., head_dim_v] = dlse
     parts = pieces(len_q, len_kv, terms.band)

@@ -1,6 +1,6 @@
-"""Sequences of equal lengths, as one batch: a kernel's call costs as much on the host as a short sequence in it.
+"""Groups sequences of equal lengths into batches: a kernel call costs as much as a short sequence in it.
 
-The lengths are read, so this is for sequences whose offsets lie on the CPU.
+Reads the lengths, so this is for offsets on the CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mla_plugin.plugins.sdpa.ragged import cu_seqlens, is_ragged
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the tokens of n sequences of one length lie in the views [N, H, S, ...] of q or k (N is 1 for ``thd``).
+    """The location of n sequences of one length in the views [N, H, S, ...] of q or k (N is 1 for ``thd``).
 
     Attributes:
-        firsts: packed, each sequence's first token; otherwise its place in N. A range where they are evenly spaced:
-            there the sequences are a view, elsewhere a copy.
+        firsts: packed, each sequence's first token; otherwise its index in N. A range if they are evenly spaced: then
+            the sequences are a view, otherwise a copy.
         length: of each sequence.
-        is_packed: the sequences lie one behind the other along S.
+        is_packed: the sequences follow one another along S.
     """
 
     firsts: Sequence[int]
@@ -59,24 +59,24 @@ class Rows:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences together."""
+        """Tokens of all sequences."""
         return len(self.firsts) * self.length
 
     def is_all_of(self, x: torch.Tensor) -> bool:
-        """They are every token of x [N, H, S, ...], in order."""
+        """Whether they are all tokens of x [N, H, S, ...], in order."""
         firsts = self.firsts
         if not isinstance(firsts, range) or firsts.start or self.num_tokens != x.shape[0] * x.shape[2]:
             return False
         return firsts.step == (self.length if self.is_packed and len(firsts) > 1 else 1)
 
     def joined(self, value: torch.Tensor) -> torch.Tensor:
-        """[n, H, length, ...] as the [N, H, S, ...] that they are all of; a view where strides allow it."""
+        """[n, H, length, ...] as [N, H, S, ...], if they are all of it; a view where strides allow it."""
         return value.transpose(0, 1).flatten(1, 2).unsqueeze(0) if self.is_packed else value
 
     def _view(self, x: torch.Tensor, firsts: range) -> torch.Tensor:
         if not self.is_packed:
             if len(firsts) == x.shape[0] and self.length == x.shape[2]:
-                return x  # a slice of everything is another tensor, and takes a microsecond
+                return x  # slicing everything would make a new tensor, which takes a microsecond
             return x[firsts.start : firsts.stop : firsts.step, :, : self.length]
         _, head, token, *rest = x.stride()
         return x.as_strided(
@@ -95,7 +95,7 @@ class Group:
 
     Attributes:
         q, kv: where their queries and keys are.
-        heads_q, heads_kv: heads of q and, the same ones, of k and v; None for all.
+        heads_q, heads_kv: heads of q, and the heads of k and v that they use; None for all.
     """
 
     q: Rows
@@ -120,12 +120,12 @@ class Group:
         self.kv.write(x if self.heads_kv is None else x[:, self.heads_kv], value)
 
     def by_sequences(self, most: int) -> Iterator[Group]:
-        """Cut into groups of at most so many sequences, as equal as can be."""
+        """Split into groups of at most ``most`` sequences, as equal as possible."""
         for part in _cut(len(self.q.firsts), most):
             yield Group(self.q.part(part), self.kv.part(part))
 
     def by_heads(self, most: int, num_heads: int, num_kv_heads: int) -> Iterator[Group]:
-        """One sequence, cut into groups of at most so many key-value heads, as equal as can be."""
+        """Split one sequence into groups of at most ``most`` key-value heads, as equal as possible."""
         ratio = num_heads // num_kv_heads
         for part in _cut(num_kv_heads, most):
             yield Group(self.q, self.kv, slice(part.start * ratio, part.stop * ratio), part)
@@ -137,9 +137,9 @@ def _cut(count: int, most: int) -> Iterator[slice]:
 
 
 def groups(request: AttentionRequest, tensors: AttentionTensors) -> Iterator[Group]:
-    """All sequences that have queries and keys, those of equal lengths together.
+    """All sequences that have queries and keys, grouped by their lengths.
 
-    With a bias, whose rows belong to sequences, only neighbours are together, so that their rows are a view of it.
+    With a bias only neighbours are grouped, so that their rows of the bias are a view.
     """
     if not is_ragged(request):
         (batch, _, len_q), (_, _, len_kv) = (request.layout.pick(x.shape) for x in (tensors.q, tensors.k))
@@ -181,7 +181,7 @@ def _alike(lengths: list[tuple[int, int]], *, neighbours_only: bool) -> Iterator
 
 
 def _evenly(firsts: Sequence[int]) -> Sequence[int]:
-    """The same numbers as a range, if they are one that grows."""
+    """The same numbers as a range, if they are evenly spaced and ascending."""
     if isinstance(firsts, range):
         return firsts
     step = firsts[1] - firsts[0] if len(firsts) > 1 else 1

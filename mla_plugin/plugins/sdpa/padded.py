@@ -1,4 +1,4 @@
-"""The blocked mathematics on a CUDA device: ragged batches are padded there, so the host never reads a length."""
+"""``blocked`` on a CUDA device: ragged batches are padded there, so the host never reads a length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa import blocked
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
-from mla_plugin.plugins.sdpa.terms import Terms
+from mla_plugin.plugins.sdpa.terms import ScoreTerms
 
 
 class _Padding:
-    """Takes tensors of the caller's layout to [B, H, S, ...] and back, padding or not."""
+    """Converts tensors of the caller's layout to [B, H, S, ...] and back, with padding if ragged."""
 
     def __init__(self, request: AttentionRequest, tensors: AttentionTensors) -> None:
         self.layout = request.layout
@@ -23,13 +23,13 @@ class _Padding:
         if is_ragged(request):
             self.q, self.k = ragged(request, tensors)
 
-    def terms(self, terms: Terms) -> Terms:
+    def terms(self, terms: ScoreTerms) -> ScoreTerms:
         if self.q is None or self.k is None:
             return terms
         return replace(terms, lens_q=self.q.lengths, lens_kv=self.k.lengths)
 
     def pad(self, x: torch.Tensor, where: Ragged | None) -> torch.Tensor:
-        """[B, H, S, D]; zero, and so no garbage, beyond a sequence's length."""
+        """[B, H, S, D]; zeros beyond a sequence's length."""
         x = self.layout.to_bhsd(x)
         return x if where is None else where.pad(x.transpose(1, 2)).transpose(1, 2)
 
@@ -57,7 +57,7 @@ def forward(request: AttentionRequest, tensors: AttentionTensors) -> AttentionOu
     """Attention of a batch."""
     padding = _Padding(request, tensors)
     q, k, v = (padding.pad(tensors.q, padding.q), *(padding.pad(x, padding.k) for x in (tensors.k, tensors.v)))
-    out, lse = blocked.forward(q, k, v, padding.terms(Terms.of(request, tensors, wants_dbias=False)))
+    out, lse = blocked.forward(q, k, v, padding.terms(ScoreTerms.of(request, tensors, wants_dbias=False)))
     return AttentionOutput(padding.unpad(out, padding.q, tensors.q), padding.unpad_lse(lse, tensors.q))
 
 
@@ -67,7 +67,7 @@ def backward(
     """Gradients of a batch."""
     tensors = residuals.tensors
     padding = _Padding(request, tensors)
-    terms = padding.terms(Terms.of(request, tensors, wants_dbias=request.bias_requires_grad))
+    terms = padding.terms(ScoreTerms.of(request, tensors, wants_dbias=request.bias_requires_grad))
     dq, dk, dv = blocked.backward(
         padding.pad(tensors.q, padding.q),
         padding.pad(tensors.k, padding.k),

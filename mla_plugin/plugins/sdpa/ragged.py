@@ -1,7 +1,7 @@
-"""Where the tokens of sequences of different lengths lie, as index tensors for the device.
+"""Index tensors that locate the tokens of sequences of different lengths.
 
-On a CUDA device the lengths stay there: every size below is known to the host without them, and padding is gathered
-away and scattered back through indices that the device computes.
+The host never reads the lengths of a CUDA call: it knows every size without them, and padding is removed and restored
+by gather and scatter with indices that are computed on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 
 
 def is_ragged(request: AttentionRequest) -> bool:
-    """Offsets say where the sequences lie."""
+    """Whether the sequences are located by offsets."""
     return request.layout.is_packed or request.has_padding
 
 
@@ -43,7 +43,7 @@ class Ragged:
         lengths: int64 [B], true lengths.
         num_rows: N * S.
         max_length: no sequence is longer; at least 1.
-        is_packed: the sequences follow one another without gaps from row 0, so packing is the identity.
+        is_packed: the sequences start at row 0 and have no gaps, so that packing is the identity.
     """
 
     starts: torch.Tensor
@@ -53,7 +53,7 @@ class Ragged:
     is_packed: bool
 
     def after(self, skip: torch.Tensor, lengths: torch.Tensor) -> Ragged:
-        """The sequences without their first ``skip`` tokens, ``lengths`` of the rest; both int64 [B]."""
+        """The sequences without their first ``skip`` tokens, of ``lengths`` tokens; both int64 [B]."""
         return Ragged(self.starts + skip, lengths, self.num_rows, self.max_length, is_packed=False)
 
     @functools.cached_property
@@ -71,7 +71,7 @@ class Ragged:
         return sequence, position.clamp_(0, self.max_length - 1), valid
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, S, ...] to [num_rows, ...]: true tokens without gaps; what follows the last one is arbitrary."""
+        """[N, S, ...] to [num_rows, ...]: true tokens without gaps; rows after the last one are undefined."""
         if self.is_packed:
             return x.flatten(0, 1)
         offsets = self.offsets
@@ -80,7 +80,7 @@ class Ragged:
         return self._take(x, rows - offsets[sequence] + self.starts[sequence])
 
     def unpack(self, packed: torch.Tensor, shape: torch.Size, padding: float = 0.0) -> torch.Tensor:
-        """[num_rows, ...] as ``pack`` gives it back to [N, S, ...]; ``padding`` where no true token is."""
+        """The inverse of ``pack``: [num_rows, ...] to [N, S, ...]; ``padding`` in rows without a true token."""
         sequence, position, valid = self.positions
         if not self.is_packed:
             packed = packed[(self.offsets[sequence] + position).clamp_(max=self.num_rows - 1)]
@@ -93,7 +93,7 @@ class Ragged:
         return _where(position < self.lengths.unsqueeze(1), padded, padding)
 
     def unpad(self, padded: torch.Tensor, shape: torch.Size, padding: float = 0.0) -> torch.Tensor:
-        """[B, max_length, ...] as ``pad`` gives it back to [N, S, ...]; ``padding`` where no true token is."""
+        """The inverse of ``pad``: [B, max_length, ...] to [N, S, ...]; ``padding`` in rows without a true token."""
         sequence, position, valid = self.positions
         return _where(valid, padded[sequence, position], padding).view(*shape[:2], *padded.shape[2:])
 
@@ -103,7 +103,7 @@ class Ragged:
 
 
 def _where(valid: torch.Tensor, x: torch.Tensor, padding: float) -> torch.Tensor:
-    """x where valid, else ``padding``; a product would let NaN through. ``valid`` has x's leading dimensions."""
+    """x where valid, else ``padding``; multiplying would keep NaN. ``valid`` has x's leading dimensions."""
     return x.masked_fill(~valid[(...,) + (None,) * (x.dim() - valid.dim())], padding)
 
 
@@ -114,7 +114,7 @@ def ragged(request: AttentionRequest, tensors: AttentionTensors) -> tuple[Ragged
     if not is_thd:
         return _rectangle(request, tensors.q, lengths_q), _rectangle(request, tensors.k, lengths_kv)
     starts_q, starts_kv = tensors.cu_seqlens_q_padded, tensors.cu_seqlens_kv_padded
-    # Without reading them, only one tensor of offsets for queries and keys makes it certain that every row sees a key.
+    # without reading them, every row is known to see a key only if queries and keys share one tensor of offsets
     is_packed = cu_q is cu_kv and starts_q is None and starts_kv is None
     q = _packed(tensors.q, lengths_q, cu_q if starts_q is None else starts_q, request.max_seqlen_q, is_packed)
     k = _packed(tensors.k, lengths_kv, cu_kv if starts_kv is None else starts_kv, request.max_seqlen_kv, is_packed)

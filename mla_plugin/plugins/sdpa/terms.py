@@ -1,4 +1,4 @@
-"""What enters the scores and weights besides q, k and v."""
+"""The parameters of the scores and weights besides q, k and v."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mla_plugin.plugins.sdpa.groups import Group
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What enters the scores and weights besides q, k and v. Tensors are for the batch at hand.
+class ScoreTerms:
+    """Everything that the scores and weights depend on besides q and k. Tensors belong to the current batch.
 
     Attributes:
         softmax_scale: multiplies the scores.
         band: causality and window.
         dropout_p: probability of dropping a weight; the others are divided by 1 - dropout_p.
-        generator: gives the dropout's random numbers; None without dropout.
+        generator: of the dropout's random numbers; None without dropout.
         hidden: bool, broadcastable to [B, H, S_q, S_kv], True = masked out.
         bias: broadcastable to [B, H, S_q, S_kv].
-        dbias: float32 or float64, bias's shape; the backward adds to it. None when nobody wants it.
+        dbias: float32 or float64, bias's shape; the backward adds to it. None if it is not needed.
         bias_before_scale: the bias is added before the scaling.
         lens_q, lens_kv: int64 [B], true lengths on the tensors' device; None when every position counts.
     """
@@ -40,7 +40,7 @@ class Terms:
     lens_kv: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, request: AttentionRequest, tensors: AttentionTensors, *, wants_dbias: bool) -> Terms:
+    def of(cls, request: AttentionRequest, tensors: AttentionTensors, *, wants_dbias: bool) -> ScoreTerms:
         """The terms of a whole call, masks and bias viewed as [B or 1, H or 1, S_q or 1, S_kv or 1]."""
         bias = None if request.bias_type == "no_bias" else _four_dimensional(tensors.bias)
         dtype = torch.promote_types(request.dtype, torch.float32)
@@ -55,7 +55,7 @@ class Terms:
             request.bias_type == "pre_scale_bias",
         )
 
-    def of_part(self, part: Group) -> Terms:
+    def of_part(self, part: Group) -> ScoreTerms:
         """The terms with mask and bias limited to a part of a dense batch; dbias stays a view of the whole."""
         if self.hidden is None and self.bias is None:
             return self
@@ -65,12 +65,12 @@ class Terms:
         return replace(self, hidden=hidden, bias=bias, dbias=dbias)
 
     def dbias_like(self, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """The accumulated gradient in the caller's shape and dtype; None when nobody wants it."""
+        """The accumulated gradient in the caller's shape and dtype; None if it is not needed."""
         return None if self.dbias is None or bias is None else self.dbias.to(bias.dtype).view(bias.shape)
 
 
 def _generator(request: AttentionRequest, tensors: AttentionTensors) -> torch.Generator | None:
-    """A fresh generator on the tensors' device. The seed lies on the CPU, so reading it waits for no device."""
+    """A new generator on the tensors' device. The seed is on the CPU, so reading it does not synchronise."""
     if not request.dropout_p:
         return None
     if tensors.dropout_seed is None:
@@ -85,7 +85,7 @@ def _four_dimensional(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def window(x: torch.Tensor | None, *parts: slice | None) -> torch.Tensor | None:
-    """View of x limited to a slice in each leading dimension; a dimension of size 1 broadcasts, None is all of it."""
+    """View of x sliced in each leading dimension; a dimension of size 1 is kept, and None takes all of one."""
     if x is None:
         return None
     for dim, part in enumerate(parts):

@@ -1,9 +1,9 @@
-"""A long sequence of one head, or of a few, through the CPU's flash kernel tile by tile.
+"""The CPU flash kernel tile by tile, for a long sequence of one or a few heads.
 
-What the kernel is fed are copies in float32, of one head dim for Q, K and V. Those of a whole head take several times
-what PyTorch's own attention holds for a call of one or two heads; those of a tile do not count. A tile is a call of
-``flash`` for some queries and some keys: in the forward the tiles of a row of tiles are merged by their log-sum-exp, in
-the backward, which is given the final one, they add up.
+The kernel needs float32 copies with one head dim for Q, K and V. Those of a whole head take several times the memory of
+PyTorch's SDPA for a call of one or two heads; those of a tile are negligible. A tile is a call of ``flash`` for some
+queries and some keys: in the forward, tiles of the same queries are merged by their log-sum-exp; in the backward, which
+uses the final one, their gradients add up.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from mla_plugin.arguments.mask import OPEN, Band
 from mla_plugin.plugins.sdpa import flash
 from mla_plugin.plugins.sdpa.flash import Piece
-from mla_plugin.plugins.sdpa.terms import Terms
+from mla_plugin.plugins.sdpa.terms import ScoreTerms
 
 FORWARD_SIDE, BACKWARD_SIDE = 512, 768
 """Queries and keys of a tile. Smaller ones take less memory and more time.
 
-For 2 heads of 4,096 tokens, 128/128 in bfloat16, the forward takes 1.07 times the time of one call at 512 and holds a
-third; the backward takes 1.18 times at 512, 1.09 at 768, and holds a half and 0.6.
+For 2 heads of 4,096 tokens, 128/128 in bfloat16, tiles of 512 take 1.07 times the time of one call and a third of its
+memory in the forward; in the backward tiles of 512 take 1.18 times and a half, tiles of 768 1.09 times and 0.6.
 """
 ROWS_PER_THREAD = 64
-"""The kernel's forward shares out blocks of so many queries where there are fewer than 768."""
+"""The kernel's forward parallelises over blocks of so many queries where there are fewer than 768."""
 _CAUSAL = Band(left=-1, right=0, bottom_right=False)
 
 
@@ -62,16 +62,16 @@ def _together(found: tuple[Piece, ...], name: str) -> Iterator[tuple[slice, list
         yield slice(start, stop), list(those)
 
 
-def _terms(terms: Terms, tile: Piece) -> Terms:
-    return Terms(terms.softmax_scale, _CAUSAL if tile.is_causal else OPEN)
+def _terms(terms: ScoreTerms, tile: Piece) -> ScoreTerms:
+    return ScoreTerms(terms.softmax_scale, _CAUSAL if tile.is_causal else OPEN)
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms, out: torch.Tensor, lse: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """``flash.forward``, written into out [n, H, S_q, head_dim_v] of any dtype and lse [n, H, S_q]."""
     len_q, len_kv = q.shape[2], k.shape[2]
-    out.zero_()  # rows that see no key
+    out.zero_()  # for rows that see no key
     lse.fill_(-torch.inf)
     side = max(FORWARD_SIDE, ROWS_PER_THREAD * torch.get_num_threads())
     for rows, those in _together(tiles(len_q, len_kv, terms.band, side), "queries"):
@@ -95,13 +95,13 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    terms: Terms,
+    terms: ScoreTerms,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
     """``flash.backward``, written into ``gradients`` of any dtype; only dQ is held in float32 as a whole."""
     dq, dk, dv = gradients
     whole = torch.zeros(q.shape, dtype=lse.dtype)
-    dk.zero_()  # keys that no row sees
+    dk.zero_()  # for keys that no row sees
     dv.zero_()
     for keys, those in _together(tiles(q.shape[2], k.shape[2], terms.band, BACKWARD_SIDE), "keys"):
         totals: list[torch.Tensor] = []

@@ -88,7 +88,7 @@ def _other_diagonal(request: AttentionRequest) -> Iterator[str]:
 
 
 def beyond_packed_sequences(request: AttentionRequest) -> Iterator[str]:
-    """Reasons of a kernel that knows offsets, and no true lengths beside them."""
+    """Reasons of a kernel that knows offsets, and no true lengths besides them."""
     if request.pad_between_seqs:
         yield "pad_between_seqs=True, expected False: the kernel takes one sequence to end where the next one starts"
     if request.has_padding and not request.layout.is_packed:

@@ -1,1 +1,1 @@
-"""TransformerEngine's own selection of a backend, rule for rule."""
+"""Reproduces TransformerEngine's selection of a backend, rule by rule."""

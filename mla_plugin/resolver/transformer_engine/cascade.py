@@ -1,8 +1,8 @@
-"""TransformerEngine's choice of an attention backend, rule for rule.
+"""Reproduces TransformerEngine's selection of an attention backend, rule by rule.
 
 The rules are one table in three parts (``rules_platform``, ``rules_shapes``, ``rules_masks``);
 ``docs/te_selection.md`` explains them by their numbers, and each says for which releases of TransformerEngine it holds.
-``te_decide`` applies those of one release in order and then prefers one of the backends that are left.
+``te_decide`` applies the rules of one release in order and then selects one of the backends that are left.
 
 Source: ``get_attention_backend`` of TransformerEngine 2.10 to 2.20.2, without its FP8 branch.
 """
@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = rules_platform.RULES + rules_shapes.RULES + rules_mask
 
 @dataclass(frozen=True)
 class Removal:
-    """One backend was taken off the list.
+    """A backend that a rule removed.
 
     Attributes:
         rule: number of the rule in ``docs/te_selection.md``, such as ``"12e"``; ``"0.1"`` for a missing package.
@@ -42,7 +42,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class CascadeDecision:
-    """What TransformerEngine would choose.
+    """What TransformerEngine would select.
 
     Attributes:
         release: of TransformerEngine, such as ``"2.20.2"``.
@@ -50,10 +50,10 @@ class CascadeDecision:
         flash_attention_backend: ``"2"``, ``"3"``, ``"4"`` or None: the FlashAttention that is left, even when another
             backend is selected.
         available_backends: whether FlashAttention, cuDNN and unfused are left after the filters.
-        deterministic: whether the selection was asked to be deterministic.
+        deterministic: whether only deterministic backends were allowed.
         reasons: one sentence for each message that TransformerEngine logs, in its order and naming the same backends.
         survivors: the backends that are left, in TransformerEngine's order of preference.
-        removals: why each of the others is not; a backend can be removed by several rules.
+        removals: why each of the others was removed, possibly by several rules.
     """
 
     release: str
@@ -106,7 +106,7 @@ def te_decide(
 
 
 def _apply(rule: Rule, query: Query, on: set[str], reasons: list[str], removals: list[Removal]) -> None:
-    """Turn off what the rule removes when its condition holds, and note why."""
+    """Remove the rule's backends if its condition holds, and record the reason."""
     asked = rule.asked_while(query, on) if rule.asked_while else not on.isdisjoint(rule.removes)
     if not asked or not rule.when(query):
         return

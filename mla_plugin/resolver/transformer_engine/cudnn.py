@@ -1,8 +1,8 @@
 """Rules 38 and 42: does cuDNN have a fused kernel for the query?
 
-TransformerEngine asks its C++ library. Where that cannot be asked, ``REQUIREMENTS`` gives the same answer for 16-bit
-types, except that it leaves out the 64-bit offsets that very long packed sequences need before cuDNN 9.5. From 2.20 on
-the library builds cuDNN's graph and takes cuDNN's own word; the conditions of 2.19 stand in for that here.
+TransformerEngine calls its C++ library. Without that library, ``REQUIREMENTS`` gives the same answer for 16-bit types,
+except that it ignores the 64-bit offsets that very long packed sequences need before cuDNN 9.5. From 2.20 on the
+library builds cuDNN's graph and asks cuDNN itself; the conditions of 2.19 are used for these releases.
 
 Source: ``nvte_get_fused_attn_backend`` of TransformerEngine 2.10 to 2.19, ``common/fused_attn/fused_attn.cpp``.
 """
@@ -31,21 +31,21 @@ LAYOUTS = _SEPARATE + _CACHED + _PACKED + _PAGED
 
 @dataclass(frozen=True)
 class LaterLayout(Span):
-    """A layout that older releases have no name for."""
+    """A layout that older releases do not have."""
 
     layout: str
 
 
 LATER_LAYOUTS: tuple[LaterLayout, ...] = (LaterLayout("bhsd_bhsd_bhsd", since="2.15"),)
 UP_TO_512 = Span(until="2.15")
-"""The releases with kernels for short sequences beside the general ones."""
+"""The releases that have kernels for short sequences besides the general ones."""
 
 
 def why_not_fused(q: Query) -> str | None:
     """Rule 38: why cuDNN does not run the query; None when it does.
 
     Raises:
-        ValueError: a mask, bias type, softmax type or layout that cuDNN's query has no name for.
+        ValueError: a mask, bias type, softmax type or layout that cuDNN's query does not know.
     """
     unknown = {later.layout for later in LATER_LAYOUTS if not later.holds_in(q.release)}
     layouts = [layout for layout in LAYOUTS if layout not in unknown]
@@ -65,9 +65,9 @@ def why_not_fused(q: Query) -> str | None:
 
 
 def fused_kernels(q: Query) -> str | None:
-    """Which of TransformerEngine's two sets of cuDNN kernels runs the query; None when neither does.
+    """Which of TransformerEngine's two sets of cuDNN kernels runs the query; None if neither does.
 
-    ``"any length"``, also where the platform answers for cuDNN; up to 2.15 ``"up to 512"`` where the first cannot.
+    ``"any length"``, also if ``fused_supported`` is True; up to 2.15 ``"up to 512"`` where the first set cannot.
     """
     if q.fused_supported is not None:
         return "any length" if q.fused_supported else None
@@ -82,7 +82,7 @@ def _unmet(q: Query) -> list[str]:
 
 
 def _up_to_512(q: Query) -> bool:
-    """The kernels for short sequences with head dimension 64. ALiBi with given slopes is left out."""
+    """The kernels for short sequences with head dimension 64. ALiBi with explicit slopes is not considered."""
     biases = {"no_bias": True, "post_scale_bias": q.bias_shape == "1hss", "alibi": not q.has_alibi_slopes}
     return (
         q.dtype in HALF_TYPES
@@ -124,7 +124,7 @@ def _heads(q: Query) -> bool:
 
 @dataclass(frozen=True)
 class HeadDims(Span):
-    """Head dimensions that cuDNN has a kernel for, beside multiples of 8: rule 42, (a) to (f)."""
+    """Head dimensions (multiples of 8) that cuDNN has a kernel for: rule 42, (a) to (f)."""
 
     letter: str
     takes: Callable[[Query], bool]
@@ -140,7 +140,7 @@ def _inference_anywhere(q: Query) -> bool:
 
 
 def _training_at_256(q: Query) -> bool:
-    """This backward is the deterministic one, which has neither bias, dropout nor sink."""
+    """This backward is the deterministic one, which supports neither bias, dropout nor sink."""
     thd = "thd" in q.layout_formats
     causal = "causal" in q.mask and q.full_window[1] in (-1, 0)
     return (
@@ -224,7 +224,7 @@ def _format(q: Query) -> bool:
     if q.layout_format == "thd":
         equal_heads = q.num_heads == q.num_kv_heads
         return q.cc >= (9, 0) and q.cudnn >= ((9, 1, 0) if equal_heads else (9, 6, 0))
-    # Q and the cache in two formats: at least one of them is dense.
+    # Q and the cache have different formats: at least one of them is dense
     return q.cudnn >= (9, 7, 0)
 
 
@@ -277,7 +277,7 @@ def _window_without_mask(q: Query) -> bool:
 
 
 def _release(q: Query) -> bool:
-    """Releases of cuDNN with known faults."""
+    """Releases of cuDNN with known bugs."""
     return q.cudnn >= (8, 9, 0) and q.cudnn not in ((9, 10, 0), (9, 10, 1)) and not _is_faulty(q)
 
 
@@ -318,12 +318,12 @@ def _sm120(q: Query) -> bool:
 
 @dataclass(frozen=True)
 class Requirement(Span):
-    """One condition of cuDNN, or of TransformerEngine for it.
+    """One condition of cuDNN, or of TransformerEngine for cuDNN.
 
     Attributes:
-        about: what it is about, in ``docs/te_selection.md``.
+        about: its subject, as in ``docs/te_selection.md``.
         holds: whether the query meets it.
-        found: what does not.
+        found: describes what violates it.
     """
 
     about: str

@@ -1,4 +1,4 @@
-"""What TransformerEngine knows of FlashAttention: which packages count as installed, which head dimensions they take.
+"""TransformerEngine's rules on FlashAttention: which packages count as installed, which head dimensions they take.
 
 Rule numbers are those of ``docs/te_selection.md``. Sources: ``backends.py`` and ``utils.py`` of TransformerEngine's
 ``dot_product_attention``, release by release; for FlashAttention 4 the head-dimension check of its own releases.
@@ -35,12 +35,13 @@ def at_least(version: str, minimum: str) -> bool:
 
 @dataclass(frozen=True)
 class Package(Span):
-    """A reason for which an installed FlashAttention counts as absent (rule 0.1), and the releases that have it.
+    """A reason why an installed FlashAttention counts as absent (rule 0.1), and the releases that apply it.
 
     Attributes:
         backend: ``"flash2"``, ``"flash3"`` or ``"flash4"``.
-        when: from its version, the compute capability and the version of ``nvidia-cutlass-dsl``, None when unknown.
-        reason: why, in words; ``{minimum}`` stands for the oldest FlashAttention 2 that the device takes.
+        when: the condition: a function of its version, the compute capability and the version of
+            ``nvidia-cutlass-dsl``, None when unknown.
+        reason: text; ``{minimum}`` is replaced by the oldest FlashAttention 2 for the device.
     """
 
     backend: str
@@ -54,7 +55,7 @@ def _fa2_minimum(cc: ComputeCapability) -> str:
 
 PACKAGES: tuple[Package, ...] = (
     Package("flash2", lambda version, cc, _: not at_least(version, _fa2_minimum(cc)), "needs {minimum}"),
-    # By PEP 440 2.8.3.post1 and 2.8.3+cu12 come after 2.8.3.
+    # by PEP 440, 2.8.3.post1 and 2.8.3+cu12 are newer than 2.8.3
     Package(
         "flash2",
         lambda version, cc, _: not at_least("2.8.3", version),
@@ -77,7 +78,7 @@ PACKAGES: tuple[Package, ...] = (
         since="2.19",
     ),
 )
-"""Rule 0.1. FlashAttention 3 counts in every version."""
+"""Rule 0.1. Every version of FlashAttention 3 counts as installed."""
 
 DISTRIBUTIONS = {"flash2": "flash-attn", "flash3": "flash-attn-3", "flash4": "flash-attn-4"}
 
@@ -89,9 +90,9 @@ def why_not_installed(
 
     Args:
         backend: ``"flash2"``, ``"flash3"`` or ``"flash4"``.
-        version: version of the distribution, as TransformerEngine compares it; None when it is not there.
+        version: version of the distribution, as TransformerEngine compares it; None if it is not installed.
         cc: compute capability of the device.
-        cutlass_dsl: version of ``nvidia-cutlass-dsl``; None when unknown, which counts as new enough.
+        cutlass_dsl: version of ``nvidia-cutlass-dsl``; None if unknown, which counts as new enough.
         release: of TransformerEngine.
     """
     if version is None:
@@ -111,7 +112,7 @@ def compared_version(backend: str, version: str | None, release: Release) -> str
 
 def fa2_takes(head_dim: int, cc: ComputeCapability) -> bool:
     """Rule 15: the head dimensions of FlashAttention 2."""
-    # The architectures are compared exactly: (8, 6), (8, 9), (10, 3), (11, 0) and (12, 1) stop at 192.
+    # only these exact capabilities: (8, 6), (8, 9), (10, 3), (11, 0) and (12, 1) take at most 192
     return head_dim % 8 == 0 and (head_dim <= 192 or (head_dim <= 256 and cc in ((8, 0), (9, 0), (10, 0), (12, 0))))
 
 
@@ -129,7 +130,7 @@ def fa3_takes(dq: int, dv: int, num_heads: int, num_kv_heads: int, dtype: str) -
 def fa4_takes(dq: int, dv: int, cc: ComputeCapability, version: str) -> bool:
     """Rule 17: the head-dimension check of a FlashAttention 4 release, for 16-bit types.
 
-    It checks nothing on other than compute capability 9, 10 and 11.
+    Only compute capability 9, 10 and 11 are checked.
     """
     if cc[0] not in (9, 10, 11):
         return True
@@ -143,13 +144,13 @@ def fa4_takes(dq: int, dv: int, cc: ComputeCapability, version: str) -> bool:
 
 
 def fa4_takes_unasked(dq: int, dv: int, cc: ComputeCapability) -> bool:
-    """Rule 17 of 2.15, which does not ask FlashAttention 4 itself."""
+    """Rule 17 in 2.15, which does not call FlashAttention 4's own check."""
     if (10, 0) <= cc < (12, 0):
         return max(dq, dv) <= 128 or (dq, dv) == (192, 128)
     return max(dq, dv) <= 256
 
 
 def fa4_backward_misaligned(dq: int, dv: int) -> bool:
-    """Rule 20: FlashAttention 4's backward stores dV in steps that it derives from dK; do they miss the end of dV?"""
+    """Rule 20: FlashAttention 4's backward stores dV in steps derived from dK; True if they do not divide dV."""
     tile_q, tile_v = -(-dq // 16) * 16, -(-dv // 16) * 16
     return (tile_v // 2) % gcd(32, tile_q // 2) != 0

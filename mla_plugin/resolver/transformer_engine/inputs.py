@@ -1,4 +1,4 @@
-"""Check the three tables that describe a selection (params, environment, platform) and make a ``Query`` of them."""
+"""Validates the three dicts that describe a selection (params, environment, platform) and builds a ``Query``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TAKEN_OVER: dict[str, str] = {
     "has_score_mod": "has_score_mod",
     "has_score_mod_bprop": "has_score_mod_bprop",
 }
-"""Fields of ``Query`` by the fields of ``AttentionParams`` that they take over as they are."""
+"""Fields of ``AttentionParams`` that are copied unchanged, to the fields of ``Query``."""
 
 _CONVERTED = (
     "window_size",
@@ -75,7 +75,7 @@ _PLATFORM = ("compute_capability", "cudnn_version", "flash_attn", "fused_support
 
 @dataclass(frozen=True)
 class Field(Span):
-    """A field of ``AttentionParams`` that older releases cannot express, with the value that says nothing."""
+    """A field of ``AttentionParams`` that older releases do not have, with its neutral value."""
 
     name: str
     neutral: object
@@ -90,7 +90,7 @@ FIELDS: tuple[Field, ...] = (
 
 @dataclass(frozen=True)
 class Switch(Span):
-    """An environment variable that switches off one version of FlashAttention."""
+    """An environment variable that disables one version of FlashAttention."""
 
     name: str
     backend: str
@@ -106,9 +106,9 @@ SWITCHES: tuple[Switch, ...] = (
 def read_query(
     params: Mapping[str, Any], env: Mapping[str, str], platform: Mapping[str, Any], release: Release
 ) -> Query:
-    """Check and type the three tables; ``cascade.te_decide`` describes them.
+    """Validate and convert the three dicts; ``cascade.te_decide`` describes them.
 
-    The checks come in TransformerEngine's order, so that of several faults the same one is reported.
+    The checks have TransformerEngine's order, so that of several errors the same one is reported.
 
     Raises:
         AssertionError: the window does not fit the mask.
@@ -156,11 +156,11 @@ def read_query(
 def _require(table: Mapping[str, Any], fields: Iterable[str], name: str) -> None:
     missing = [field for field in fields if field not in table]
     if missing:
-        raise ValueError(f"{name} lacks {', '.join(missing)}; every one of these fields is needed")
+        raise ValueError(f"{name} lacks {', '.join(missing)}; all of these fields are required")
 
 
 def _check_types(params: Mapping[str, Any]) -> None:
-    """Name the field where a rule would stumble with a TypeError or a ZeroDivisionError."""
+    """Report the field for which a rule would otherwise raise a TypeError or a ZeroDivisionError."""
     for name in _TEXTS:
         if not isinstance(params[name], str):
             raise ValueError(f"{name}={params[name]!r}: expected a text")
@@ -180,7 +180,7 @@ def _check_release(params: Mapping[str, Any], release: Release) -> None:
 
 
 def _bias_shape(params: Mapping[str, Any]) -> str | None:
-    """The shape in letters. From 2.20 on AttentionParams holds it in numbers, (b, h, sq, skv); both are taken."""
+    """The shape in letters. From 2.20 on AttentionParams has numbers, (b, h, sq, skv); both are accepted."""
     given: str | Sequence[int] | None = params["core_attention_bias_shape"]
     if given is None or isinstance(given, str):
         return given
@@ -201,7 +201,7 @@ def _bias_shape(params: Mapping[str, Any]) -> str | None:
 
 
 def _window(mask: str, window: Iterable[int] | None) -> Window | None:
-    """The window as given: selection checks it but does not rewrite it. An unknown mask is left to cuDNN's query."""
+    """The window as given: the selection checks it but does not change it. cuDNN's query checks an unknown mask."""
     if window is None:
         return None
     left, right = window
@@ -220,22 +220,22 @@ def _bottom_right(mask: str, given: bool | str) -> bool:
 
 
 def _formats(layout: str, kv_cache: bool) -> tuple[str, str]:
-    """Formats of Q and of K and V. Only with a KV cache does TransformerEngine's Python look at the second."""
+    """Formats of Q and of K and V. TransformerEngine's Python code reads the second only with a KV cache."""
     q_format, kv_format = layout_formats(layout)
     if not kv_cache:
         return q_format, q_format
     if "_" not in layout.removeprefix("paged_kv_"):
         raise ValueError(
             f"qkv_layout={layout!r} with inference_params: Q, K and V are packed in one tensor; "
-            "with a KV cache Q must be a tensor of its own; expected a layout such as 'bshd_bshd_bshd'"
+            "with a KV cache Q must be a separate tensor; expected a layout such as 'bshd_bshd_bshd'"
         )
     return q_format, kv_format
 
 
 def _switched_off(env: Mapping[str, str], release: Release) -> dict[str, str]:
-    """Which backends the environment switches off, and by which setting.
+    """Which backends the environment disables, and by which setting.
 
-    The variables of the versions are read only while NVTE_FLASH_ATTN is on, so a bad value in them can go unnoticed.
+    The variables of the versions are read only if NVTE_FLASH_ATTN is on, as in TransformerEngine.
     """
     others = {"fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
     if parse("NVTE_FLASH_ATTN", env):

@@ -1,4 +1,4 @@
-"""One TransformerEngine selection as a typed value: what its rules ask about. ``inputs`` makes it.
+"""The typed input of one TransformerEngine selection, which its rules read. ``inputs`` builds it.
 
 Rule numbers are those of ``docs/te_selection.md``.
 """
@@ -22,20 +22,20 @@ Window = tuple[int, int]
 
 @dataclass(frozen=True)
 class Query:
-    """What one selection depends on.
+    """Everything that one selection depends on.
 
     Attributes:
         dq, dv: head_dim_qk and head_dim_v; ``sq``, ``skv``: longest query and key sequence; ``cc``: compute capability.
         q_format, kv_format: ``bshd``, ``sbhd`` or ``thd``; without a KV cache both are the layout's first.
         release: of TransformerEngine, by its first two numbers.
-        window: as given; None stands for the mask's default (``full_window``).
+        window: as given; None means the mask's default (``full_window``).
         bias_shape: ``"1hss"`` and the like; None without a bias.
         softcap: limit of the scores, 0 for none; ``fa3_softcap``: whether FlashAttention 3's functions take one.
-        switched_off: backends that an environment variable switches off, with the setting; ``flash`` stands for all
-            three versions of FlashAttention.
+        switched_off: backends that an environment variable disables, with the setting; ``flash`` means all three
+            versions of FlashAttention.
         flash_versions: installed version by backend name; ``absent``: why a version counts as not installed.
-        fused_supported: cuDNN's answer when the caller knows it; None to work it out (rule 42).
-        The others carry the names of TransformerEngine's ``AttentionParams``, shortened where that loses nothing.
+        fused_supported: cuDNN's answer if the caller knows it; None to evaluate rule 42.
+        The others have the names of TransformerEngine's ``AttentionParams``, some of them shortened.
     """
 
     release: Release
@@ -97,17 +97,17 @@ class Query:
 
     @cached_property
     def layout_formats(self) -> tuple[str, str]:
-        """Formats of Q and of K and V as cuDNN reads them off the layout, KV cache or not."""
+        """Formats of Q and of K and V as cuDNN derives them from the layout, with or without a KV cache."""
         return layout_formats(self.layout)
 
     @cached_property
     def layout_format(self) -> str:
-        """``fmt`` as cuDNN reads it off the layout."""
+        """``fmt`` as cuDNN derives it from the layout."""
         return _joined(*self.layout_formats)
 
     @cached_property
     def is_paged_layout(self) -> bool:
-        """Whether the layout says that K and V are paged."""
+        """Whether K and V are paged according to the layout."""
         return self.layout.startswith("paged_kv_")
 
     @cached_property
@@ -127,12 +127,12 @@ class Query:
 
     @cached_property
     def is_blackwell_datacenter(self) -> bool:
-        """Compute capability 10.x or 11.x, where FlashAttention 4 has kernels, and gaps, of its own."""
+        """Compute capability 10.x or 11.x, where FlashAttention 4 has separate kernels with other restrictions."""
         return (10, 0) <= self.cc < (12, 0)
 
     @cached_property
     def fused_bias_type(self) -> str:
-        """Bias type that cuDNN is asked for: ALiBi may become a post-scale bias (rule 36)."""
+        """Bias type in cuDNN's query: ALiBi may become a post-scale bias (rule 36)."""
         if self.bias_type != "alibi":
             return self.bias_type
         as_bias = any(change.when(self) for change in ALIBI_AS_BIAS if change.holds_in(self.release))
@@ -178,7 +178,7 @@ def _joined(q_format: str, kv_format: str) -> str:
 
 
 def normalise_window(mask: str, window: Window | None) -> Window:
-    """The window that TransformerEngine makes of a given one: (left, right) tokens, -1 for unlimited.
+    """The window as TransformerEngine normalises it: (left, right) tokens, -1 for unlimited.
 
     A causal mask turns (-1, -1) into (-1, 0) and (left, right) into (left, 0); other masks turn (-1, 0) into (-1, -1).
 

@@ -1,7 +1,7 @@
-"""TransformerEngine's releases: which are known, and for which of them an entry of a table holds.
+"""TransformerEngine's releases: which are known, and to which of them an entry of a table applies.
 
-A release is known by its first two numbers. Patch releases select as their minor release does: 2.14 and 2.14.1, 2.16
-and 2.16.1, 2.17 and 2.17.1 have been compared.
+Releases are identified by their first two numbers. Patch releases select like their minor release: 2.14 and 2.14.1,
+2.16 and 2.16.1, 2.17 and 2.17.1 have been compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEWEST = "2.20.2"
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The releases for which an entry of a table holds.
+    """The releases to which an entry of a table applies.
 
     Attributes:
         since: the first release, such as ``"2.15"``; None for every one up to ``until``.
@@ -36,7 +36,7 @@ class Span:
     until: str | None = None
 
     def holds_in(self, release: Release) -> bool:
-        """Whether the entry holds for a release."""
+        """Whether the entry applies to a release."""
         return (self.since is None or release >= _numbers(self.since)) and (
             self.until is None or release <= _numbers(self.until)
         )
@@ -49,10 +49,10 @@ def _numbers(text: str) -> Release:
 
 
 def read_release(given: str | Version) -> tuple[str, Release]:
-    """A known release: its name without local and development parts, and its first two numbers.
+    """Parse a known release: its name without local and development parts, and its first two numbers.
 
     Raises:
-        ValueError: the text is no version, or of a release whose selection is not known.
+        ValueError: not a version, or a release whose selection is not known.
     """
     try:
         version = Version(given) if isinstance(given, str) else given

@@ -1,4 +1,4 @@
-"""Our request and platform in the words of TransformerEngine's selection."""
+"""Converts our request and platform to the inputs of TransformerEngine's selection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mla_plugin.resolver.transformer_engine.release import nearest_release, read
 
 
 def te_params(request: AttentionRequest) -> dict[str, object]:
-    """The request as TransformerEngine's AttentionParams by field; ``bhsd`` stands as ``bshd``, which it lacks."""
+    """The request as TransformerEngine's AttentionParams by field; ``bhsd``, which it lacks, becomes ``bshd``."""
     letters = "bshd" if request.qkv_format == "bhsd" else request.qkv_format
     cache = {"is_paged": request.page_size is not None, "page_size": request.page_size}
     return {
@@ -48,7 +48,7 @@ def te_params(request: AttentionRequest) -> dict[str, object]:
 
 
 def te_platform(platform: Platform, release: str) -> dict[str, object]:
-    """The platform as a TransformerEngine release's selection sees it; its cuDNN query is answered by rule 42."""
+    """The platform for the selection of a TransformerEngine release; rule 42 answers its cuDNN query."""
     _, minor = read_release(release)
     return {
         "compute_capability": list(platform.compute_capability or (0, 0)),
@@ -63,5 +63,5 @@ def te_platform(platform: Platform, release: str) -> dict[str, object]:
 
 
 def installed_release(host: str, platform: Platform) -> str:
-    """The release to decide as: inside TransformerEngine the installed one or the nearest known, else the newest."""
+    """The release whose rules apply: within TransformerEngine the installed or nearest known one, else the newest."""
     return nearest_release(platform.version("transformer-engine") if host == "transformer_engine" else None)

@@ -1,4 +1,4 @@
-"""The shape of one rule of TransformerEngine's backend selection."""
+"""The type of the rules of TransformerEngine's backend selection."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ SUBJECTS = {
     "fused": "FusedAttention",
     "unfused": "UnfusedDotProductAttention",
 }
-"""The six switches that rules turn off, with TransformerEngine's names. ``flash`` stands above the three versions."""
+"""The six flags that rules turn off, with TransformerEngine's names. ``flash`` covers all three versions."""
 
 EVERYTHING = ("flash", "fused", "unfused")
-"""What a rule turns off that leaves no backend."""
+"""Flags of a rule that leaves no backend."""
 
 
 @dataclass(frozen=True)
 class Rule(Span):
-    """One line of the table, for the releases from ``since`` to ``until``.
+    """One rule of the table, for the releases from ``since`` to ``until``.
 
     Attributes:
         number: its number in ``docs/te_selection.md``; clauses of one rule share it.
-        removes: the switches that it turns off.
+        removes: the flags that it turns off.
         when: the condition.
         reason: why, with the value found and the limit.
-        subject: what the reason names; None to name each removed switch in a reason of its own.
-        asked_while: which switches must be on for the rule to be asked. None: one of those that it removes; then it
-            gives its reason only for what is installed.
+        subject: what the reason names; None for one reason per removed flag.
+        asked_while: which flags must be on for the rule to be evaluated. None: one of those that it removes; then it
+            gives its reason only for installed packages.
     """
 
     number: str
@@ -45,17 +45,17 @@ class Rule(Span):
 
 
 def always(query: Query, on: Set[str]) -> bool:
-    """Ask, and give the reason, even when there is nothing left to remove."""
+    """Evaluate the rule, and give its reason, even if there is nothing left to remove."""
     return True
 
 
 def while_on(switch: str) -> Callable[[Query, Set[str]], bool]:
-    """Ask while one switch is on, and give the reason even for what is not installed."""
+    """Evaluate the rule while one flag is on, and give its reason even for packages that are not installed."""
     return lambda query, on: switch in on
 
 
 def any_version_on(query: Query, on: Set[str]) -> bool:
-    """Whether a version of FlashAttention is on, installed or not, whatever the switch above it says."""
+    """Whether a version of FlashAttention is on, installed or not, whatever the state of ``flash``."""
     return not on.isdisjoint(FLASH_VERSIONS)
 
 
@@ -65,10 +65,10 @@ def any_flash_switch_on(query: Query, on: Set[str]) -> bool:
 
 
 def any_installed_version_on(query: Query, on: Set[str]) -> bool:
-    """Whether an installed version of FlashAttention is on, whatever the switch above it says."""
+    """Whether an installed version of FlashAttention is on, whatever the state of ``flash``."""
     return any(version in on and query.has(version) for version in FLASH_VERSIONS)
 
 
 def installed_fa2_on(query: Query, on: Set[str]) -> bool:
-    """Whether FlashAttention 2 is installed and on, whatever the switch above it says."""
+    """Whether FlashAttention 2 is installed and on, whatever the state of ``flash``."""
     return "flash2" in on and query.has("flash2")

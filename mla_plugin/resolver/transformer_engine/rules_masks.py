@@ -19,7 +19,7 @@ def _dropout(q: Query) -> str:
 
 
 def _cp_obstacle(q: Query) -> str | None:
-    """The first thing that neither FlashAttention (26) nor, in every release, cuDNN (27) runs with it."""
+    """The first property that neither FlashAttention (26) nor, in every release, cuDNN (27) supports with it."""
     if "bottom_right" in q.mask:
         return f"mask {q.mask}"
     if "causal" in q.mask and q.sq != q.skv:
@@ -35,7 +35,7 @@ _SCORES_BELOW = 2**30
 
 
 def _scores(q: Query) -> int:
-    """The size of the matrix of scores, which cuDNN's workspace follows."""
+    """The size of the score matrix, which determines cuDNN's workspace."""
     return q.batch_size * q.num_heads * q.sq * q.skv
 
 
@@ -135,7 +135,7 @@ CONTEXT_PARALLEL: tuple[Rule, ...] = (
         asked_while=while_on("flash4"),
         since="2.19",
     ),
-    # Silent, without effect on what is left, where no version is installed.
+    # gives no reason if no version is installed
     Rule(
         "26",
         ("flash",),
@@ -179,7 +179,7 @@ CONTEXT_PARALLEL: tuple[Rule, ...] = (
         lambda q: f"context parallelism with cp_comm_type={q.cp_comm_type} and sliding window {q.window}",
         since="2.15",
     ),
-    # The number of ranks does not count.
+    # the number of ranks does not matter
     Rule(
         "27",
         ("fused",),
@@ -246,8 +246,8 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
         lambda q: f"sliding window needs flash-attn 2.3, found {q.flash_versions['flash2']}",
         subject="FlashAttention",
     ),
-    # Up to 2.19 asked only while FlashAttention 2 could run, although it removes every version: defect 3 in
-    # docs/te_selection.md.
+    # up to 2.19 evaluated only while FlashAttention 2 could run, although it removes every version: defect 3 in
+    # docs/te_selection.md
     Rule(
         "33",
         ("flash",),

@@ -1,4 +1,4 @@
-"""Rules 0.2 to 11: environment, hardware, data type, and features that few backends have."""
+"""Rules 0.2 to 11: environment, hardware, data type, and features that few backends support."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _softcap(q: Query) -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    # Off, not only absent: a version that is on counts for rules 26 and 29 even when it is not installed.
+    # turned off, not only absent: rules 26 and 29 consider versions that are on even if they are not installed
     Rule("0.2", ("flash4",), lambda q: True, lambda q: "not known before 2.15", until="2.14"),
     *map(_environment_rule, ("flash2", "flash3", "flash4", "fused", "unfused")),
     Rule("2", ("flash2", "fused"), lambda q: q.cc < (8, 0), lambda q: f"{q.device}, below 8.0"),

@@ -22,7 +22,7 @@ def _page_size(q: Query) -> int:
 
 
 def _layout_excludes_mla(q: Query) -> bool:
-    """Rule 13 compares the text of the layout, so that a paged cache counts as packed too."""
+    """Rule 13 compares the layout's name, so a paged cache counts as packed too."""
     return q.dq != q.dv and q.layout.translate(_SEQUENCE_LETTERS) != "hd_hd_hd"
 
 
@@ -154,7 +154,7 @@ HEAD_DIMS: tuple[Rule, ...] = (
         lambda q: q.cc == (12, 0) and q.is_training and q.dq != q.dv and (q.dq > 128 or q.dq % 8 != 0),
         lambda q: f"{_dims(q)} in training on {q.device}; head_dim_qk must be a multiple of 8, at most 128",
     ),
-    # Up to 2.14 rules 15, 16 and 23 switch off what is not installed too; rule 29 is silent then.
+    # up to 2.14 rules 15, 16 and 23 also turn off versions that are not installed; then rule 29 gives no reason
     Rule("15", ("flash2",), lambda q: not (q.has("flash2") or fa2_takes(q.dq, q.cc)), _fa2_dims, until="2.14"),
     Rule("15", ("flash2",), lambda q: q.has("flash2") and not fa2_takes(max(q.dq, q.dv), q.cc), _fa2_dims),
     Rule("16", ("flash3",), lambda q: not q.has("flash3") and _fa3_rejects(q), _fa3_dims, until="2.14"),

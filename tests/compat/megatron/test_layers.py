@@ -27,7 +27,7 @@ VOCABULARY, LENGTH = 50, 12
 
 
 class PlainCore(MLACoreAttention):
-    """Attention as its definition; the layer around it is Megatron's in both roads."""
+    """Attention as its definition; the layer around it is Megatron's in both paths."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **rest):
         if packed_seq_params is None:

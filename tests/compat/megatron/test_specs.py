@@ -172,7 +172,7 @@ def test_dense_layers_of_a_sparse_configuration():
     if hasattr(DSAttention, "requires_dsa_inputs"):
         torch.testing.assert_close(built(attention, **options)(x, None)[0], plain(x, None)[0])
     else:
-        with pytest.raises(ValueError, match=r"'dsa'.* dense layers beside DSA need megatron-core >= 0.19"):
+        with pytest.raises(ValueError, match=r"'dsa'.* dense layers next to DSA need megatron-core >= 0.19"):
             built(attention, **options)
 
 

@@ -132,7 +132,7 @@ def generate(which: str, folder: str, speculate: bool) -> None:
 
 
 def run(which: str, folder: str, speculate: bool) -> dict[str, Any]:
-    """One engine in a process of its own."""
+    """One engine in a separate process."""
     environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "tests.compat.vllm.end_to_end", which, folder, str(int(speculate))]
     done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)

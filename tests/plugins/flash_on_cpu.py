@@ -1,4 +1,4 @@
-"""Running a FlashAttention plugin where it would not: on a hypothetical platform, over the tensors of the CPU."""
+"""Run a FlashAttention plugin as on a given GPU platform, with tensors on the CPU and its library emulated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_plugin.kernels.prefill import padding
 from mla_plugin.plugins.sdpa import efficient
 from tests.plugins import emulation
 from tests.plugins.flash_cases import packed_cases
-from tests.plugins.test_sdpa import CudaRoad
+from tests.plugins.test_sdpa import CudaPath
 
 REFUSES = {
     "fp32": "dtype=torch.float32",
@@ -34,16 +34,16 @@ REFUSES = {
     "head_dims=576/512": "head_dim_qk=576",
     "head_dims=320/272": "head_dim_qk=320",
 }
-"""What all versions refuse."""
+"""Refusals of all versions: label of the cases to a part of the reason."""
 
 
-class Road:
-    """A plugin on a hypothetical platform."""
+class OnPlatform:
+    """A plugin that is told that it runs on ``platform``."""
 
     def __init__(self, plugin: ModuleType, platform: Platform) -> None:
         self._plugin, self._platform = plugin, platform
 
-    def _there(self, plan: Plan) -> Plan:
+    def _on_platform(self, plan: Plan) -> Plan:
         return Plan(plan.request, self._platform, plan.forward_backend, plan.backward_backend)
 
     @hookimpl
@@ -52,23 +52,23 @@ class Road:
 
     @hookimpl
     def forward(self, plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
-        return self._plugin.forward(self._there(plan), tensors)
+        return self._plugin.forward(self._on_platform(plan), tensors)
 
     @hookimpl
     def backward(self, plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-        return self._plugin.backward(self._there(plan), residuals, dout, dlse)
+        return self._plugin.backward(self._on_platform(plan), residuals, dout, dlse)
 
 
-def road(name: str, plugin: ModuleType, platform: Platform) -> BackendManager:
-    """A manager with the plugin on its road, and the fallback that may run its backward."""
+def manager_on(name: str, plugin: ModuleType, platform: Platform) -> BackendManager:
+    """A manager with the plugin on the platform, and with the fallback, which may run its backward."""
     manager = BackendManager(builtins={}, load_entry_points=False)
-    manager.register(Road(plugin, platform), name)
-    manager.register(CudaRoad(), "sdpa")
+    manager.register(OnPlatform(plugin, platform), name)
+    manager.register(CudaPath(), "sdpa")
     return manager
 
 
 def few(refuses: Mapping[str, str], cases: tuple[Case, ...]) -> dict[str, str]:
-    """The refusals that one of the cases meets."""
+    """The refusals that apply to at least one of the cases."""
     labels = [case.tags | {case.name, "training", "inference"} for case in cases]
     return {key: text for key, text in refuses.items() if any(found.issuperset(key.split()) for found in labels)}
 
@@ -83,10 +83,10 @@ def write_gaps(x: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor | No
 
 
 class FittingRefusals(BackendConformance):
-    """The suite's own cases, made for what the plugin accepts, so the refusals that they meet are found out."""
+    """The suite's cases depend on what the plugin accepts; ``refuses`` is reduced to the refusals that they meet."""
 
     may_refuse: Mapping[str, str] = REFUSES
-    """As ``refuses``, of any run: what none of the cases has is left out."""
+    """As ``refuses``; entries that match none of the cases are ignored."""
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -99,12 +99,12 @@ def _refuses(suite: type[FittingRefusals]) -> Mapping[str, str]:
 
 
 class FlashConformance(FittingRefusals):
-    """On the road: what would run on the GPU besides the library is emulated."""
+    """The suite with the other GPU kernels that the plugins call emulated too."""
 
     is_slow = True
 
     def cases(self) -> tuple[Case, ...]:
-        """And the packed batches."""
+        """The suite's cases and the packed batches."""
         return (*super().cases(), *packed_cases((4, 2), (torch.bfloat16,)))
 
     @pytest.fixture(autouse=True)
