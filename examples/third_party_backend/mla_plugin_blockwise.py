@@ -1,4 +1,4 @@
-"""Attention by blocks of queries in plain PyTorch: a whole backend for mla-plugin, from a package of its own."""
+"""Attention by blocks of queries in plain PyTorch: a whole backend for mla-plugin, from a separate package."""
 
 from collections.abc import Iterator
 

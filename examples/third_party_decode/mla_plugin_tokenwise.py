@@ -1,4 +1,4 @@
-"""Decode over the compressed cache, a sequence at a time, in plain PyTorch: a backend of a package of its own."""
+"""Decode over the compressed cache, a sequence at a time, in plain PyTorch: a backend in a separate package."""
 
 from collections.abc import Iterator
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import sys
@@ -11,6 +12,28 @@ from typing import Any
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def bound_arguments(
+    signature: inspect.Signature, function: str, tensors: tuple[Any, ...], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults filled in.
+
+    Args:
+        signature: of the function.
+        function: its name, for the error.
+        tensors: positional arguments.
+        arguments: keyword arguments.
+
+    Raises:
+        TypeError: the function does not take these arguments.
+    """
+    try:
+        bound = signature.bind(*tensors, **arguments)
+    except TypeError as error:
+        raise TypeError(f"{error}; expected the arguments of {function}") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def check_tensor(name: str, x: object, shape: str = "") -> None:

@@ -1,7 +1,7 @@
 """All-to-all: every rank gets all tokens of some heads, computes one plain call, and sends the results back.
 
-Two all-to-alls forward (of q, k, v; of out) and two backward (of dout; of dq, dk, dv), in the tensors' dtype. No
-section, no merge, so any mask will do; the key-value heads must be a multiple of the ranks.
+Two all-to-alls forward (of q, k, v; of out) and two backward (of dout; of dq, dk, dv), in the tensors' dtype. There
+are no sections and no merging, so any mask is supported; the number of key-value heads must be a multiple of the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mla_plugin.hooks.attention import AttentionRequest
 
 
 def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
-    """Every reason why this way cannot compute the request."""
+    """Every reason why ``a2a`` cannot compute the request."""
     if request.num_kv_heads % size:
         yield (
             f"num_kv_heads={request.num_kv_heads} over {size} ranks, expected a multiple of {size}; "
@@ -32,7 +32,7 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
 
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
-    """What every rank will ask backends for: the whole sequences, with its share of the heads."""
+    """The request of every rank: whole sequences, with its share of the heads."""
     return (_whole(call.request, call.group.size),)
 
 
@@ -49,7 +49,7 @@ def _whole(request: AttentionRequest, size: int) -> AttentionRequest:
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward:
     """out and lse of this rank's tokens; q, k, v, out and lse of its heads are kept for the backward.
 
-    Without ``wants_lse`` the lse of this rank's tokens is not sent for, and memory of its shape returned.
+    Without ``wants_lse`` lse is not exchanged, and uninitialised memory of its shape is returned.
     """
     tensors, heads = call.tensors, Heads(call.group, call.layout)
     order_q, order_kv = orders(call)
@@ -89,7 +89,7 @@ def _tensors(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> A
 
 
 def orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where the slots of the packed queries and keys lie; None in dense layouts."""
+    """``packed_order`` of the queries and of the keys; None in dense layouts."""
     tensors, layout, size = call.tensors, call.layout, call.group.size
     of_q = order_of(tensors.q, layout, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded, size)
     is_shared = tensors.cu_seqlens_q is tensors.cu_seqlens_kv and (

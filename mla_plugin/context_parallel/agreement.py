@@ -87,7 +87,7 @@ def terms_of(
 
 
 def is_agreed(group: Group, kind: Kind) -> bool:
-    """The ranks have compared this kind of call before. All forget it at the same call, as they make the same calls."""
+    """Whether the ranks have compared this kind of call. All ranks make the same calls, so they evict it together."""
     return kind.key in _agreed.get(group.process_group, ())
 
 

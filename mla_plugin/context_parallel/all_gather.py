@@ -1,8 +1,8 @@
-"""K and V of all ranks are gathered; each of a rank's two chunks of queries is one call over a prefix of the keys.
+"""All-gather of K and V; each of a rank's two chunks of queries is one call over a prefix of the keys.
 
-Causal masks are aligned to the last query and the last key of the prefix, so windows fit too, and nothing is merged.
-Backward: K and V are gathered again, not kept; the gradients of every key go straight to its owner, in the dtype of K,
-which sums them in float32.
+Causal masks are aligned to the last query and the last key of the prefix, so windows are supported, and nothing is
+merged. Backward: K and V are gathered again, not saved; the gradients of every key are sent to its owner in the dtype
+of K, and the owner sums them in float32.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Part(NamedTuple):
     """Queries that one call computes.
 
     Attributes:
-        queries: which of the rank's.
-        keys: of whole sequences, those that the call is given; lengths narrow them further.
-        request: what the call asks for.
+        queries: the rank's queries that it has.
+        keys: the keys of whole sequences that the call gets; lengths may exclude some of them.
+        request: the call's request.
     """
 
     queries: Queries
@@ -40,19 +40,19 @@ class Part(NamedTuple):
 
 
 def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
-    """Every reason why this way cannot compute the request."""
+    """Every reason why ``all_gather`` cannot compute the request."""
     if request.has_sliding_window and not request.is_causal:
         yield f"window_size={request.window_size} without a causal mask; cp_comm_type='a2a' takes it"
     yield from differing_lengths(request)
 
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
-    """What this rank will ask backends for."""
+    """The requests of this rank."""
     return tuple(part.request for part in parts_of(call))
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
-    """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
+    """out and lse; only inputs and outputs are saved for the backward. None after a failure."""
     order = _order(call)
     watch.begin()
     k, v = (_whole(call, x, order) for x in (call.tensors.k, call.tensors.v))
@@ -69,7 +69,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     owned = []
     for number, x in enumerate((k, v)):
         parts = None if found is None else watch.attempt(_by_owner, call, found[1 + number], inverse)
-        if parts is None:  # this rank failed: the owners wait for as many bytes
+        if parts is None:  # this rank failed: the owners still expect a message of this size
             parts = x.view(group.size, -1)
         received = exchange(group, parts)
         owned.append(None if found is None else watch.attempt(_owned, call, found[1 + number], received, inverse))
@@ -80,12 +80,12 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
 
 
 def _by_owner(call: Call, total: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of all tokens, as it is sent to their owners."""
+    """The gradient of all tokens, ordered by owner for sending."""
     return by_rank(total.to(call.request.dtype), call.layout, call.group.size, inverse)
 
 
 def _owned(call: Call, total: torch.Tensor, received: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of this rank's tokens, out of every rank's. What this rank adds is not rounded."""
+    """The gradient of this rank's tokens, summed over the ranks. This rank's own contribution is not rounded."""
     group = call.group
     own = of_rank(total, call.layout, group.size, group.rank, inverse)
     for source in range(group.size):
@@ -132,12 +132,12 @@ def _known_parts(request: AttentionRequest, size: int, rank: int) -> tuple[Part,
 
 
 def _queries(call: Call, x: torch.Tensor, which: Queries, axis: int) -> torch.Tensor:
-    """The rows of a part; packed sequences say by their starts where they are."""
+    """The rows of a part; in packed sequences their offsets select them."""
     return x if call.layout.is_packed else half(x, which, axis)
 
 
 def tensors_of(call: Call, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionTensors:
-    """q are the rows of the part, k and v all keys."""
+    """The tensors of a part; q has its rows, k and v have all keys."""
     axis = call.layout.tokens
     if not call.request.has_padding:
         keys = slice(part.keys.start or 0, k.shape[axis] if part.keys.stop is None else part.keys.stop)
@@ -169,7 +169,7 @@ def _compute(call: Call, k: torch.Tensor, v: torch.Tensor) -> Forward:
     for number, part in enumerate(parts_of(call)):
         found = call.forward(part.request, tensors_of(call, part, _queries(call, q, part.queries, axis), k, v))
         if call.layout.is_packed and number > 0:
-            out.add_(found.out)  # rows that are not of the part are 0 and -inf
+            out.add_(found.out)  # rows of other parts are 0 and -inf
             torch.maximum(lse, found.lse, out=lse)
         else:
             _queries(call, out, part.queries, axis).copy_(found.out)
@@ -180,7 +180,7 @@ def _compute(call: Call, k: torch.Tensor, v: torch.Tensor) -> Forward:
 def _differentiate(
     call: Call, saved: Saved, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> Backward:
-    """dq of this rank's queries, and what they add to dk and dv of all tokens, in float32."""
+    """dq of this rank's queries, and their contribution to dk and dv of all tokens, in float32."""
     axis = call.layout.tokens
     total_q = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
     total_k, total_v = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))

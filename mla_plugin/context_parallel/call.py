@@ -61,7 +61,7 @@ class Call:
 
     @property
     def cu_seqlens_kv(self) -> torch.Tensor | None:
-        """Of whole sequences; that of the queries if one is used for both, as saved-tensor hooks may have copied it."""
+        """Offsets of the keys; the queries' if one tensor is used for both, which saved-tensor hooks may copy."""
         return self.tensors.cu_seqlens_kv if self.request.lengths_may_differ else self.tensors.cu_seqlens_q
 
     def _lengths(self, x: torch.Tensor, cu: torch.Tensor | None, padded: torch.Tensor | None) -> Lengths:
@@ -87,7 +87,7 @@ class Call:
         return AttentionTensors(q, k, v, self.tensors.softmax_scale, *given)
 
     def prepare(self, requests: Iterable[AttentionRequest]) -> None:
-        """Everything that needs no message: choose a backend for every section, and queue the sums over lengths.
+        """Prepare all that needs no communication: choose a backend for every section, queue the sums over lengths.
 
         Raises:
             NoBackendError: no backend takes one of the sections.

@@ -69,7 +69,7 @@ _known_of_slots = functools.lru_cache(maxsize=4096, typed=True)(_of_slots)
 
 
 def _beyond(request: AttentionRequest) -> list[str]:
-    """Reasons that hold for every communication type."""
+    """Reasons that apply to every communication type."""
     found = []
     if request.dropout_p:
         found.append(f"dropout_p={request.dropout_p}; context parallelism takes 0")
@@ -109,7 +109,7 @@ def check_values(tensors: AttentionTensors, request: AttentionRequest, size: int
     It reads values, which synchronises with a CUDA device; ``compute.reads_lengths`` says when to do so.
 
     Raises:
-        ValueError: they do not; the message says which.
+        ValueError: an offset violates that; the message says which.
     """
     for side, x, most, cu, padded in (
         ("q", tensors.q, request.max_seqlen_q, tensors.cu_seqlens_q, tensors.cu_seqlens_q_padded),

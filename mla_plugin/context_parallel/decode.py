@@ -4,12 +4,11 @@ Each rank attends with all heads to its own rows, and the parts are merged: with
 
     lse = log sum over r of e^lse_r,    out = sum over r of out_r e^(lse_r - lse)
 
-in float32. lse is gathered, one number a head and query, and the weighted parts of out are summed by an all-reduce. A
-rank without a row that a query sees has lse -inf and out 0, and weighs nothing.
+in float32. lse is gathered, one value per head and query, and the weighted parts of out are summed by an all-reduce. A
+rank without a visible row has lse -inf and out 0, and contributes nothing.
 
 Query i of S_q sees seqlens_kv - S_q + 1 + i first tokens, hence a prefix of each rank's rows. The prefixes of two
-queries may be equal, which no causal mask of a backend says: each query becomes a separate sequence over the same
-pages.
+queries may be equal, which a causal mask cannot express: each query becomes a separate sequence over the same pages.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def run(
     if known.has_no_query:
         return q.new_zeros(q.shape), _no_keys(tensors)
     part = None if call is None else watch.attempt(_part, call, tensors.lse_shape, host, backend)
-    if part is None:  # the others wait for something of the right shape
+    if part is None:  # the other ranks still expect a tensor of this shape
         part = DecodeOutput(q.new_zeros(q.shape), _no_keys(tensors))
     out, lse = _merged(part, group)
     watch.close()
@@ -82,7 +81,7 @@ def run(
 def run_traced(
     tensors: DecodeTensors, host: str, backend: str | None, cp_group: str, interleave: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``run`` by the operator, for a group's name."""
+    """``run`` through the operator, which takes the group's name."""
     arguments = {name: getattr(tensors, name) for name in OPERATOR_FIELDS}
     more = {"host": host, "backend": backend, "cp_group": cp_group, "cp_interleave": interleave}
     out, lse = context_parallel_decode(**arguments, **more)
@@ -90,23 +89,23 @@ def run_traced(
 
 
 def check_not_batch_invariant(batch_invariant: bool) -> None:
-    """Nobody asks for bits that do not depend on the batch.
+    """Check that ``batch_invariant`` is not set.
 
     Raises:
-        ValueError: somebody does.
+        ValueError: it is set.
     """
     if batch_invariant:
         raise ValueError(
-            "batch_invariant=True with cp_group: the sum over the ranks may be made in another order for another "
+            "batch_invariant=True with cp_group: the sum over the ranks may have another order in another "
             "batch; leave one of them out"
         )
 
 
 def check_lengths(tensors: DecodeTensors) -> None:
-    """The lengths of whole sequences are there: a rank's part of the cache does not say them.
+    """Check that the lengths of whole sequences are given: a rank's part of the cache does not determine them.
 
     Raises:
-        ValueError: they are not.
+        ValueError: they are missing.
     """
     if tensors.seqlens_kv is None:
         raise ValueError(
@@ -140,7 +139,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
     q_nope_abs, q_rope, page_table = tensors.q_nope_abs, tensors.q_rope, tensors.page_table
     if is_split:
         q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
-        if page_table is None:  # a row of the cache is a page
+        if page_table is None:  # a contiguous cache is passed as pages, one per row
             page_table = torch.arange(batch, device=q_rope.device, dtype=torch.int32)[:, None]
         page_table = page_table.repeat_interleave(seqlen_q, 0)
     lengths, seqlens_kv = tensors.lengths, None
@@ -170,7 +169,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
 def _rows(
     seqlen_q: int, group: Group, interleave: int, lengths: torch.Tensor, *, are_ends: bool = False
 ) -> torch.Tensor:
-    """Rows of this rank in so many first tokens, for each sequence of the call; ``seqlen_q`` of each are split."""
+    """Number of this rank's rows among the first tokens of each sequence; with ``seqlen_q`` one entry per query."""
     if seqlen_q > 1:
         before = torch.arange(seqlen_q - 1, -1, -1, device=lengths.device, dtype=lengths.dtype)
         lengths = (lengths[:, None] - before if are_ends else lengths[:, None].expand(-1, seqlen_q)).flatten()
@@ -182,7 +181,7 @@ def _is_split(causal: bool, seqlen_q: int, capacity: int) -> bool:
 
 
 def local_request(request: DecodeRequest, tensors: DecodeTensors, group: Group, interleave: int) -> DecodeRequest:
-    """What ``local_call`` asks backends for.
+    """The request of ``local_call``.
 
     Args:
         request: of this rank's tensors.
@@ -200,7 +199,7 @@ def local_request(request: DecodeRequest, tensors: DecodeTensors, group: Group, 
 
 
 class _LocalLengths:
-    """This rank's part of the lengths of a step, which its layers share; it follows ``DecodeLengths.update``."""
+    """This rank's part of the lengths of a step, shared by its layers; updated with ``DecodeLengths.update``."""
 
     def __init__(self, whole: DecodeLengths, local: Any) -> None:
         self._local = local
@@ -231,7 +230,7 @@ def _merged(part: DecodeOutput, group: Group) -> tuple[torch.Tensor, torch.Tenso
     wide = part.lse.dtype
     lse = part.lse.contiguous()
     total = transport.gather(group, lse).logsumexp(0)
-    weight = (lse - total.masked_fill(total.isneginf(), 0)).exp()  # where nothing is seen: e^-inf, and not NaN
+    weight = (lse - total.masked_fill(total.isneginf(), 0)).exp()  # no visible key on any rank: e^-inf instead of NaN
     out = part.out.to(wide) * weight.transpose(1, 2).unsqueeze(-1)
     return transport.add_up(group, out).to(part.out.dtype), total
 
@@ -266,7 +265,7 @@ def _values(tensors: DecodeTensors) -> Values:
 
 
 class _KnownLengths:
-    """The lengths of a step as ranks compare them; they follow ``DecodeLengths.update``."""
+    """The lengths of a step as the ranks compare them; updated with ``DecodeLengths.update``."""
 
     def __init__(self, whole: DecodeLengths) -> None:
         self.renew(whole)

@@ -33,7 +33,7 @@ Ranks: TypeAlias = "dist.ProcessGroup | DeviceMesh | Group | None"
 def of_attention(
     tensors: AttentionTensors, options: CallOptions, cp_group: Ranks, cp_comm_type: str
 ) -> tuple[str | None, tuple[AttentionRequest, ...]]:
-    """For ``attention``; the options are completed."""
+    """For ``attention``; the options have their defaults filled in."""
     group = _group_of(cp_group)
     if group is None:
         return None, (request_of(tensors, options),)
@@ -54,7 +54,7 @@ def of_latents(call: LatentCall, cp_group: Ranks, cp_comm_type: str) -> tuple[st
 def of_decode(
     tensors: DecodeTensors, host: str, batch_invariant: bool, cp_group: Ranks, interleave: int
 ) -> tuple[str | None, tuple[DecodeRequest, ...]]:
-    """Of ``decode``."""
+    """For ``decode``."""
     group, request = _group_of(cp_group), DecodeRequest.of(tensors, host=host, batch_invariant=batch_invariant)
     if group is None:
         return None, (request,)
@@ -66,7 +66,7 @@ def of_decode(
 
 
 def _group_of(cp_group: Any) -> Group | None:
-    """None for no group, or one of one rank."""
+    """None without a group, or for a group of one rank."""
     if cp_group is None or isinstance(cp_group, Group):
         return cp_group
     return None if process_group_of(cp_group).size() == 1 else Group.of(cp_group)

@@ -20,7 +20,7 @@ class Group:
     Attributes:
         process_group: the process group.
         size: its ranks.
-        rank: this process within it; the tokens' placement and every message count ranks so, not globally.
+        rank: of this process within the group; all placement and messages use ranks of the group, not global ranks.
     """
 
     process_group: dist.ProcessGroup
@@ -39,12 +39,12 @@ class Group:
 
     @classmethod
     def named(cls, name: str) -> Group:
-        """The group that PyTorch registered under a name; an operator's arguments hold no group."""
+        """The group that PyTorch registered under a name; operators take names, not groups."""
         return cls._of_process_group(torch._C._distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
     @classmethod
     def supposed(cls, size: int, rank: int) -> Group:
-        """A group that there is not: to be asked about, not to send to."""
+        """A hypothetical group, for requests only; it cannot communicate."""
         return cls(None, size, rank)  # type: ignore[arg-type]
 
     @classmethod
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """What PyTorch calls the group; the same on all of its ranks."""
+        """PyTorch's name of the group; the same on all of its ranks."""
         return str(self.process_group.group_name)
 
 

@@ -1,8 +1,8 @@
 """Which rank holds which tokens of a cache that is distributed over a group for decode.
 
-Tokens go round the ranks ``interleave`` at a time: token t lies on rank (t // interleave) % size, in that rank's row
-(t // (interleave size)) interleave + t % interleave. Caches grow evenly so, and a rank's rows keep the order of tokens:
-a query that sees some number of first tokens sees some number of first rows on each rank.
+Tokens are assigned round-robin, ``interleave`` at a time: token t is on rank (t // interleave) % size, in row
+(t // (interleave size)) interleave + t % interleave. So caches grow evenly, and a rank's rows keep the order of tokens:
+a query that sees a prefix of the tokens sees a prefix of the rows of each rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
     """How many of a sequence's first tokens a rank holds.
 
     Args:
-        tokens: how many first tokens: an int, or a tensor of any shape, of which nothing is read.
+        tokens: number of first tokens: an int, or a tensor of any shape, whose values the host does not read.
         size, rank: of the group.
-        interleave: tokens that lie together: 1, or a page.
+        interleave: consecutive tokens on one rank: 1, or a page.
 
     Returns:
         an int or a tensor like ``tokens``; the sum over the ranks is ``tokens``.
 
     Raises:
-        ValueError, TypeError: there is no such rank, ``interleave`` is no positive int, or too large.
+        ValueError, TypeError: there is no such rank, or ``interleave`` is not a positive int or too large.
     """
     _check(size, rank, interleave)
     rounds, rest = tokens // (size * interleave), tokens % (size * interleave)
@@ -47,10 +47,10 @@ def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) ->
 
 
 def check_interleave(interleave: object, size: int = 1) -> int:
-    """A positive int; a round over all ranks fits into the int32 that lengths are kept in.
+    """Check that it is a positive int, small enough for int32 lengths.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: it is not.
     """
     if isinstance(interleave, bool) or not hasattr(interleave, "__index__"):
         raise TypeError(f"cp_interleave={interleave!r}; expected a positive int: 1, or the page size")

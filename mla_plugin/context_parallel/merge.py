@@ -16,8 +16,8 @@ def per_head(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, layout: Layout) -> None:
     """Add a section to out and lse, in place.
 
-    lse' = log(e^lse + e^part_lse), out' = out e^(lse - lse') + part e^(part_lse - lse'). Where both are -inf nothing is
-    seen, the difference would be NaN, and out stays 0: there the exponents are taken of -inf - 0.
+    lse' = log(e^lse + e^part_lse), out' = out e^(lse - lse') + part e^(part_lse - lse'). Where both are -inf no key
+    is visible and lse - lse' would be NaN: there 0 is subtracted instead, and out stays 0.
 
     Args:
         out: float32 or float64, any strides; 0 where lse is -inf.

@@ -1,7 +1,8 @@
 """The torch.library operators of context parallelism; they take the group's name, so torch.compile sees plain values.
 
 ``mla_plugin::context_parallel_forward`` and ``..._backward`` take what ``attention_forward`` takes, the name of the
-group and ``cp_comm_type``. What the forward keeps for the backward is a list: only the ways know what is in it.
+group and ``cp_comm_type``. The tensors that the forward saves for the backward are
+a list, whose contents depend on ``cp_comm_type``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DECLARED = {
     "cp_comm_type": str,
 }
 _GIVEN = {"dout": torch.Tensor, "dlse": torch.Tensor | None, "saved": list[torch.Tensor]}
-"""What a backward gets before the forward's arguments; there q, k and v are empty: only their shapes count."""
+"""The backward's arguments before those of the forward; of q, k and v only the shapes are used."""
 
 _library = torch.library.Library("mla_plugin", "FRAGMENT")
 _library.define(f"context_parallel_forward{schema_of(_DECLARED)} -> (Tensor out, Tensor lse, Tensor[] kept)")
@@ -39,7 +40,7 @@ _library.define(f"context_parallel_backward{schema_of(_GIVEN | _DECLARED)} -> (T
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[plain.Call, Group, str]:
-    """An operator's arguments: the call, the group, the way."""
+    """Split an operator's arguments into the call, the group and ``cp_comm_type``."""
     return plain.Call.of(arguments[:-2]), Group.named(arguments[-2]), arguments[-1]
 
 
@@ -86,7 +87,7 @@ def _backward_fake(
 
 
 class _Attention(torch.autograd.Function):
-    """The gradient of ``context_parallel_forward``; what a way keeps takes the place of q, k, v, out and lse."""
+    """The autograd function of ``context_parallel_forward``; ``cp_comm_type`` decides what is saved."""
 
     @staticmethod
     def forward(ctx: Any, edge: torch.Tensor | None, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,13 +104,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # asked for once: recomputation gives it once
+        tensors = ctx.saved_tensors  # read only once: activation checkpointing recomputes it each time
         saved, edge, lengths = list(tensors[:5]), tensors[5], dict(zip(ctx.lengths, tensors[6:], strict=True))
         q_shape, _, v_shape = ctx.shapes
-        if dout is None:  # the other ranks wait for messages even where no gradient comes
+        if dout is None:  # the other ranks wait for messages even without a gradient
             dout = saved[0].new_zeros((*q_shape[:-1], v_shape[-1]))
         number = saved[0].new_empty(())
-        if torch.is_grad_enabled():  # create_graph=True: the operator says no when the second derivative is taken
+        if torch.is_grad_enabled():  # create_graph=True: the operator raises when the second derivative is taken
             number = number.requires_grad_() if edge is None else number + edge.sum()
         stands = [number.expand(shape) for shape in ctx.shapes]
         given = dict(zip("qkv", stands, strict=True)) | ctx.values | lengths
@@ -124,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _edge(*args: Any) -> torch.Tensor | None:
-    """To q, k and v, where the way keeps something in their place."""
+    """An ``edge_to`` q, k and v if other tensors are saved in their place."""
     return edge_to(*args[:3]) if args[-1] == "a2a" else None
 
 
@@ -133,7 +134,7 @@ def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torc
     if has_gradient or torch.autograd.forward_ad._current_level >= 0:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
-                "torch.func's grad, vjp, jvp and what is made of them do not go through attention; use "
+                "attention does not support torch.func's grad, vjp, jvp and functions built on them; use "
                 "torch.autograd.grad or backward()"
             )
         return *_Attention.apply(_edge(*args), *args), []  # type: ignore[no-untyped-call]

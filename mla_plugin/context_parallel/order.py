@@ -1,4 +1,4 @@
-"""Between the tokens as ranks hold them and whole sequences in order, for the ways that bring them together."""
+"""Converts between tokens as ranks hold them and whole sequences in order, for ``a2a`` and ``all_gather``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mla_plugin.arguments.layout import Layout
 
 
 def packed_order(cu_seqlens_padded: torch.Tensor, size: int, tokens: int) -> torch.Tensor:
-    """Where each slot of the packed batch lies among the ranks' tokens, one rank after the other.
+    """The index of each slot of the packed batch among the ranks' tokens, which are concatenated by rank.
 
-    Worked out on the device, nothing is read by the host. Slots after the last sequence are divided evenly.
+    Computed on the device without a synchronisation. Slots after the last sequence are divided evenly.
 
     Args:
         cu_seqlens_padded: int32 [B + 1], where sequences start; lengths are multiples of 2 size.
@@ -48,7 +48,7 @@ def order_of(
 
 
 def in_order(parts: torch.Tensor, layout: Layout, order: torch.Tensor | None) -> torch.Tensor:
-    """Whole sequences out of every rank's tokens.
+    """Whole sequences from every rank's tokens.
 
     Args:
         parts: [size, ...], each rank's tokens in the layout, any strides.

@@ -1,11 +1,11 @@
 """K and V travel around a ring; every rank computes one section at each step and merges it.
 
-Forward: size - 1 hops of K and V, two buffers whatever the size. Backward: the same hops, and the gradients of K and V
-that a rank computes go straight to the keys' owner, one step behind, in the dtype of K. The owner sums them in float32:
-sums that travel would be rounded at every hop.
+Forward: size - 1 hops of K and V, two buffers for any size. Backward: the same hops, and the gradients of K and V
+that a rank computes are sent directly to the keys' owner, one step later, in the dtype of K. The owner sums them in
+float32: sums that travel around the ring would be rounded at every hop.
 
 The section of a rank's own keys needs no message, so it is queued before ``Watch.begin``: the host may wait there for
-the previous call, and the device would have nothing to do meanwhile (0.3 to 0.9 ms on two H200s).
+the previous call, and the device would be idle meanwhile (0.3 to 0.9 ms on two H200s).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 
 
 def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
-    """Every reason why this way cannot compute the request."""
+    """Every reason why ``p2p`` cannot compute the request."""
     if request.has_sliding_window:
         other = "'all_gather'" if request.is_causal else "'a2a'"
         yield f"window_size={request.window_size}; cp_comm_type={other} takes it"
@@ -36,7 +36,7 @@ def refusals(request: AttentionRequest, size: int) -> Iterator[str]:
 
 
 def differing_lengths(request: AttentionRequest) -> Iterator[str]:
-    """A causal mask through the first query and key, over chunks of queries and of keys that do not fit each other."""
+    """A reason if a top-left causal mask has chunks of queries and of keys of different lengths."""
     if not request.is_causal or request.bottom_right_diagonal:
         return
     if request.has_padding and request.lengths_may_differ:
@@ -52,13 +52,13 @@ def differing_lengths(request: AttentionRequest) -> Iterator[str]:
 
 
 def requests(call: Call) -> tuple[AttentionRequest, ...]:
-    """What this rank will ask backends for."""
+    """The requests of this rank."""
     sections = sections_of(call.group.size, call.group.rank, is_causal=call.request.is_causal)
     return tuple(_request(call.request, each) for each in sections)
 
 
 def forward(call: Call, watch: Watch, *, wants_lse: bool) -> Forward | None:
-    """out and lse, which is there anyway; nothing is kept but inputs and outputs. None after a failure."""
+    """out and lse; only inputs and outputs are saved for the backward. None after a failure."""
     group, tensors = call.group, call.tensors
     here: Sequence[torch.Tensor] = (tensors.k.contiguous(), tensors.v.contiguous())
     buffers, sums = _Buffers(here, group.size), _Sums(call)
@@ -93,7 +93,7 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
         if step + 1 < group.size:
             there = buffers.next()
             hops.append(ring_hop(group, here, there))
-        if step >= 2:  # the gradients of the step before; those of step 0 are this rank's own
+        if step >= 2:  # the gradients of the previous step; those of step 0 are of this rank's keys
             hops.append(sums.homeward(step - 1))
         with nullcontext() if step else mark:
             pending = hop(group, hops, batched=batched)
@@ -107,10 +107,10 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
 
 
 class _Buffers:
-    """Two sets of receive buffers in turn: while one is computed on and sent, the other is filled."""
+    """Two alternating sets of receive buffers: one is used and sent while the other is filled."""
 
     def __init__(self, like: Sequence[torch.Tensor], size: int) -> None:
-        # all of them before the first message: a rank that cannot have them can still leave
+        # allocated before the first message, when a rank without enough memory can still raise
         self._made = [tuple(torch.empty_like(x) for x in like) for _ in range(min(2, size - 1))]
 
     def next(self) -> tuple[torch.Tensor, ...]:
@@ -120,7 +120,7 @@ class _Buffers:
 
 @functools.lru_cache(maxsize=4096)
 def _request(request: AttentionRequest, which: Section) -> AttentionRequest:
-    """What a section asks for."""
+    """The request of a section."""
     if request.has_padding:
         mask = "padding_causal" if which.is_causal else "padding"
     else:
@@ -137,7 +137,7 @@ def _request(request: AttentionRequest, which: Section) -> AttentionRequest:
 
 
 def _queries(call: Call, x: torch.Tensor, which: Section) -> torch.Tensor:
-    """The rows of a section; packed sequences say by their starts where they are."""
+    """The rows of a section; in packed sequences their offsets select them."""
     return x if call.layout.is_packed else half(x, which.queries, call.layout.tokens)
 
 
@@ -191,7 +191,7 @@ class _Sums:
 
 
 class _GradientSums:
-    """dq, dk and dv so far, in float32, and the parts of dk and dv on their way to other ranks."""
+    """dq, dk and dv so far, in float32, and the parts of dk and dv that are being sent to other ranks."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _GradientSums:
         tensors = _tensors(call, which, owner, q, k, v, request)
         dq, dk, dv = call.backward(request, tensors, output, dout, dlse)
         if not self._sums:
-            # over two ranks an element is a sum of two parts, which is rounded once in either dtype
+            # with two ranks an element is a sum of two parts, rounded once in either dtype
             dtype = dq.dtype if call.group.size == 2 else call.wide
             self._sums = tuple(x.to(dtype) for x in (dq, dk, dv))
             return
@@ -240,11 +240,11 @@ class _GradientSums:
         self._leaving = (dk, dv)
 
     def homeward(self, step: int) -> Hop:
-        """The gradients of a step to their owner, and those of this rank's keys from whoever computed them."""
+        """Send the gradients of a step to their owner, and receive those of this rank's keys."""
         call, group = self._call, self._call.group
         owner, source = (group.rank - step) % group.size, (group.rank + step) % group.size
         leaving = self._leaving
-        if leaving is None:  # this rank failed, perhaps for want of memory: the owner waits for as many bytes
+        if leaving is None:  # this rank failed, perhaps out of memory: the owner still expects a message of this size
             leaving = self._like(section(group.rank, owner, is_causal=call.request.is_causal), self._own_keys)
         self._leaving = None
         self._arriving_of = section(source, group.rank, is_causal=call.request.is_causal)

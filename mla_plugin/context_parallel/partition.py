@@ -1,8 +1,8 @@
-"""Cut tokens over the ranks of a context-parallel group, and put them together again.
+"""Shards tokens over the ranks of a context-parallel group, and reassembles them.
 
-The placement is TransformerEngine's and Megatron-Core's: a sequence is cut into 2 size chunks, and rank r holds chunk r
-and chunk 2 size - 1 - r, in this order, so that each rank has as much to compute under a causal mask. Packed sequences
-(``thd``) are cut one by one; each has a padded length that is a multiple of 2 size.
+The placement is TransformerEngine's and Megatron-Core's: a sequence is split into 2 size chunks, and rank r holds chunk
+r and chunk 2 size - 1 - r, in this order, so that all ranks have equal work under a causal mask. Packed sequences
+(``thd``) are split one by one; each has a padded length that is a multiple of 2 size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_plugin.arguments.layout import LAYOUTS
 def shard(
     x: torch.Tensor, size: int, rank: int, *, dim: int = 1, cu_seqlens_padded: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The tokens of one rank, out of those of whole sequences.
+    """The tokens of one rank, taken from whole sequences.
 
     Args:
         x: any tensor with a dimension of tokens: token ids [B, S], hidden states [S, B, D], q [B, S, H, D], packed
@@ -27,10 +27,10 @@ def shard(
         cu_seqlens_padded: int32 [B + 1], where packed sequences start, padding included; None: one sequence a row.
 
     Returns:
-        x with 1 / size of the tokens, contiguous, in its own memory, differentiable.
+        x with 1 / size of the tokens, contiguous, in new memory, differentiable.
 
     Raises:
-        ValueError: a length is no multiple of 2 size, offsets do not cover the tokens, or there is no such rank.
+        ValueError: a length is not a multiple of 2 size, offsets do not cover the tokens, or there is no such rank.
     """
     _check_rank(size, rank)
     if cu_seqlens_padded is not None:
@@ -48,14 +48,14 @@ def unshard(
     dim: int = 1,
     cu_seqlens_padded: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The inverse of ``shard``: whole sequences out of every rank's tokens, in the order of the ranks.
+    """The inverse of ``shard``: whole sequences from every rank's tokens, in the order of the ranks.
 
     Args:
-        parts: one tensor of each rank, all of one shape.
+        parts: one tensor of each rank, all of the same shape.
         dim, cu_seqlens_padded: as in ``shard``.
 
     Raises:
-        ValueError: there are no parts, or of several shapes; otherwise as ``shard``.
+        ValueError: there are no parts, or their shapes differ; otherwise as ``shard``.
     """
     if len({part.shape for part in parts}) != 1:
         raise ValueError(f"parts have shapes {[tuple(part.shape) for part in parts]}; expected one shape for all ranks")
@@ -84,13 +84,13 @@ def packed_position_ids(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -
 def packed_indices(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     """Indices of a rank's tokens among packed sequences, as TransformerEngine's ``thd_get_partitioned_indices``.
 
-    It reads the offsets, so a CUDA device is waited for: call it once a batch, with offsets of the CPU if there are.
+    It reads the offsets, which synchronises with a CUDA device: call it once per batch, if possible with CPU offsets.
 
     Returns:
         int64 [T / size] on the offsets' device.
 
     Raises:
-        ValueError: a padded length is no multiple of 2 size, or offsets fall.
+        ValueError: a padded length is not a multiple of 2 size, or offsets decrease.
     """
     _check_rank(size, rank)
     parts = []
@@ -115,7 +115,7 @@ def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int,
 
 
 def pad_lengths(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
-    """Offsets of sequences that are padded to multiples of 2 size: int32 [B + 1], on the same device, nothing read."""
+    """Offsets of sequences padded to multiples of 2 size: int32 [B + 1], computed on the device of ``cu_seqlens``."""
     lengths = cu_seqlens.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
     return torch.nn.functional.pad(padded.cumsum(0, dtype=torch.int32), (1, 0))

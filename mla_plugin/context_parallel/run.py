@@ -75,7 +75,7 @@ def backward(
     """dq, dk and dv of this rank's tokens, contiguous.
 
     Args:
-        tensors: of the forward; of q, k and v only shape, dtype and device count.
+        tensors: of the forward; of q, k and v only shape, dtype and device are used.
         options, backend, group, cp_comm_type: of the forward.
         saved: what the forward kept, or q, k, v, out and lse where it kept nothing.
         dout, dlse: of out's and lse's shape.
@@ -99,7 +99,7 @@ def backward(
 
 
 def _is_empty(tensors: AttentionTensors) -> bool:
-    """No query or no key on any rank, since all have tensors of the same shape: there is nothing to send."""
+    """There is no query or no key on any rank, as all have tensors of the same shape: nothing to send."""
     return tensors.q.numel() == 0 or tensors.k.numel() == 0
 
 
@@ -129,7 +129,7 @@ def _dlse(is_given: bool) -> Values:
 def terms_of_call(
     call: Call, cp_comm_type: str, what: str, values: Values, more: Mapping[str, Any] | None = None
 ) -> Terms:
-    """What the other ranks must be about to run too.
+    """The ``Terms`` of a call: what the other ranks must be about to run too.
 
     Args:
         call: what this rank is about to run.

@@ -1,6 +1,6 @@
-"""Which part of the square (queries of a rank) x (keys of a rank) is seen, and where its tokens lie.
+"""Which part of the scores (queries of a rank) x (keys of a rank) is visible, and where its tokens are.
 
-A sequence of P slots is cut into 2 size chunks of c = P / (2 size) tokens; rank r holds chunk r, its front, and chunk
+A sequence of P slots is split into 2 size chunks of c = P / (2 size) tokens; rank r holds chunk r, its front, and chunk
 2 size - 1 - r, its back. Under a causal mask a rank's queries see of the keys of another rank
 
 - all, where the owner is the rank itself: causal, because front and back are in order (``diagonal``);
@@ -11,7 +11,7 @@ So every rank computes as many scores as the others, and no section needs more t
 
 Of a sequence with L <= P tokens, rank r holds a = clamp(L - r c, 0, c) in its front and
 b = clamp(L - (2 size - 1 - r) c, 0, c) in its back. b > 0 only where a = c: its tokens are always a prefix of its 2 c
-slots, and a section of packed sequences is a packed call with starts apart from lengths. Nothing is copied.
+slots, and a section of packed sequences is a packed call with padded offsets. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 @dataclass(frozen=True)
 class Section:
-    """What the queries of a rank see of the keys of an owner.
+    """The keys of an owner that the queries of a rank see.
 
     Attributes:
         name: ``diagonal``, ``lower``, ``upper``, or ``all`` without a causal mask.
@@ -69,7 +69,7 @@ def half(x: torch.Tensor, which: Literal["all", "front", "back"], axis: int) -> 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where the sequences of one side lie on each rank, from device tensors alone; the host reads nothing.
+    """The location of the sequences of queries or keys on each rank, computed on the device; the host reads nothing.
 
     Attributes:
         chunk: [B], tokens of a chunk with its padding.
@@ -87,13 +87,13 @@ class Lengths:
 
     @classmethod
     def dense(cls, cu_seqlens: torch.Tensor, size: int, tokens: int) -> Lengths:
-        """Of rows of ``tokens`` slots on each rank; cu_seqlens are the true lengths of whole sequences."""
+        """For rows of ``tokens`` slots on each rank; cu_seqlens are the true lengths of whole sequences."""
         lengths = cu_seqlens.diff()
         return cls._of(lengths, torch.full_like(lengths, tokens // 2), size)
 
     @classmethod
     def packed(cls, cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor, size: int, tokens: int) -> Lengths:
-        """Of packed sequences, ``tokens`` slots on each rank; both offsets are int32 [B + 1], of whole sequences."""
+        """For packed sequences, ``tokens`` slots on each rank; both offsets are int32 [B + 1], of whole sequences."""
         chunk = cu_seqlens_padded.diff() // (2 * size)
         starts = cu_seqlens_padded // size
         starts[-1:].fill_(tokens)  # assigned as starts[-1] it would be copied from the host
@@ -124,7 +124,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Offsets:
-    """One side of a section as a call takes it.
+    """The offsets of a section's queries or keys, as a call takes them.
 
     Attributes:
         cu_seqlens: int32 [B + 1], cumulative true lengths.
@@ -135,7 +135,7 @@ class Offsets:
     starts: torch.Tensor | None
 
     def without_starts(self) -> Offsets:
-        """For sequences that follow one another without a gap."""
+        """The same for sequences without gaps."""
         return Offsets(self.cu_seqlens, None)
 
 

@@ -36,20 +36,20 @@ class Hop(NamedTuple):
 
 
 class Pending:
-    """Messages under way. The tensors may be neither read nor written before ``wait``."""
+    """Messages in flight. Their tensors must be neither read nor written before ``wait``."""
 
     def __init__(self, works: Iterable[dist.Work] = ()) -> None:
         self._works = list(works)
 
     def wait(self) -> None:
-        """What is queued after this sees the messages; on a CUDA device the host does not wait."""
+        """Make later work wait for the messages; on a CUDA device the host does not block."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
 
 class Mark:
-    """Messages that start within this context wait for what the device had to do when it was made, and nothing later.
+    """Messages started in this context wait only for work that was queued before its creation.
 
     So work that needs no message can be queued before the ranks have agreed to send. On a CPU it does nothing.
     """
@@ -72,14 +72,14 @@ class Mark:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Runs nothing; messages are queued after it."""
+    """A stream without kernels, on which messages are queued."""
     return torch.cuda.Stream(device)
 
 
 def is_batched(group: Group, device: torch.device) -> bool:
-    """Hops are one batch each, and not sends and receives one by one, as NVTE_BATCH_MHA_P2P_COMM=0 asks for.
+    """Whether each hop is one batch, not single sends and receives (NVTE_BATCH_MHA_P2P_COMM=0).
 
-    TransformerEngine sends one by one unless asked otherwise, but never between two ranks before compute capability
+    TransformerEngine sends one by one by default, but never between two ranks before compute capability
     10.0. One by one each pair of ranks gets a separate communicator when they first meet, which may be in the middle
     of a step; so here a batch is the default.
 
@@ -98,7 +98,7 @@ def hop(group: Group, hops: Iterable[Hop], *, batched: bool = True) -> Pending:
     for to, send, source, receive in hops:
         sends = [(dist.isend, x, to) for x in send]
         receives = [(dist.irecv, x, source) for x in receive]
-        # where two ranks exchange, one of them sends first: one by one, their messages are in one queue
+        # between two ranks one must send first: unbatched messages share one queue
         operations += sends + receives if batched or group.rank < to else receives + sends
     if not batched:
         return Pending([_alone(process_group, *operation) for operation in operations])
@@ -115,7 +115,7 @@ def _alone(process_group: dist.ProcessGroup, start: Any, x: torch.Tensor, peer: 
 
 
 def ring_hop(group: Group, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> Hop:
-    """To the next rank, from the previous one."""
+    """A hop that sends to the next rank and receives from the previous one."""
     return Hop((group.rank + 1) % group.size, send, (group.rank - 1) % group.size, receive)
 
 
@@ -134,6 +134,6 @@ def gather(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def add_up(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """The sum of every rank's x, in its place; the same bits on all ranks."""
+    """All-reduce x in place; the result has the same bits on all ranks."""
     dist.all_reduce(x, group=group.process_group)
     return x

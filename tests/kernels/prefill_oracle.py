@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-TOKEN_AXES = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 _TO_BSHD = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 
 

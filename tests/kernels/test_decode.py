@@ -179,7 +179,7 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
     in_pages = paged(shape, page_size or 1, torch.float16, lengths)
     inputs = in_pages if page_size else contiguous(shape, torch.float16, lengths)
     check(inputs, is_causal)
-    if decode_launch.device_of(inputs.c_kv.device).kind == "Hopper":
+    if decode_launch.device_of(inputs.c_kv.device).gpu_class == "Hopper":
         assert (only_launches().descriptor_widths is not None) == (page_size != 16)
 
 
@@ -191,7 +191,7 @@ def test_layers_with_caches_of_one_layout() -> None:
     for n, m in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)):
         tokens = torch.cat([c_kv[n], k_rope[m]], -1)
         check(replace(layers[0], c_kv=c_kv[n], k_rope=k_rope[m], tokens=tokens))
-    if decode_launch.device_of(c_kv[0].device).kind == "Hopper":
+    if decode_launch.device_of(c_kv[0].device).gpu_class == "Hopper":
         assert len(only_launches().descriptors) == 4
 
 

@@ -208,7 +208,7 @@ def test_the_kernels_are_compiled_together_once_for_all_lengths(
     heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 64 rows the plan is a separate kernel."""
-    if decode_launch.device_of(torch.device("cuda", torch.cuda.current_device())).kind == "99 KiB":
+    if decode_launch.device_of(torch.device("cuda", torch.cuda.current_device())).gpu_class == "99 KiB":
         kernels = 2
     compiled = []
     monkeypatch.setattr(decode_launch, "_compiled", set())

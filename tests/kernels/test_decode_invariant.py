@@ -133,7 +133,7 @@ def test_more_rows_than_a_tile_and_descriptors(heads: int, rank: int) -> None:
     by_descriptors = {
         known.kept[invariant.kept_as(CHUNK)].descriptor_widths is not None for known in decode_layout._known.values()
     }
-    if decode_launch.device_of(inputs.c_kv.device).kind == "Hopper":
+    if decode_launch.device_of(inputs.c_kv.device).gpu_class == "Hopper":
         assert by_descriptors == {True}
 
 

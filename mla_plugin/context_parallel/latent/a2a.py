@@ -1,6 +1,6 @@
-"""Q and out are exchanged, heads for tokens; the latents are gathered, and a rank expands its own heads alone.
+"""All-to-all of Q and out, heads for tokens; the latents are gathered, and each rank expands only its heads.
 
-Each rank attends over whole sequences, so any mask goes.
+Each rank attends over whole sequences, so any mask is supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mla_plugin.operations.latent.compute import Decision, Part, Wants
 
 
 def requests(call: Call, kv: KVCall) -> tuple[AttentionRequest, ...]:
-    """What this rank will ask backends for: groups of its heads over whole sequences."""
+    """The requests of this rank: groups of its heads over whole sequences."""
     tokens = math.prod(Latents(kv.group, call.tensors, call.sizes).leading)
     return compute.of_groups(of_kv.requests(kv), _own_sizes(call, kv), tokens, kv.request.dtype)
 
@@ -41,12 +41,12 @@ def forward(
 ) -> tuple[AttentionOutput | None, list[torch.Tensor]]:
     """out and lse of this rank's tokens; q, out and lse of its heads are kept.
 
-    The lse of its tokens is sent for only if the call asks for it.
+    The lse of its tokens is exchanged only if the call returns it.
     """
     heads, order = of_kv.Heads(kv.group, kv.layout), of_kv.orders(kv)[0]
     q, whole = heads.gather(call.tensors.q, order), latents.gather()
     output = watch.attempt(_forward, call, kv, decision, q, whole)
-    if output is None:  # the others wait for something of the right shape
+    if output is None:  # the other ranks still expect a tensor of this shape
         lse = q.new_empty(kv.layout.lse_shape(q.shape), dtype=kv.wide)
         output = AttentionOutput(q.new_empty((*q.shape[:-1], call.sizes.head_dim_v)), lse)
     inverse = None if order is None else order.argsort()
@@ -61,7 +61,7 @@ def forward(
 def _forward(
     call: Call, kv: KVCall, decision: Decision | None, q: torch.Tensor, whole: torch.Tensor
 ) -> AttentionOutput:
-    assert decision is not None  # otherwise something has failed, and nothing more is attempted
+    assert decision is not None  # None after a failure: then nothing more is attempted
     return compute.forward(_expanded(call, kv, q), decision, whole.flatten(0, -2))
 
 

@@ -1,7 +1,7 @@
 """Every rank expands all heads, a group at a time, over the keys that its queries see.
 
-Each of a rank's two chunks of queries is one call over a prefix of the keys, so nothing is merged. Of 2 size chunks
-rank r expands 2 size - r.
+Each of a rank's two chunks of queries is one call over a prefix of the keys, so nothing is merged. Rank r
+expands 2 size - r of the 2 size chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mla_plugin.operations.latent.compute import Decision, Part, Wants
 
 
 def requests(call: Call, kv: KVCall) -> tuple[AttentionRequest, ...]:
-    """What this rank will ask backends for: groups of heads over the keys that each chunk sees."""
+    """The requests of this rank: groups of heads over the keys that each chunk sees."""
     return compute.of_groups(of_kv.requests(kv), call.sizes, math.prod(_leading(call, kv)), kv.request.dtype)
 
 
@@ -42,7 +42,7 @@ def forward(
 
 
 def _forward(call: Call, kv: KVCall, decision: Decision | None, whole: torch.Tensor) -> AttentionOutput:
-    assert decision is not None  # otherwise something has failed, and nothing more is attempted
+    assert decision is not None  # None after a failure: then nothing more is attempted
     x = _seen(kv, whole, call).flatten(0, -2)
     return compute.forward(_expanded(call, kv, call.tensors.q), decision, x)
 
@@ -83,7 +83,7 @@ def _backward(
     expanded = _expanded(call, kv, q)
     output = AttentionOutput(out, lse)
     found = compute.backward(expanded, decision, seen.flatten(0, -2), output, dout, dlse, wants)
-    assert found.dx is not None  # every rank wants what it owns
+    assert found.dx is not None  # every rank expects the gradients of its tokens
     _seen(kv, dx, call).copy_(found.dx.view(seen.shape))
     return found
 
@@ -102,7 +102,7 @@ def _expanded(call: Call, kv: KVCall, q: torch.Tensor) -> compute.Call:
 def _part(kv: KVCall, part: of_kv.Part, keys: slice, q: torch.Tensor) -> Part:
     lengths = {}
     if kv.request.has_padding:
-        given = of_kv.tensors_of(kv, part, q, q, q)  # of q the offsets do not depend
+        given = of_kv.tensors_of(kv, part, q, q, q)  # the offsets do not depend on q
         lengths = {name: getattr(given, name) for name in LENGTHS}
     queries = seen = None
     if not kv.layout.is_packed and part.queries != "all":
@@ -130,6 +130,6 @@ def _keys(kv: KVCall) -> slice:
 
 
 def _seen(kv: KVCall, whole: torch.Tensor, call: Call) -> torch.Tensor:
-    """Those of the latents of all ranks."""
+    """The visible part of the latents of all ranks."""
     keys = _keys(kv)
     return whole.narrow(call.sizes.tokens_axis, keys.start, keys.stop - keys.start)

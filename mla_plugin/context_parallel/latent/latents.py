@@ -16,7 +16,7 @@ from mla_plugin.operations.latent import rows
 
 @dataclass(frozen=True)
 class Latents:
-    """Where the tokens of c_kv and k_rope lie.
+    """Gathers c_kv and k_rope over the ranks, and scatters their gradients.
 
     Attributes:
         group: the ranks.
@@ -42,10 +42,10 @@ class Latents:
         return rows.clear_padding(whole, self.tensors, self.sizes)
 
     def scatter(self, dx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """dc_kv and dk_rope of this rank's tokens: what every rank has for them is summed in the dtype of dx.
+        """dc_kv and dk_rope of this rank's tokens, summed over all ranks in the dtype of dx.
 
         Args:
-            dx: float32 (float64), the shape of ``gather``'s result: what this rank has for all tokens.
+            dx: float32 (float64), the shape of ``gather``'s result: this rank's contribution for all tokens.
         """
         order = self._order()
         inverse = None if order is None else order.argsort()
@@ -54,7 +54,7 @@ class Latents:
 
     @property
     def _layout(self) -> Layout:
-        """Of latents, which have no heads."""
+        """The layout of latents, which have no heads."""
         return LAYOUTS["bshd"] if self.sizes.layout.name == "bhsd" else self.sizes.layout
 
     def _order(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The torch.library operators of latent attention over a group; they take its name, as those of K and V do."""
+"""The torch.library operators of latent attention over a group; they take its name, as those for K and V do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass of latent attention over a group: checks, agreement with the other ranks, the way, and what failed."""
+"""One pass of latent attention over a group: checks, agreement with the other ranks, communication, failures."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def check(call: Call) -> None:
 
 
 def requests(call: Call, group: Group | None = None) -> tuple[AttentionRequest, ...]:
-    """What this rank asks backends for, for the group that the call names or another; errors as ``check``."""
+    """The requests of this rank, for the call's group or another one; errors as ``check``."""
     kv = _kv_call(call, group)
     return _way(call).requests(call, kv)  # type: ignore[no-any-return]
 
 
 def forward(call: Call) -> Forward:
-    """As ``Passes.forward``; ContextParallelError where ranks disagree or one of them fails."""
+    """As ``Passes.forward``; ContextParallelError if ranks disagree or one of them fails."""
     kv = _kv_call(call)
     values = lengths_read(kv.tensors, kv.request, kv.group.size)
     q, sizes = call.tensors.q, call.sizes
@@ -62,7 +62,7 @@ def backward(
     dlse: torch.Tensor | None,
     wants: Wants,
 ) -> Gradients:
-    """As ``Passes.backward``; the gradients of the latents are always made, for other ranks own parts of them."""
+    """As ``Passes.backward``; always computes the gradients of the latents, because other ranks own parts of them."""
     kv, tensors = _kv_call(call), call.tensors
     way, is_empty = _way(call), _is_empty(call)
     watch = Watch(kv.group, dout.device, _terms(call, kv, "backward", values_of_backward(call.more[1], dlse)))
@@ -101,12 +101,12 @@ def _way(call: Call) -> ModuleType:
 
 
 def _is_empty(call: Call) -> bool:
-    """No query or no key on any rank, for all have tensors of one shape: there is nothing to send."""
+    """There is no query or no key on any rank, as all have tensors of the same shape: nothing to send."""
     return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
 
 
 def _kv_call(call: Call, group: Group | None = None) -> KVCall:
-    """The call with K and V that this one stands for, checked; their values take no memory.
+    """The equivalent call with K and V, checked; K and V are stand-ins that take no memory.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.

@@ -10,7 +10,7 @@ import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both, tensors_of_call
 from mla_plugin.arguments.autocast import as_if_cast, autocast
-from mla_plugin.arguments.checks import check_number, plain_number
+from mla_plugin.arguments.checks import bound_arguments, check_number, plain_number
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.known import keep, known_of, plain_known_of
@@ -201,12 +201,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     Raises:
         ValueError, TypeError: as ``attention``.
     """
-    try:
-        given = _SIGNATURE.bind(*tensors, **arguments)
-    except TypeError as error:
-        raise TypeError(f"{error}; expected the arguments of mla_plugin.attention") from None
-    given.apply_defaults()
-    arguments = given.arguments
+    arguments = bound_arguments(_SIGNATURE, "mla_plugin.attention", tensors, arguments)
     backend, bias_type, scale = (
         arguments.pop(name) for name in ("backend", "core_attention_bias_type", "softmax_scale")
     )

@@ -9,7 +9,7 @@ import torch
 
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.cache_format import PLAIN, check_format, check_no_scale, split_quantised
-from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
+from mla_plugin.arguments.checks import bound_arguments, check_no_transformed_gradient, is_traced
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
@@ -188,12 +188,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     Raises:
         ValueError, TypeError, NotImplementedError: as ``decode``.
     """
-    try:
-        given = _SIGNATURE.bind(*tensors, **arguments)
-    except TypeError as error:
-        raise TypeError(f"{error}; expected the arguments of mla_plugin.decode") from None
-    given.apply_defaults()
-    arguments = given.arguments
+    arguments = bound_arguments(_SIGNATURE, "mla_plugin.decode", tensors, arguments)
     host, backend, batch_invariant = (arguments.pop(name) for name in ("host", "backend", "batch_invariant"))
     group, interleave = arguments.pop("cp_group"), arguments.pop("cp_interleave")
     decode_checks.check_options(

@@ -9,7 +9,7 @@ import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both
 from mla_plugin.arguments.autocast import as_if_cast, autocast
-from mla_plugin.arguments.checks import check_tensor, plain_number
+from mla_plugin.arguments.checks import bound_arguments, check_tensor, plain_number
 from mla_plugin.arguments.options import CallOptions
 
 if TYPE_CHECKING:
@@ -149,12 +149,7 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     """
     from mla_plugin.operations.latent.call import Call
 
-    try:
-        given = _SIGNATURE.bind(*tensors, **arguments)
-    except TypeError as error:
-        raise TypeError(f"{error}; expected the arguments of mla_plugin.latent_attention") from None
-    given.apply_defaults()
-    arguments = given.arguments
+    arguments = bound_arguments(_SIGNATURE, "mla_plugin.latent_attention", tensors, arguments)
     group, way = arguments.pop("cp_group"), arguments.pop("cp_comm_type")
     q, c_kv, k_rope, w_uk, w_uv = (arguments.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv, cast=as_if_cast)
