@@ -85,7 +85,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _default_dtype_kept() -> Iterator[None]:
-    """A test that leaves another default dtype behind fails itself, instead of those that come after it."""
+    """A test that changes the default dtype fails itself, instead of those that come after it."""
     yield
     left = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -45,7 +45,7 @@ LONGEST: tuple[str, ...] = (
 
 
 class ByFile(LoadGroupScheduling):
-    """``xdist_group`` marks what several files share; the rest goes by file."""
+    """``xdist_group`` marks what several files share; the rest is grouped by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         """The group of a test, or its file."""

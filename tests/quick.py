@@ -80,7 +80,7 @@ LEFT_OUT = (
     "tests/plugins/test_decode_conformance.py::TestTritonInterpreted",
     "tests/plugins/test_fa_random.py",
     "tests/plugins/test_flashinfer.py::test_a_page_table_for_each_step_leaves_no_plans_behind",
-    "tests/plugins/test_flashinfer.py::test_the_next_step_plans_anew_in_the_same_memory",
+    "tests/plugins/test_flashinfer.py::test_the_next_step_plans_again_in_the_same_memory",
     "tests/plugins/test_sdpa_batches.py::test_packed_bfloat16_takes_little_more_memory_than_pytorch",
     "tests/plugins/test_triton.py::TestInterpreter",
     "tests/plugins/test_triton_features.py::TestInterpreter",

@@ -1,4 +1,4 @@
-"""The cache helpers against a plain loop; the kernels behind them on a GPU, elsewhere in Triton's interpreter."""
+"""The cache helpers against a plain loop; their kernels on a GPU, elsewhere in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_append_says_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("place", ["c_kv", "k_rope", "cached c_kv", "cached k_rope"])
 def test_append_keeps_no_gradient_and_says_so_before_it_writes(place: str) -> None:
-    """A row of latents beside the rope part of another token is worse than an error."""
+    """A row of latents with the rope part of another token is worse than an error."""
     names = ("cached c_kv", "cached k_rope", "c_kv", "k_rope")
     caches = (torch.zeros(PAGES, 4, RANK, device=DEVICE), torch.zeros(PAGES, 4, ROPE, device=DEVICE))
     given = dict(zip(names, (*caches, *tokens_of(3)), strict=True))
@@ -204,7 +204,7 @@ def test_full_pages_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.slot_mapping(page_table, torch.tensor([7], dtype=torch.int32, device=DEVICE), 3)
 
 
-def test_a_page_that_nobody_gave_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_negative_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     page_table = torch.tensor([[4, -1], [2, -1]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([4, 3], dtype=torch.int32, device=DEVICE)
     monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")

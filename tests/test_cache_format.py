@@ -188,7 +188,7 @@ def by_kernel(
 CALLS = [("fp8", False), ("fp8_ds_mla", False), ("fp8_ds_mla", True)]
 WRITTEN = [(*call, dtype) for call in CALLS[:2] for dtype in (torch.bfloat16, torch.float32)]
 WRITTEN += [(*CALLS[2], torch.bfloat16)]
-"""FlashMLA's logarithm in float32 is not exact beside a power of two; its rows have 16 bits."""
+"""FlashMLA's logarithm in float32 is not exact near a power of two; its rows have 16 bits."""
 
 
 def scale_for(kv_format: str) -> dict[str, Any]:

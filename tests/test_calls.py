@@ -1,4 +1,4 @@
-"""What a call of attention promises beside its numbers: a decision that lasts, no lost gradient, clear errors."""
+"""What a call of attention guarantees besides its values: a decision that lasts, no lost gradient, clear errors."""
 
 from __future__ import annotations
 

@@ -409,7 +409,7 @@ def test_batch_invariance_reaches_the_plan(other: Other, is_compiled: bool, monk
     assert [plan.request.batch_invariant for plan, _ in other.ran] == [False, True, True]
 
 
-def test_lengths_of_another_kind_are_decided_on_anew(other: Other) -> None:
+def test_lengths_of_another_kind_are_decided_again(other: Other) -> None:
     """And those that round to the same are not."""
     other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
     for lengths in ([8, 8, 8], [9, 9, 9], [1, 1, 11], [1, 1, 10]):
@@ -450,7 +450,7 @@ def test_where_rows_start_is_part_of_the_request() -> None:
         assert DecodeRequest.of(tensors).has_aligned_rows == wanted
 
 
-def test_a_cache_that_moves_off_16_bytes_is_decided_on_anew(other: Other) -> None:
+def test_a_cache_that_moves_off_16_bytes_is_decided_again(other: Other) -> None:
     other.output = DecodeOutput(torch.ones(B, S_Q, H, R), None)
     memory = torch.randn(B * S_KV * (R + DR) + 1)
     for cache in (memory[:-1], memory[1:], memory[:-1]):

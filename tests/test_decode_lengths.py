@@ -21,7 +21,7 @@ class Scheduled:
         return self.is_needed
 
 
-def test_lengths_keep_one_schedule_for_each_key_and_make_it_anew_when_they_change() -> None:
+def test_lengths_keep_one_schedule_for_each_key_and_make_a_new_one_when_they_change() -> None:
     lengths = DecodeLengths([3, 4], device="cpu")
     schedule, same, another = (lengths.schedule(key, Scheduled) for key in ("a", "a", "b"))
     assert schedule is same

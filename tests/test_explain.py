@@ -119,7 +119,7 @@ def test_nothing_is_drawn_or_allocated():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_call_without_queries_asks_nobody():
+def test_a_call_without_queries_asks_no_backend():
     q, k, v = tensors(2, 0, 4)
     text = "=> no backend: the call has no queries or no keys, so there is nothing to compute"
     assert mla_plugin.explain(q, k, v) == text

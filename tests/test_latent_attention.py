@@ -24,7 +24,7 @@ DENSE = ("bshd", "sbhd", "bhsd")
 
 @pytest.fixture(autouse=True)
 def _memory_starts_as_nan() -> Iterator[None]:
-    """With deterministic algorithms on, PyTorch fills what nobody has written yet with NaN."""
+    """With deterministic algorithms on, PyTorch fills uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -131,7 +131,7 @@ def test_packed_sequences_of_two_lengths(heads_at_once: int) -> None:
 
 @pytest.mark.parametrize("mask", ["padding", "padding_causal"])
 def test_packed_padding_may_hold_nan(mask: str, heads_at_once: int) -> None:
-    """Rows before the first, between and behind the sequences."""
+    """Rows before the first, between and after the sequences."""
     padded = torch.tensor([1, 5, 8, 8, 16], dtype=torch.int32)
     call = draw(
         "thd",

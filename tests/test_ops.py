@@ -149,7 +149,7 @@ def test_forward_mode_is_a_clear_error_not_a_zero() -> None:
         ),
     ],
 )
-def test_a_backend_that_breaks_its_promise_is_named(answer: object, words: str) -> None:
+def test_a_backend_that_breaks_the_contract_is_named(answer: object, words: str) -> None:
     class Broken:
         @hookimpl
         def select_backend(self) -> Accepted:
@@ -239,7 +239,7 @@ def test_checkpointing_changes_nothing(dropout_p: float, reentrant: bool) -> Non
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
-def test_dropout_draws_anew_at_each_call_and_follows_the_seed() -> None:
+def test_dropout_draws_again_at_each_call_and_follows_the_seed() -> None:
     qkv = [x.detach() for x in inputs()]
     torch.manual_seed(1)
     first, second = attention(*qkv, dropout_p=0.5), attention(*qkv, dropout_p=0.5)

@@ -37,7 +37,7 @@ class Spy:
 
 
 def fresh(name: str = "DeepseekV3", implementation: str = "mla_plugin") -> torch.nn.Module:
-    """A model of its own with the trio's weights."""
+    """A new model with the trio's weights."""
     model = copy.deepcopy(trio(name).eager)
     model.set_attn_implementation(implementation)
     return model

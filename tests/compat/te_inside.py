@@ -181,7 +181,7 @@ def test_modules_that_transformer_engine_keeps(te_calls, triton_on, options) -> 
 
 
 def test_equal_head_dims_stay_with_transformer_engine(te_calls, triton_on, monkeypatch) -> None:
-    monkeypatch.setattr(wrapper_module, "_chosen", Mock(side_effect=AssertionError("decided, and logged, in vain")))
+    monkeypatch.setattr(wrapper_module, "_chosen", Mock(side_effect=AssertionError("decided, and logged, needlessly")))
     assert attention(dims=(16, 16))(*tensors(dims=(16, 16))) == 7.0
 
 
@@ -266,7 +266,7 @@ def test_autocast_does_not_change_the_dtype(triton_on) -> None:
 
 
 def test_arguments_by_position(te_calls, triton_on) -> None:
-    """Each version has its own order: a value that keeps the call is found wherever it stands."""
+    """Each version has its own order: a value that keeps the call is found at any position."""
     q, k, v = tensors(batch=1)
     values = {"query_layer": q, "key_layer": k, "value_layer": v, "attn_mask_type": "no_mask"}
     names = list(PARAMETERS)[1:]

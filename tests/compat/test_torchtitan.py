@@ -1,4 +1,4 @@
-"""The torchtitan adapter on torchtitan's real Python, installed in a directory of its own."""
+"""The torchtitan adapter on torchtitan's real Python, installed in a separate directory."""
 
 from __future__ import annotations
 

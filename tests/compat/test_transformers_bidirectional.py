@@ -166,7 +166,7 @@ def test_an_image_tower(asked):
     assert asked[2:] == [("no_mask", "bshd")] * 2
 
 
-if Version(transformers.__version__) >= Version("5"):  # older ones keep an attention of their own
+if Version(transformers.__version__) >= Version("5"):  # older ones keep their own attention
 
     def test_an_encoder_of_texts(asked):
         config = transformers.BertConfig(

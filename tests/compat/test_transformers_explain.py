@@ -185,7 +185,7 @@ def test_arguments_that_are_off(arguments, message):
     assert message in str(caught.value)
 
 
-def test_a_model_of_nobody_is_refused():
+def test_a_model_of_no_host_is_refused():
     with pytest.raises(TypeError, match=r"got torch.nn.modules.linear.Linear; expected .*PreTrainedModel"):
         mla_plugin.explain(torch.nn.Linear(2, 2))
 

@@ -34,7 +34,7 @@ def test_every_family_decodes_over_latents(name, cache, padding, spy):
     assert num_layers > 0
     assert spy.calls["absorbed"] >= num_layers * (NUM_NEW - 1)
     assert spy.calls["expanded"] + spy.calls["absorbed"] == num_layers * NUM_NEW
-    if cache == "dynamic":  # a prompt that is short beside a static cache's slots may be absorbed
+    if cache == "dynamic":  # a prompt that is short compared with a static cache's slots may be absorbed
         assert spy.calls["expanded"] == num_layers
     assert torch.equal(found, generate(models.eager, padding, **arguments))
 

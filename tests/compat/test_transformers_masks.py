@@ -48,7 +48,7 @@ def meaning(mask: torch.Tensor | None, q_length: int, kv_length: int) -> torch.T
 
 
 def rows_of_tokens(attention_mask: torch.Tensor | None, q_length: int, q_offset: int) -> torch.Tensor:
-    """Which queries are tokens, [2, q_length]; the others are padding and nobody reads what they give."""
+    """Which queries are tokens, [2, q_length]; the others are padding whose results are not read."""
     if attention_mask is None:
         return torch.ones(2, q_length, dtype=torch.bool)
     padded = torch.nn.functional.pad(attention_mask, (0, max(0, q_offset + q_length - attention_mask.shape[1])))

@@ -1,6 +1,6 @@
 """Every MLA family of transformers, tiny and with random weights, gives what it gives with eager attention.
 
-Tolerance: eager attention in float32 has an error of its own, measured against the same model in float64 with PyTorch's
+Tolerance: eager attention in float32 has an error too, measured against the same model in float64 with PyTorch's
 attention, or with the plugin's own where that does not run; eager must be near it in any case. The plugin may have
 twice that error, plus a floor for values whose eager error happens to be near zero: 1e-6 of the norm of logits (eight
 roundings of 1.2e-7) and 5e-5 of the norm of a gradient, because some are sums that nearly cancel. A wrong mask shows as
@@ -213,7 +213,7 @@ def test_logits_loss_and_gradients(name, padding):
     models = trio(name)
     outputs = []
     for model in models:
-        # behind the tokens of a row a loss may read padding too, as with labels that are the inputs
+        # after the tokens of a row a loss may read padding too, as with labels that are the inputs
         labels = ids if padding == "right" and not FAMILIES[name].is_hybrid else labels_of(ids, mask)
         outputs.append(model(input_ids=ids, attention_mask=mask, labels=labels))
         outputs[-1].loss.backward()
@@ -343,7 +343,7 @@ def test_a_compiled_model_trains_by_the_same_forms(name, padding, monkeypatch):
 
 @for_each(SPARSE)
 def test_keys_selected_across_packed_sequences_are_refused(name):
-    """Lengths beside a mask of ones: the indexer sees one sequence, which the lengths then cut."""
+    """Lengths together with a mask of ones: the indexer sees one sequence, which the lengths then cut."""
     inputs = packed(**flash_attention_kwargs())
     with pytest.raises(ValueError, match=r"packed sequences: the mask that .* selected keys by"):
         trio(name).plugin(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
@@ -363,7 +363,7 @@ def test_packed_hybrids_are_refused(name, form):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")  # its new name is not in 4.57
 def test_gradient_checkpointing(name, use_reentrant):
     ids, mask = tokens_of("left")
-    models = copy.deepcopy(trio(name))  # 5.15 leaves a hook behind, for inputs to require gradients
+    models = copy.deepcopy(trio(name))  # 5.15 leaves a hook, for inputs to require gradients
     losses = []
     for model in models:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})

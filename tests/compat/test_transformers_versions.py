@@ -1,6 +1,6 @@
-"""The adapter's tests once more, on older versions of transformers and beside the packages that train with it.
+"""The adapter's tests once more, on older versions of transformers and together with the packages that train with it.
 
-Each is installed in a directory of its own, built once and then kept in pytest's cache.
+Each is installed in a separate directory, built once and then kept in pytest's cache.
 """
 
 from __future__ import annotations

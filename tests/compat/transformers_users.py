@@ -89,7 +89,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def test_trl_with_packing(tmp_path, monkeypatch):
-    from datasets import Dataset  # here, for the newest does not work beside transformers 4.57
+    from datasets import Dataset  # here, for the newest does not work with transformers 4.57
     from datasets.table import InMemoryTable
     from trl import SFTConfig, SFTTrainer
 

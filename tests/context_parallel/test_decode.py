@@ -44,7 +44,7 @@ class Decode:
 
 
 def paged(rows: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [B, S, D] as pages in a random order, and their table; NaN behind no row: pages are whole."""
+    """Rows [B, S, D] as pages in a random order, and their table; no NaN rows: pages are whole."""
     batch, tokens, width = rows.shape
     count = -(-tokens // page)
     whole = rows.new_zeros(batch, count * page, width)

@@ -1,4 +1,4 @@
-"""What is wrong with a call is said on every rank before any message."""
+"""Errors in a call are raised on every rank before any message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention over a group beside its numbers: errors, failures, operators, what is kept and what is sent."""
+"""Latent attention over a group, besides its values: errors, failures, operators, what is kept and what is sent."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_compiled_equals_eager(pool, way, layout):
 
 
 def kept(way: str) -> None:
-    """In a process of the pool: bytes that stay for the backward, eager and behind the operator."""
+    """In a process of the pool: bytes that stay for the backward, eager and through the operator."""
     if rank_of(2) < 0:
         return
     call = draw(heads=4, lengths=(64, 64), dtype=torch.bfloat16, dims=(128, 64, 128, 512))
@@ -255,7 +255,7 @@ def test_two_calls_in_flight_and_checkpointing(pool, way, reentrant):
 
 
 def decided_again(way: str) -> None:
-    """In a process of the pool: behind the operator, offsets come back as copies and the decision is lost."""
+    """In a process of the pool: with the operator, offsets come back as copies and the decision is lost."""
     if rank_of(2) < 0:
         return
     cu = torch.tensor([0, 5, 11], dtype=torch.int32)

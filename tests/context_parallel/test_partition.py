@@ -60,7 +60,7 @@ def test_packed(size):
 
 @pytest.mark.parametrize(("size", "tail"), list(itertools.product((2, 3, 4), (0, 1, 5))))
 def test_packed_order_on_the_device(size, tail):
-    """What the ways use without reading offsets is the same placement; slots behind the sequences are kept too."""
+    """What the ways use without reading offsets is the same placement; slots after the sequences are kept too."""
     cu = offsets(SLOTS[size])
     total = int(cu[-1])
     whole = torch.arange(total + tail * size)

@@ -83,7 +83,7 @@ def test_no_page_loads_anything_from_another_host(site: dict[Path, Page]) -> Non
         assert not [address for address in (*page.images, *page.loaded) if "://" in address], path
 
 
-def test_a_broken_link_is_noticed(site: dict[Path, Page]) -> None:
+def test_a_broken_link_is_detected(site: dict[Path, Page]) -> None:
     path = next(path for path in site if path.parent.name == "quick_start")
     assert broken(path, "../nowhere/", site)
     assert broken(path, "../decode/#nothing-of-that-name", site)

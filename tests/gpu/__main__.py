@@ -1,7 +1,7 @@
 """Run the tests that need a CUDA device, or one shard of them: ``python -m tests.gpu --shard 1/3``.
 
-Any CUDA device will do. What the machine lacks, such as a library or a second GPU, stands in the closing table as not
-run, with the reason. Other arguments go to pytest, such as ``-k decode`` or ``tests/plugins``.
+Any CUDA device will do. What the machine lacks, such as a library or a second GPU, is listed at the end as not run,
+with the reason. Other arguments go to pytest, such as ``-k decode`` or ``tests/plugins``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def skip_where_too_small(item: pytest.Item) -> None:
 
 
 def give_back(item: pytest.Item) -> None:
-    """After a test: what PyTorch's allocator keeps is missing in the processes beside this one."""
+    """After a test: what PyTorch's allocator keeps is missing in the other processes."""
     if item.get_closest_marker("xdist_group") and torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

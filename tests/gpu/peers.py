@@ -17,7 +17,7 @@ BINARIES = {
     "FlashAttention 3 of vLLM": ".peers/_vllm_fa3_C.abi3.so.xz",
     "FlashAttention 4, unpacked": ".peers_fa4/fa4.tar.xz",
 }
-"""Libraries beside the checkout, for machines that cannot install them; they are no part of the project."""
+"""Libraries next to the checkout, for machines that cannot install them; they are no part of the project."""
 
 
 def _not_installed(*distributions: str) -> str | None:

@@ -50,7 +50,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """The process starts anew with these entry points and no others."""
+    """The process starts again with these entry points and no others."""
     _plan.cache_clear()
 
     def use(*entry_points: EntryPoint) -> None:

@@ -203,7 +203,7 @@ def test_a_request_has_no_impossible_numbers(name: str, value: int) -> None:
         mla_request(**{name: value})
 
 
-def test_a_built_in_backend_is_ours_until_somebody_wraps_its_hooks():
+def test_a_built_in_backend_is_ours_until_its_hooks_are_wrapped():
     manager = BackendManager(load_entry_points=False)
     manager.register(Constant(1.0), "sample")
     assert manager.is_ours("sdpa")

@@ -73,7 +73,7 @@ def run(manager: BackendManager, backend: str, hook: str = "forward") -> object:
 
 
 @pytest.mark.parametrize("plugin", [FitsHalfway(), WrapsHalfway()])
-def test_a_plugin_that_fits_halfway_answers_for_nobody(manager: BackendManager, plugin: object) -> None:
+def test_a_plugin_that_fits_halfway_is_not_registered_at_all(manager: BackendManager, plugin: object) -> None:
     manager.register(Constant(1), "one")
     generation = manager.generation
     for _ in range(2):

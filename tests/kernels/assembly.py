@@ -42,7 +42,7 @@ class Instruction:
     def may_fall_through(self) -> bool:
         if self.opcode.startswith(("EXIT", "RET")):
             return self.is_predicated
-        # a branch may have its condition behind the opcode too: BRA.U UP0, 0x10; or in it: BRA.DIV UR4, 0x10
+        # a branch may have its condition after the opcode too: BRA.U UP0, 0x10; or in it: BRA.DIV UR4, 0x10
         return self.opcode != "BRA" or self.is_predicated or "P" in self.text.split("BRA", 1)[1]
 
 

@@ -1,8 +1,8 @@
 """What ``chunks_kernel`` computes with, for each kind of call: ``python -m tests.kernels.decode_arithmetic``.
 
 Bits are the same where operations and layouts are: a layout says which thread adds what in which order. Triton chooses
-layouts for each compiled kernel anew, so they are compared: of calls with and without a causal mask, with left padding,
-of every way to read the cache. ``--all`` does so for every compute capability and for float32.
+layouts for each compiled kernel separately, so they are compared: for calls with and without a causal mask, with left
+padding, and every way to read the cache. ``--all`` does so for every compute capability and for float32.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _compiled(given: Program) -> Counter[str]:
 
 
 def main() -> None:
-    """One JSON line a call: what it has beside the tile's first call, and how often each operation occurs."""
+    """One JSON line a call: what it has in addition to the tile's first call, and how often each operation occurs."""
     entries = [(each, size, 576) for capabilities in GPU_CLASSES.values() for each in capabilities for size in (2, 4)]
     for capability, itemsize, columns in entries if "--all" in sys.argv else [(80, 2, 576), (90, 2, 576)]:
         for tile, name, given in calls(capability, itemsize, columns):

@@ -18,7 +18,7 @@ from tests.kernels.compiler import Program, print_results
 
 TYPES = {2: "bf16", 4: "fp32"}
 DEEPSEEK = (192, 128)
-# (head_dim_qk, head_dim_v); of equally wide ones the first stands for its entry
+# (head_dim_qk, head_dim_v); of equally wide ones the first represents its entry
 HEAD_DIMS = (
     *((24, 16), (64, 32), (96, 64), (128, 64)),
     *((128, 128), (192, 64), (64, 192)),
@@ -116,7 +116,7 @@ MISCOMPILED = Job("forward", "Hopper", 2, 0, Tile(128, 64, 8, 3), 90, 24, 16, "u
 
 
 def _descriptor_types(dtype: str, tile: Tile, columns: dict[str, int]) -> dict[str, str]:
-    """Both blocks of columns of each source; where there is one block, it stands for the second too."""
+    """Both blocks of columns of each source; where there is one block, it is used for the second too."""
     types = {}
     for first, second, rows, head_dim in (
         ("Q", "Q1", tile.block_m, "QK"),

@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitized_calls
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitized_calls
 
-Each call runs twice and has to give the same bits. It is no test of its own: the sanitizer's summary is the result.
+Each call runs twice and has to give the same bits. It is not a test: the sanitizer's summary is the result.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from tests.kernels.assembly import undefined_reads
 
 
 def assembly(*instructions: str) -> str:
-    """As cuobjdump prints it: the address, the instruction, its code; the code's second half on a line of its own."""
+    """As cuobjdump prints it: the address, the instruction, its code; the code's second half on a separate line."""
     lines = ["\t\tFunction : kernel"]
     for place, text in enumerate(instructions):
         lines.append(f"        /*{place * 16:04x}*/                   {text} ;   /* 0x000000001a1a7890 */")

@@ -167,7 +167,7 @@ def test_compiled_with_dynamic_lengths_compiles_once() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators_keep_their_promises(layout: str) -> None:
+def test_operators_follow_their_schemas(layout: str) -> None:
     q, k, v, dout = draw(SMALL, layout)
     operators = torch.ops.mla_plugin_kernels
     given = [x.requires_grad_() for x in (q, k, v)]

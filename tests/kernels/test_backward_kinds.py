@@ -60,7 +60,7 @@ def told(launch: Launch) -> dict[str, object]:
 def test_only_whole_tiles_are_read_without_a_mask(
     seqlen_q: int, seqlen_kv: int, packing: dict[str, object], even: tuple[bool, bool]
 ) -> None:
-    """A read behind the last row changes no result; on a GPU it may be an illegal address."""
+    """A read past the last row changes no result; on a GPU it may be an illegal address."""
     q, k = torch.empty(1, seqlen_q, 2, 24), torch.empty(1, seqlen_kv, 2, 24)
     how = Packing("bshd", seqlen_q, seqlen_kv, **packing)  # type: ignore[arg-type]
     of_call = prefill_backward._kind_of((q, k, k, q), q, None, 0.2, how)

@@ -24,7 +24,7 @@ SAMPLE = [
 ]
 
 
-def test_a_sample_compiled_afresh_is_as_recorded(tmp_path: Path) -> None:
+def test_a_sample_compiled_again_is_as_recorded(tmp_path: Path) -> None:
     """Where a kernel is newer than the record, both are compiled: python -m benchmarks.ahead_of_time records it."""
     only = [f"--only={name}" for name in SAMPLE]
     fresh = keyed_results("tests.kernels.prefill_compiler", AFRESH, *only, cache=tmp_path)

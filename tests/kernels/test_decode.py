@@ -143,7 +143,7 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, r
 
 @pytest.mark.parametrize("pieces", [2, 16])
 def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence with keys for all parts, beside one with a single key."""
+    """Of a sequence with keys for all parts, together with one with a single key."""
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 37)
     monkeypatch.setattr(decode_launch, "_COMBINE_PIECES", pieces)
     monkeypatch.setattr(decode_layout, "_known", {})
@@ -151,7 +151,7 @@ def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch:
 
 
 def test_an_odd_number_of_elements_over_parts(parts: int) -> None:
-    """The float32 behind the pieces' results start at a multiple of 4 bytes."""
+    """The float32 values after the pieces' results start at a multiple of 4 bytes."""
     check(paged((1, 1, 1, 33, 16, 330), 16, torch.float16, [330]))
 
 
@@ -197,7 +197,7 @@ def test_layers_with_caches_of_one_layout() -> None:
 
 @pytest.mark.usefixtures("descriptors")
 def test_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may allocate its cache anew, again and again."""
+    """An engine may reallocate its cache repeatedly."""
     monkeypatch.setattr(decode_launch, "_MAX_CACHES", 2)
     layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(5)]
     for layer in layers:

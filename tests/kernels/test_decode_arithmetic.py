@@ -22,7 +22,7 @@ def test_the_arithmetic_does_not_depend_on_the_call() -> None:
         assert any(name.startswith("})") for name in wanted)  # a sum or a maximum over threads
         assert len(others) >= 5
         for other in others:
-            if other["call"] == "descriptors":  # two loops, so what one has stands there twice
+            if other["call"] == "descriptors":  # two loops, so each operation occurs twice
                 assert other["found"].keys() == wanted.keys()
                 assert all(count <= other["found"][name] <= 2 * count for name, count in wanted.items())
             else:

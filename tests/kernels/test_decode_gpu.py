@@ -125,7 +125,7 @@ def test_a_contiguous_cache_of_more_than_2_31_elements(heads: int) -> None:
 
 
 def ragged(lengths: list[int], seqlen_q: int, heads: int, page_size: int, seed: int) -> Inputs:
-    """What ``paged`` gives, drawn on the device: NaN behind each length, entries that are not read are no pages."""
+    """What ``paged`` gives, drawn on the device: NaN after each length, entries that are not read are no pages."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:

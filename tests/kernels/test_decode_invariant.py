@@ -1,4 +1,4 @@
-"""``batch_invariant`` decode: right, and the same bits whatever is beside a query.
+"""``batch_invariant`` decode: correct, and the same bits for any other queries in the batch.
 
 In Triton's interpreter without a GPU, compiled with one.
 """
@@ -175,7 +175,7 @@ def test_what_rounds_to_minus_zero_is_zero_alone_too() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_left_padding_moves_no_bit(is_causal: bool) -> None:
-    """Up to all of the keys; those behind the padding are the same."""
+    """Up to all of the keys; those after the padding are the same."""
     shape, pads = (4, 2, 7, 64, 16, 350), [0, 1, 200, 350]
     inputs = with_leftpad(contiguous(shape, torch.float16, [CHUNK + 90, 170, 340, 350]), pads)
     found = run(inputs, is_causal)
@@ -228,7 +228,7 @@ def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> t
 
 
 def check_rounds(draw: random.Random) -> None:
-    """Every chunk has one part of one round, and in that round a slot of its own, where the list says."""
+    """Every chunk has one part of one round, and in that round its own slot, as listed."""
     batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
     counts = [max(1, -(-length // CHUNK)) for length in lengths]

@@ -38,7 +38,7 @@ def compiled(triton_cache: Path) -> dict[str, Any]:
     return {name: result for name, (_, result) in found.items()}
 
 
-def test_a_sample_compiled_afresh_is_as_recorded(tmp_path: Path) -> None:
+def test_a_sample_compiled_again_is_as_recorded(tmp_path: Path) -> None:
     only = f"--only={Job(64, 64).name}"
     fresh = printed("tests.kernels.hopper_compiler", AFRESH, only, cache=tmp_path)
     assert fresh.keys() == {Job(64, 64).name}

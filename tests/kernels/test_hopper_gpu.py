@@ -103,7 +103,7 @@ def test_200_runs_agree_bit_for_bit() -> None:
 
 
 def test_packed_equals_dense_bit_for_bit() -> None:
-    """A sequence does not notice what stands around it."""
+    """A sequence's results do not depend on the memory around it."""
     q, k, v, scale, packing = packed_call([300, 1024, 129])
     out, lse = forward(q, k, v, scale, packing)
     dense = Packing("bshd", 1024, 1024, mask=Band(-1, 0, True))

@@ -160,7 +160,7 @@ def test_options_of_a_launch_name_the_registers_only_when_they_are_limited() -> 
 
 
 class TestAlignedRows:
-    """On Hopper, which the CPU stands for here."""
+    """As on Hopper, simulated on the CPU."""
 
     @pytest.fixture(autouse=True)
     def _on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_more_elements_than_32_bits_count() -> None:
 @pytest.mark.gpu
 @pytest.mark.large_memory(6)
 def test_heads_further_apart_than_32_bits_count() -> None:
-    """Heads first in memory: the last one starts 2**31 elements behind the first."""
+    """Heads first in memory: the last one starts 2**31 elements after the first."""
     apart = 2**29
     x = torch.ones(4 * apart + 16, dtype=torch.float16, device="cuda").as_strided((2, 5, 8), (8, apart, 1))
     padding.write_gaps(x, offsets([0, 1]), None)

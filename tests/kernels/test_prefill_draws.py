@@ -50,7 +50,7 @@ def _fresh_memory_holds_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(given: Draw) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv; whatever has no part in them is NaN or infinite, and nothing saved is contiguous."""
+    """out, lse, dq, dk, dv; what must not influence them is NaN or infinite, and nothing saved is contiguous."""
     q = poisoned(given.q, given.without_keys(given.q.shape))
     k, v = (poisoned(x, given.outside(x.shape, "kv")) for x in (given.k, given.v))
     dout, dlse = poisoned(given.dout, given.without_keys(given.dout.shape), torch.inf), given.dlse

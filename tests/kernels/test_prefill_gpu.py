@@ -129,7 +129,7 @@ def test_twenty_runs_agree_bit_for_bit(deterministic_on_purpose: bool) -> None:
 
 @pytest.mark.peer("a second GPU")
 def test_another_device_than_the_current_one() -> None:
-    """Forward and backward, whose kernels are compiled and loaded in threads of their own."""
+    """Forward and backward, whose kernels are compiled and loaded in separate threads."""
     tensors = [torch.randn(1, 200, 2, width, **BFLOAT16) for width in (192, 192, 128, 128)]
 
     def run(device: str) -> list[torch.Tensor]:

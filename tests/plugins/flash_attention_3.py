@@ -320,7 +320,7 @@ VLLM_SCHEMA = (
     "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, "
     "int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]"
 )
-"""As it stands in the binary of vLLM 0.25.1."""
+"""As it is in the binary of vLLM 0.25.1."""
 
 
 def vllm_forward(*arguments: Any) -> list[torch.Tensor]:

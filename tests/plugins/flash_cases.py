@@ -1,4 +1,4 @@
-"""Packed batches of every kind for the FlashAttention backends, beside the suite's own cases."""
+"""Packed batches of every kind for the FlashAttention backends, in addition to the suite's cases."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ class Emulated:
         return out, lse
 
     def _behind(self, x: torch.Tensor, rows: slice) -> torch.Tensor:
-        """What a product over whole tiles adds for the rows behind a sequence, whose weights are 0: 0 or NaN, [H, D].
+        """What a product over whole tiles adds for the rows after a sequence, whose weights are 0: 0 or NaN, [H, D].
 
-        FlashAttention 3 and 4 load tiles by hardware, FlashAttention 2 clears the rows behind the end.
+        FlashAttention 3 and 4 load tiles by hardware, FlashAttention 2 clears the rows after the end.
         """
         if self.clears_tiles or not self.is_packed:
             return torch.zeros(x.shape[-2:])
@@ -145,7 +145,7 @@ class Emulated:
             of_lse = lse[:, rows] if self.is_packed else lse[batch, :, rows]
             parts = (self.tensors.q[at_q], self.tensors.k[at_k], self.tensors.v[at_k], dout[at_q], out[at_q])
             results = list(self._sequence_backward(*(x.float() for x in parts), of_lse))
-            # A row behind the queries: P = exp(q @ k - inf), dS = P * (dout @ v); a column behind the keys: P = 0.
+            # A row after the queries: P = exp(q @ k - inf), dS = P * (dout @ v); a column after the keys: P = 0.
             of_q, of_dout = (self._behind(x, rows).sum(-1, keepdim=True) for x in (self.tensors.q, dout))
             of_k, of_v = (self._behind(x, columns).sum(-1, keepdim=True) for x in (self.tensors.k, self.tensors.v))
             results[0] += self._of_heads(of_k + of_v)

@@ -1,4 +1,4 @@
-"""Libraries that lie beside the checkout, ``tests.gpu.peers.BINARIES``, for tests on a GPU.
+"""Libraries that lie next to the checkout, ``tests.gpu.peers.BINARIES``, for tests on a GPU.
 
 vLLM's builds of FlashAttention 2 and 3 have the forward only, of packed sequences only; that of FlashAttention 4 is an
 installation, packed.

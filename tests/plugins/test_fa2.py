@@ -54,7 +54,7 @@ class TestFlashAttn(FlashConformance):
 
 
 class TestFlashAttnWithNanPadding(NanPadding, TestFlashAttn):
-    """Its kernels clear what they load behind a sequence: nothing is copied for that."""
+    """Its kernels clear what they load after a sequence: nothing is copied for that."""
 
     quick = True
 

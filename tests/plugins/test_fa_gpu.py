@@ -104,7 +104,7 @@ class TestPyTorchsFlashAttention2(_OnDevice):
 
 
 class TestPyTorchsFlashAttention2WithNanPadding(NanPadding, TestPyTorchsFlashAttention2):
-    """Its kernels clear what they load behind a sequence, in both passes."""
+    """Its kernels clear what they load after a sequence, in both passes."""
 
 
 @FA2_OF_VLLM

@@ -69,7 +69,7 @@ def test_who_takes_no_gradient_of_lse_hands_its_backward_on(is_training: bool, r
     assert accepted_without_dlse(request, "a").notes[0] == "a"
 
 
-def test_a_gradient_of_lse_that_nobody_planned_is_an_error() -> None:
+def test_an_unplanned_gradient_of_lse_is_an_error() -> None:
     refuse_dlse("x", None)
     with pytest.raises(ValueError, match="x's backward takes no dlse; plan the request with return_lse=True"):
         refuse_dlse("x", torch.zeros(1))

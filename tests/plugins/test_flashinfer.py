@@ -180,7 +180,7 @@ def test_the_layers_of_a_step_share_one_plan() -> None:
 
 
 @pytest.mark.usefixtures("_library")
-def test_the_next_step_plans_anew_in_the_same_memory() -> None:
+def test_the_next_step_plans_again_in_the_same_memory() -> None:
     for length in range(5, 10):
         run(call(DecodeLengths([length, 9], device="cpu"), PAGE_TABLE))
         gc.collect()

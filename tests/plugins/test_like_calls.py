@@ -44,4 +44,4 @@ def test_each_call_is_computed_as_if_alone(name: str, monkeypatch: pytest.Monkey
         assert out.is_contiguous()
         torch.testing.assert_close(out.double(), exact.out, atol=3e-2, rtol=3e-2)
         torch.testing.assert_close(lse.double(), exact.lse, atol=3e-2, rtol=3e-2)
-    assert len(set(map(id, known._known.values()))) == len(kinds) * 5 // 6  # an odd address is no kind of its own
+    assert len(set(map(id, known._known.values()))) == len(kinds) * 5 // 6  # an odd address is not a separate kind

@@ -76,7 +76,7 @@ def test_gradients_through_dropout(bias_type: str) -> None:
 
 
 def test_dropout_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 1024)  # several blocks, each with weights of its own
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 1024)  # several blocks, each with its own weights
     call = request(dropout_p=0.5)
     given = tensors(call, dropout_seed=torch.tensor([11]))
     plan = Plan(call, Platform(), "sdpa", "sdpa")

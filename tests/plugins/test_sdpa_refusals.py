@@ -73,7 +73,7 @@ def test_the_note_names_the_route(changes: dict[str, Any], note: str) -> None:
     ("changes", "is_taken"),
     [
         ({"window_size": (7, 0), "max_seqlen_kv": 80}, True),
-        ({"window_size": (7, 0), "max_seqlen_kv": 50}, False),  # rows whose window lies behind the last key
+        ({"window_size": (7, 0), "max_seqlen_kv": 50}, False),  # rows whose window is after the last key
         ({"attn_mask_type": "causal_bottom_right", "window_size": (7, 0)}, True),
         ({"attn_mask_type": "causal_bottom_right", "window_size": (7, 0), "max_seqlen_kv": 80}, False),
         ({"attn_mask_type": "padding_causal", "window_size": (7, 0)}, False),

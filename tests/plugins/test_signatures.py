@@ -2,7 +2,7 @@
 
 They are kept in data/signatures.json.
 
-A function of the recorded signature stands in for the library's, so Python itself says whether a call fits it, and the
+A function of the recorded signature replaces the library's, so Python itself checks whether a call fits it, and the
 test whether each argument arrived under its name. data/record_signatures.py says how the file is made.
 """
 
@@ -352,7 +352,7 @@ def test_flash_mla(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [("fa2", flash_attention_2.MEMBERS), ("fa3", flash_attention_3.NEWER), ("fa4", flash_attention_4.MEMBERS)],
 )
 def test_the_emulations_have_the_newest_signatures(library: str, members: dict[str, Any]) -> None:
-    """FlashAttention 4's leaves out what nobody gives its backward."""
+    """FlashAttention 4's omits what is never passed to its backward."""
     for name in RECORDED[library].keys() & members.keys():
         recorded = stand_ins(library, list(RECORDED[library][name].values())[-1][-1], print)[name]
         has, wanted = (inspect.signature(function).parameters for function in (members[name], recorded))

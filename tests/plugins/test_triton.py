@@ -29,7 +29,7 @@ REFUSES: Mapping[str, str] = {
 
 
 def programs(case: Case) -> int:
-    """Tiles of scores: what the interpreter's time goes by."""
+    """Tiles of scores: what the interpreter's time depends on."""
     pairs = zip(case.seqlens_q, case.seqlens_kv, strict=True)
     return sum(case.num_heads * -(-len_q // 64) * -(-len_kv // 64) for len_q, len_kv in pairs)
 

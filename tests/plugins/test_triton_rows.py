@@ -1,4 +1,4 @@
-"""The Triton backend through the public entry: rows without a key, behind every sequence, and offsets with strides."""
+"""The Triton backend through the public entry: rows without a key, after every sequence, and offsets with strides."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}
-"""Layers whose other imports are limited too, beside the standard library."""
+"""Layers whose other imports are limited too, besides the standard library."""
 
 
 def layer_of(module: str) -> str | None:

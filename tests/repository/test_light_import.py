@@ -52,6 +52,6 @@ def test_import_is_fast() -> None:
     assert import_milliseconds("import mla_plugin", attempts=10) < LIMIT_MS
 
 
-def test_a_slow_import_is_noticed() -> None:
+def test_a_slow_import_is_detected() -> None:
     """The clock is that of the processor, and it runs while a module works."""
     assert import_milliseconds("sum(range(10_000_000))", attempts=1) > LIMIT_MS

@@ -32,7 +32,7 @@ def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def nesting(node: ast.AST) -> int:
-    """Depth of blocks within blocks; an ``elif`` is as deep as its ``if``, a function within starts anew."""
+    """Depth of blocks within blocks; an ``elif`` is as deep as its ``if``, an inner function starts at 0."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _FUNCTIONS):

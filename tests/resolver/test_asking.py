@@ -1,4 +1,4 @@
-"""A wrong answer of one plugin is that plugin's own: it stands in the trace under its name, and the others go on."""
+"""A wrong answer of one plugin is that plugin's own: it is in the trace under its name, and the others are used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Mute:
 
 
 class Made:
-    """Makes an object of the class anew for each request."""
+    """Makes a new object of the class for each request."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -166,7 +166,7 @@ def test_right_answers_of_unusual_classes(add: object) -> None:
 
 
 class Wrapper:
-    """Puts a result of its own in the place of every backend's answer."""
+    """Replaces every backend's answer by another result."""
 
     def __init__(self, result: object) -> None:
         self.result = result

@@ -234,7 +234,7 @@ def test_the_table_is_the_kept_result() -> None:
 
 
 def behind(row: dict[str, Any], missing: tuple[str, ...]) -> float | None:
-    """The best of those that are left over the choice among them; None where nobody is left."""
+    """The best of those that are left over the choice among them; None if none is left."""
     left = {name: ms for name, ms in row["ms"].items() if name not in missing}
     order = decode_preference.measured_order(asked_in(row), gpu())
     chosen = next((name for name in order if name in left), None)
@@ -295,7 +295,7 @@ def test_what_the_order_depends_on(changes: dict[str, Any], backend: str, monkey
     assert fastest(**changes) == backend
 
 
-def test_lengths_that_nobody_knows_are_ragged_and_half_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_lengths_are_ragged_and_half_of_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with_table(monkeypatch, "32 16 1 4096 8192 64 | 2 1 3 4", "32 16 1 8192 8192 64 | 1 2 3 4")
     assert fastest(max_seqlen_kv=8192, has_host_lengths=False) == "flashmla"
     assert fastest(max_seqlen_kv=8192) == "triton"

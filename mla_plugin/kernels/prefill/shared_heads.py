@@ -1,11 +1,11 @@
 """Few heads of keys over short sequences: the query heads that share a head of keys are divided among programs.
 
-A program of dK and dV has one tile of keys and adds up all query heads that share it. With 64 query heads over 4, or 32
-over one, a short sequence gives fewer such programs than a GPU has multiprocessors, or one of them is as long as all
-the others together: on an H200 the backward of (1, 32/1, 3000), 192/128, reached 0.22 of FlashAttention 4's speed.
+A program of dK and dV has one tile of keys and sums over all query heads that share it. With 64 query heads over 4, or
+32 over one, a short sequence has fewer such programs than the GPU has SMs, or one program takes as long as all others
+together: on an H200 the backward of (1, 32/1, 3000), 192/128, reached 0.22 of FlashAttention 4's speed.
 
-So each head of keys and values is repeated, every copy gets an equal share of the query heads, and the gradients of the
-copies, in float32, are added up in a fixed order. The kernels see an ordinary call with more heads of keys.
+So each head of keys and values is repeated, every copy gets an equal share of the query heads, and the float32
+gradients of the copies are summed in a fixed order. The kernels see an ordinary call with more key-value heads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from mla_plugin.kernels.prefill.packing import Kind, multiprocessors
 
 KEYS = 128
-"""Of a program, about; a tile of 64 keys gives twice as many programs."""
+"""Keys of a program, approximately: a tile of 64 keys gives twice as many programs."""
 QUERIES = 64
-"""Of a step of a program's loop, which takes about 2 us on an H200 at 192/128."""
+"""Queries per step of a program's loop, which takes about 2 us on an H200 at 192/128."""
 LEAST_STEPS = 64
-"""The longest program must become shorter by so many steps: copies, sums and their launches take 40 us on the host."""
+"""Least number of steps saved in the longest program: copies, sums and their launches take 40 us of host time."""
 LEAST_IMBALANCE = 1.5
-"""Below, programs are busy enough: at 1.3, (1, 32/8, 3000), our backward is the fastest of all."""
+"""Below this no copies are made: at 1.3, (1, 32/8, 3000), our backward is the fastest of all without."""
 ENOUGH = 0.8
-"""Of the imbalance, which is an estimate."""
+"""Share of the estimated imbalance that the copies should remove."""
 
 
 def _queries(kind: Kind, len_q: int, len_kv: int) -> Iterator[int]:
@@ -41,7 +41,7 @@ def _queries(kind: Kind, len_q: int, len_kv: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=4096)
 def copies(kind: Kind) -> int:
-    """Copies of each head of keys that the programs of dK and dV need to be equally busy; 1: none."""
+    """Number of copies of each head of keys that balances the programs of dK and dV; 1: no copies."""
     group = kind.num_heads // kind.num_kv_heads
     if group == 1:
         return 1
@@ -60,7 +60,7 @@ def copies(kind: Kind) -> int:
 
 
 def repeated(x: torch.Tensor, axis: int, times: int) -> torch.Tensor:
-    """Each head of x so many times, contiguous; ``axis``: of the heads."""
+    """x with each head repeated ``times`` times, contiguous; ``axis``: of the heads."""
     shape = list(x.shape)
     shape.insert(axis + 1, times)
     return x.unsqueeze(axis + 1).expand(shape).flatten(axis, axis + 1).contiguous()

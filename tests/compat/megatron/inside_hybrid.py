@@ -58,7 +58,7 @@ def test_registered_its_sparse_layers_stay_sparse(stack, caplog):
 
 
 def widths_of_v(spec) -> list[int]:
-    """What reaches the core attention of a packed batch, with the layer's output beside the formula's."""
+    """What reaches the core attention of a packed batch, with the layer's output and the formula's."""
     module, plain = built(spec), built(spec)
     plain.load_state_dict(module.state_dict())
     plain.core_attention = PlainCore(

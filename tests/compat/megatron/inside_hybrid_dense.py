@@ -1,4 +1,4 @@
-"""Run by ``test_versions`` on Megatron-Core 0.19, whose hybrid models hold dense MLA layers beside sparse ones."""
+"""Run by ``test_versions`` on Megatron-Core 0.19, whose hybrid models hold dense MLA layers next to sparse ones."""
 
 from __future__ import annotations
 

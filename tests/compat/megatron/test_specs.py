@@ -1,4 +1,4 @@
-"""Which attentions of Megatron's specs become ours, which stay, and what is said about them."""
+"""Which attentions of Megatron's specs become ours, which stay, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -177,6 +177,6 @@ def test_dense_layers_of_a_sparse_configuration():
 
 
 def test_multi_latent_attention_is_the_only_dense_mla_layer():
-    """``register`` reaches a layer through this class; one beside it would be missed without a word."""
+    """``register`` reaches a layer through this class; a class next to it would be missed silently."""
     found = {c.__name__ for c in multi_latent_attention.MultiLatentAttention.__subclasses__()}
     assert found == {"MLASelfAttention"}

@@ -49,7 +49,7 @@ def one_rank():
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """What the adapter logs, of whatever level SGLang was asked for."""
+    """What the adapter logs, at any log level of SGLang."""
     ours = logging.getLogger("sglang.mla_plugin")
     monkeypatch.setattr(ours, "handlers", [caplog.handler])
     with caplog.at_level(logging.INFO, logger=ours.name):

@@ -107,7 +107,7 @@ def take_the_place_of_the_cpu_backend() -> dict[str, Any]:
 
 
 def generate(which: str, folder: str, speculate: bool) -> None:
-    """In a process of its own: print tokens and log-probabilities as JSON."""
+    """In a separate process: print tokens and log-probabilities as JSON."""
     from vllm import LLM, SamplingParams
 
     seen = take_the_place_of_the_cpu_backend() if which == "mla-plugin" else {}

@@ -50,7 +50,7 @@ def loaded(monkeypatch):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """What the adapter logs, of whatever level vLLM was asked for."""
+    """What the adapter logs, at any log level of vLLM."""
     ours = logging.getLogger("vllm.mla_plugin")
     monkeypatch.setattr(ours, "handlers", [caplog.handler])
     with caplog.at_level(logging.WARNING, logger=ours.name):

@@ -142,7 +142,7 @@ def test_query_tokens_that_are_not_those_of_all_requests():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_of_decode_and_prefill(dtype):
-    """vLLM's own forward_mha, with context of none, one and several chunks, beside requests that decode."""
+    """vLLM's own forward_mha, with context of none, one and several chunks, together with requests that decode."""
     layer = Layer(3, dtype, 40)
     lengths, queries = [20, 64, 150, 29, 11, 16], [1, 1, 13, 9, 10, 16]  # vLLM's order: those without context last
     table, rows = layer.fill(lengths)

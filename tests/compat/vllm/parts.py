@@ -77,7 +77,7 @@ class Layer:
                 self.builder = builder(spec, ["layer"], self.config, torch.device("cpu"))
         self.impl.dcp_world_size = 1
         wide = torch.full((num_pages, PAGE, RANK + ROPE + 8), torch.nan, dtype=dtype)
-        self.cache = wide[..., : RANK + ROPE]  # rows that nobody wrote are NaN
+        self.cache = wide[..., : RANK + ROPE]  # rows that were never written are NaN
 
     @contextlib.contextmanager
     def current(self):
@@ -89,9 +89,7 @@ class Layer:
         """Random rows for requests of these lengths: their block table, and each one's rows [length, R + Dr]."""
         pages = torch.randperm(self.cache.shape[0], dtype=torch.int32)
         width = max(-(-length // PAGE) for length in lengths) + 1
-        table = torch.randint(
-            -(2**31), 2**31 - 1, (len(lengths), width), dtype=torch.int32
-        )  # behind a length: anything
+        table = torch.randint(-(2**31), 2**31 - 1, (len(lengths), width), dtype=torch.int32)  # after a length: anything
         rows, used = [], 0
         for b, length in enumerate(lengths):
             count = -(-length // PAGE)
@@ -169,7 +167,7 @@ def merge(
     least = total.masked_fill(total.isneginf(), 0.0)
     parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
     merged = sum(out.double() * (lse.double() - least).exp().T[..., None] for out, lse in parts)
-    if tokens is not None:  # behind them no request has context
+    if tokens is not None:  # after them no request has context
         merged[tokens:] = suffix_output[tokens:].double()
     output.copy_(merged)
     if output_lse is not None:

@@ -1,4 +1,4 @@
-"""Made signatures.json beside this file: what the functions take that our adapters call, release by release.
+"""Made signatures.json next to this file: what the functions take that our adapters call, release by release.
 
     pip download --no-deps --only-binary :all: -d SOURCES flash-attn-4==4.0.0b36
     pip download --no-deps --only-binary :all: -d SOURCES flashinfer-python==0.7.2

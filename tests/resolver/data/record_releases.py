@@ -1,4 +1,4 @@
-"""Made releases.jsonl.gz beside this file: what the releases of TransformerEngine select, by their own code.
+"""Made releases.jsonl.gz next to this file: what the releases of TransformerEngine select, by their own code.
 
     PYTHONPATH=. python tests/resolver/data/record_releases.py REQUESTS SOURCES
 
