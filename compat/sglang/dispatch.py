@@ -1,4 +1,4 @@
-"""How SGLang's MLA layers call the backend: expanded keys in prefill, absorbed queries otherwise."""
+"""How SGLang's MLA layers call the backend: expanded keys in a prefill, absorbed queries in all other steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mla_plugin.compat.sglang.refusals import NAME
 
 
 def register() -> None:
-    """Make the layers of this process use ``method_of``, and pass absorbed queries as two tensors, not concatenated."""
+    """Make the layers of this process ask ``method_of``, and pass absorbed queries in two parts, not concatenated."""
     handlers.AttentionBackendRegistry.register(NAME, method_of)
     if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)

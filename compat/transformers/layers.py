@@ -177,7 +177,7 @@ def _step(
     obstacle = next(obstacles(module, query, *cache), None)
     if obstacle is not None:
         return expanded, f"it decodes over expanded keys and values: {obstacle.text}; what to do: {obstacle.advice}"
-    if top_k is not None and not is_sparse:  # a dense layer next to sparse ones, which has their additive mask
+    if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
         return expanded, None
     if top_k is not None:
         keys = min(latent.most_selected(module), keys)

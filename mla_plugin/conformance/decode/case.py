@@ -19,9 +19,9 @@ SCALE = 0.0123
 """About that of caches in ``fp8``."""
 _TINY, _LARGE = 2.0**-12, 2.0**7
 """What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
-sequence, for scales above 1 together with tiny ones."""
+sequence, for scales above 1 beside tiny ones."""
 UNUSED = (2**30, -1, 0, -(2**31))
-"""Entries of the page table after those in use."""
+"""Entries of the page table behind those in use."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DecodeCase:
             sequence's for all, of a contiguous cache.
         rope_storage_in_cache: of k_rope, where it is another one; for a pair of caches.
         table_storage: of the page table; ``expanded_batch`` is one row for all, so the sequences have the same keys.
-        spare_columns: columns of the page table after those that the cache's capacity needs.
+        spare_columns: columns of the page table behind those that the cache's capacity needs.
         shares_pages: the sequences' first pages are the same ones, as a cache of common prefixes has it.
         prefix_pages: so many of them.
         page_order: ``ascending`` pages of a sequence follow one another, as in a cache that is still empty;
@@ -299,7 +299,7 @@ class DecodeCase:
         return draw.placed(values, storage, LAYOUTS["bshd"] if storage == "expanded_batch" else None)
 
     def _in_pages(self, draw: Draw, tokens: torch.Tensor, poison: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same rows in pages, and the page table; entries after the used ones name no page."""
+        """The same rows in pages, and the page table; entries behind the used ones name no page."""
         assert self.page_size is not None
         batch, capacity, width = tokens.shape
         each = capacity // self.page_size

@@ -29,7 +29,7 @@ HAS = releases.installed()
 NOPE, ROPE, V, RANK, HEADS = 16, 8, 24, 32, 3
 SCALE = (NOPE + ROPE) ** -0.5
 UNREAD = 3e4
-"""Rows that were never written."""
+"""Of rows that nobody wrote."""
 
 
 class Pool(MLATokenToKVPool):
@@ -102,7 +102,7 @@ class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardM
     def add(self, index: int, length: int, written: int) -> torch.Tensor:
         """A request of this many tokens: slots for all of them, and the first ``written`` rows in the cache."""
         table = self.runner.req_to_token_pool.req_to_token
-        table[index] = torch.randint(-(2**31), 2**31 - 1, table.shape[1:], dtype=torch.int32)  # after it: anything
+        table[index] = torch.randint(-(2**31), 2**31 - 1, table.shape[1:], dtype=torch.int32)  # behind it: anything
         pages = -(-length // self.page_size)
         own = self.slots[self.used : self.used + pages]
         self.used += pages
@@ -120,7 +120,7 @@ class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardM
             lengths: keys of each request, the new tokens' included.
             new: new tokens of each.
             drafts: how many of the new ones are drafts, which SGLang does not count in ``seq_lens``.
-            pad: rows of queries after those of the requests.
+            pad: rows of queries behind those of the requests.
         """
         indices = (torch.randperm(7)[: len(lengths)] + 1).tolist()
         rows = [
