@@ -1,12 +1,12 @@
 """The fallback that runs everywhere, CPU and CUDA, forward and backward.
 
-It stands for TransformerEngine's "unfused attention", but never materialises a [S_q, S_kv] matrix.
+It takes TransformerEngine's place of "unfused attention" without its memory: nowhere does a [S_q, S_kv] matrix exist.
 
-Decode is in ``decode``. Attention has three implementations, chosen by request:
+Decode has a module of its own. Attention has three routes, by request:
 
 - ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch, long ones of few heads in ``tiles``;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
-- ``blocked``: plain PyTorch operations over blocks of query rows, for what neither kernel supports.
+- ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
 
 The scores are multiplied by softmax_scale only. NVTE_APPLY_QK_LAYER_SCALING, which divides by the layer number and
 multiplies by it again, does not change the result and is ignored.

@@ -50,7 +50,7 @@ def loaded(monkeypatch):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """What the adapter logs, at any log level of vLLM."""
+    """What the adapter logs, of whatever level vLLM was asked for."""
     ours = logging.getLogger("vllm.mla_plugin")
     monkeypatch.setattr(ours, "handlers", [caplog.handler])
     with caplog.at_level(logging.WARNING, logger=ours.name):
@@ -100,26 +100,26 @@ def test_an_older_vllm_is_left_alone(monkeypatch, said):
         mla_plugin.register("vllm")
 
 
-def platform(capability):
+def card(capability):
     """vLLM's CUDA platform on a device of this compute capability."""
 
-    class GivenCapability(NonNvmlCudaPlatform):
+    class Card(NonNvmlCudaPlatform):
         device_name = "stub"
 
         @classmethod
         def get_device_capability(cls, device_id=0):
             return DeviceCapability(*capability)
 
-    return GivenCapability
+    return Card
 
 
 def chosen(capability, backend=None, **changed):
-    return platform(capability).get_attn_backend_cls(backend, AttentionSelectorConfig(**{**FIELDS, **changed}), 16)
+    return card(capability).get_attn_backend_cls(backend, AttentionSelectorConfig(**{**FIELDS, **changed}), 16)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
-def test_by_name_on_every_gpu(capability, kv_cache_dtype):
+def test_by_name_on_every_card(capability, kv_cache_dtype):
     found = chosen(capability, registry.AttentionBackendEnum[NAME], kv_cache_dtype=kv_cache_dtype)
     assert found.endswith("decode.MLAPluginBackend")
 
@@ -158,7 +158,7 @@ def test_tokens_that_hold_their_scales_are_taken_where_prefill_reads_them(capabi
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-def test_gpus_before_ampere_are_refused(capability):
+def test_cards_before_ampere_are_refused(capability):
     ours = f"mla-plugin: compute capability {capability[0]}.{capability[1]}, expected 8.0 or newer"
     assert reasons(capability) == ["compute capability not supported", ours]
     with pytest.raises(ValueError, match=ours):
