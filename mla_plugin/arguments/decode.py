@@ -88,7 +88,7 @@ class DecodeLengths:
             device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
             seqlens_kv = self.host.to(device, copy=True)
         elif not isinstance(seqlens_kv, torch.Tensor):
-            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(self.host)}],")
+            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(self.host)}]")
         elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
             raise ValueError(
                 f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
