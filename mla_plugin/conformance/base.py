@@ -1,4 +1,4 @@
-"""What the suites of both operations share: the backend, its decisions, what it is expected to refuse."""
+"""Shared by the suites of both operations: the backend, its decisions, its expected refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 CaseT = TypeVar("CaseT")
 _made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""The cases of each suite class: they are asked for by every test, and made of a thousand decisions."""
+"""The cases of each suite class, cached: every test needs them, and they take a thousand decisions."""
 
 
 class Suite:
@@ -38,22 +38,22 @@ class Suite:
     quick: bool = False
     is_slow: bool = False
     decision: Accepted | Refused | None = None
-    """The answer to the case that ran last, for whoever draws a matrix."""
+    """The answer to the last case, for the matrix."""
 
     def platform(self) -> Platform:
-        """The platform that requests are judged for; override it where the backend's library is replaced in a test."""
+        """The platform of the requests; override it if a test replaces the backend's library."""
         device = torch.device(self.device)
         return platform(device.type, device.index)
 
     def takes(self, request: AttentionRequest | DecodeRequest) -> bool:
-        """Whether the backend takes a request; one whose answer is an error is taken, so that a test shows it."""
+        """Whether the backend accepts a request; an error counts as accepted, so that a test shows it."""
         try:
             return not isinstance(self._answer(request), Refused)
         except Exception:
             return True
 
     def _once(self, make: Callable[[], tuple[CaseT, ...]], otherwise: tuple[CaseT, ...]) -> tuple[CaseT, ...]:
-        """What ``make`` gives, made once for a backend; ``otherwise`` where there is no such device."""
+        """The result of ``make``, computed once per backend; ``otherwise`` without such a device."""
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             return otherwise
         key = (type(self), self.backend, self.device, self.quick, id(self.manager))

@@ -1,12 +1,12 @@
-"""How far a result may be from the exact one: what the roundings of the same computation in the case's dtype add up to.
+"""The error bound of a result: what the roundings of the same computation in the case's dtype add up to.
 
 A ``Yardstick`` holds the exact values and, for each element, the standard deviation of the error that independent
 roundings make: of the scores, the softmax weights, their gradients and the result to the case's dtype, and of every sum
-in float32 (float64 for float64). It is computed from the inputs, so it neither depends on luck nor on a second run.
+in float32 (float64 for float64). It is computed from the inputs, so it depends neither on chance nor on a second run.
 
-Three things are held to it. The largest error of one element shows a key too many or too few; the root mean square
-shows sums in a low precision; and the gain, <got, exact> / <exact, exact>, shows a factor of half a percent, which no
-norm of the error does: roundings go both ways and cancel in it.
+Three statistics are compared with it. The largest error of an element reveals a key too many or too few; the root mean
+square reveals sums in a low precision; and the gain, <got, exact> / <exact, exact>, reveals a factor of half a percent,
+which no norm of the error does: rounding errors have both signs and cancel in the gain.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import NoReturn
 import torch
 
 LARGEST = 9.0
-"""Standard deviations that one element may be off."""
+"""Largest allowed error of one element, in standard deviations."""
 MEAN = 2.0
-"""Twice what plain PyTorch in the dtype makes, of all elements together."""
+"""Largest allowed root-mean-square error: twice that of plain PyTorch in the dtype."""
 GAIN = 8.0
-"""Standard deviations that the gain may be off."""
+"""Largest allowed error of the gain, in standard deviations."""
 GAIN_STEPS = 8
-"""And units of the accumulator: one exp or one sum after another is off in the same direction everywhere."""
+"""Also allowed, in units of the accumulator: an exp or a sum may have the same error everywhere."""
 
 
 class ConformanceError(AssertionError):
-    """A backend does not keep the contract of ``mla_plugin.hooks.spec``."""
+    """A backend violates the contract of ``mla_plugin.hooks.spec``."""
 
 
 def fail(message: str) -> NoReturn:
@@ -51,12 +51,12 @@ class Roundings:
     sum: float
 
     def sum_of(self, count: int) -> float:
-        """``sum`` of so many terms: one after the other, their errors add up like a random walk beyond a thousand."""
+        """``sum`` for ``count`` terms: beyond a thousand, errors of a sequential sum grow like a random walk."""
         return self.sum * max(1.0, math.sqrt(count / 1024))
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Roundings:
-        """Half a unit in the last place is the most that a rounding changes; it is spread evenly."""
+        """Rounding errors are uniform, at most half a unit in the last place."""
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         info = torch.finfo(dtype)
         step = info.eps / 2 / math.sqrt(3)
@@ -73,10 +73,10 @@ class Yardstick:
 
 
 def check_error(name: str, got: torch.Tensor, yardstick: Yardstick, *, is_biased: bool = False) -> None:
-    """Fail unless the largest error, their root mean square and the gain are what roundings explain.
+    """Fail unless the largest error, the root-mean-square error and the gain are within the bounds.
 
-    ``is_biased``: errors of all rows may have the same sign, as those of sums have on matrix units that cut off low
-    bits instead of rounding. The gain is not looked at then.
+    ``is_biased``: errors of all rows may have the same sign, as with tensor cores that truncate sums instead of
+    rounding them. The gain is not checked then.
     """
     _check_no_nan(name, got)
     exact, sigma = yardstick.exact, yardstick.sigma
@@ -109,7 +109,7 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick, *, is_biased
 
 
 def _check_gain(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
-    """Errors in one row may be of one origin and add up; those of different rows are independent."""
+    """Errors within a row may be correlated; those of different rows are independent."""
     exact, sigma = yardstick.exact, yardstick.sigma
     power = float(exact.flatten() @ exact.flatten())
     if not power:

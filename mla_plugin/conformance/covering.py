@@ -1,8 +1,7 @@
-"""Few rows that hold every pair of levels of the factors: a covering array, made greedily and always the same.
+"""A covering array: few rows with every pair of levels of the factors, built greedily and deterministically.
 
-A fault that needs two things at once (a window and grouped heads) hides from cases that vary one at a time. All
-combinations are too many; a covering array of strength two has every pair of levels in some row, and what is asked for
-besides (``aspects``) in every combination of three.
+Cases that vary one thing at a time miss a fault that needs two (a window and grouped heads). All combinations are too
+many; a covering array of strength two has every pair of levels in some row, and here also every triple of ``aspects``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Marks = tuple[tuple[int, ...], int]
 CaseT = TypeVar("CaseT")
 
 _POOL = 1200
-"""Random rows, to learn what is possible and to begin with."""
+"""Number of random rows, to find what is possible and to start from."""
 
 
 class _Coverage:
-    """What rows cover, as sets of bits: pairs of levels, and pairs of aspects with a third one."""
+    """What rows cover, as bit sets: pairs of levels, and triples of aspects."""
 
     def __init__(self, aspects: Callable[[Row], Mapping[str, Any]]) -> None:
         self._aspects = aspects
@@ -54,14 +53,14 @@ class _Coverage:
         return marks
 
     def add(self, row: Row) -> None:
-        """What the row covers is possible, so it is to be covered."""
+        """Mark what the row covers as possible, so that it has to be covered."""
         self._gains.clear()
         for numbers, bits in (self._levels(row), self._pairs(row)):
             for number in numbers:
                 self.missing[number] = self.missing.get(number, 0) | bits & ~(1 << number)
 
     def gain(self, row: Row) -> int:
-        """How much of what is missing the row covers."""
+        """How much of what is still missing the row covers."""
         pairs = self._pairs(row)
         of_pairs = self._gains.get(pairs[0])
         if of_pairs is None:
@@ -73,7 +72,7 @@ class _Coverage:
         return sum([(missing.get(number, 0) & bits).bit_count() for number in numbers])
 
     def remove(self, row: Row) -> None:
-        """The row has been chosen."""
+        """Remove what a chosen row covers from what is missing."""
         self._gains.clear()
         for numbers, bits in (self._levels(row), self._pairs(row)):
             for number in numbers:
@@ -105,7 +104,7 @@ def covering_rows(
         seed: any text; rows depend on the arguments alone.
 
     Returns:
-        settled rows. What no row can have, because ``settle`` changes it or ``accepts`` is against it, is left out.
+        settled rows. Combinations that ``settle`` changes or ``accepts`` rejects in every row are omitted.
     """
     rng, coverage = random.Random(seed), _Coverage(aspects)
     drawn = (settle({name: rng.choice(levels) for name, levels in factors.items()}) for _ in range(_POOL))
@@ -119,7 +118,7 @@ def covering_rows(
         row = _climb(start, factors, settle, coverage, accepts, rng)
         rows.append(row)
         coverage.remove(row)
-        if coverage.gain(start):  # what made the start worth it was given up on the way
+        if coverage.gain(start):  # climbing has lost what the start covered
             rows.append(start)
             coverage.remove(start)
     return rows
@@ -133,7 +132,7 @@ def _climb(
     accepts: Callable[[Row], bool] | None,
     rng: random.Random,
 ) -> Row:
-    """Change one factor after the other to the level with which the row covers the most."""
+    """Change one factor after another to the level with which the row covers most."""
     best = coverage.gain(row)
     for name in rng.sample(list(factors), len(factors)):
         for level in factors[name]:

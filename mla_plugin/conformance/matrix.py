@@ -35,11 +35,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Feature:
-    """What became of the cases that have a feature.
+    """The outcomes of the cases that have a feature.
 
     Attributes:
         computed, refused, failed: how many cases.
-        reasons: of refusals that the feature is the reason of: how often each was given.
+        reasons: how often each reason was given in refusals caused by the feature.
     """
 
     computed: int = 0
@@ -49,7 +49,7 @@ class Feature:
 
     @property
     def words(self) -> str:
-        """One word for a cell."""
+        """The text of a cell."""
         if self.failed:
             return "failed"
         if self.computed:
@@ -138,7 +138,7 @@ def _needs_gigabytes(item: pytest.Item) -> bool:
 
 
 class Recorder:
-    """A pytest plugin: hears of each case, prints the matrix and fails a backend that computed nothing."""
+    """A pytest plugin: records each case, prints the matrix, and fails a backend that computed nothing."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -146,7 +146,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """One process runs what needs gigabytes, under ``pytest -n N --dist loadgroup``: all at once may not fit."""
+        """Run tests that need gigabytes in one process of ``pytest -n N --dist loadgroup``: together they may not fit."""
         if self.config.pluginmanager.hasplugin("xdist"):
             for item in items:
                 if _needs_gigabytes(item):
@@ -160,7 +160,7 @@ class Recorder:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Put what the suite decided into the report, which also crosses processes."""
+        """Put the suite's decision into the report, which is sent between processes."""
         result: Any = yield
         parameters = _parameters(item)
         case = parameters.get("case") or parameters.get("decode_case")

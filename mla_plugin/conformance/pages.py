@@ -1,4 +1,4 @@
-"""A page for a backend on a device: what it computes, refuses and fails there, as Markdown and JSON."""
+"""Writes a page for a backend on a device: what it computes, refuses and fails, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW_REPEATS = frozenset({("triton", "cpu")})
 
 
 def device_name(given: str) -> str:
-    """What the page calls the device: ``cpu``, or the GPU's own name, such as ``NVIDIA H200``."""
+    """The device's name on the page: ``cpu``, or the GPU's name, such as ``NVIDIA H200``."""
     kind = torch.device(given).type
     return torch.cuda.get_device_name(given) if kind == "cuda" else kind
 
@@ -71,7 +71,7 @@ def page(found: dict[str, Any], table: str, *, name: str, selection: str | None)
 
 
 def packages(backend: str) -> dict[str, str]:
-    """What decides the answers: the versions on the page."""
+    """The versions on the page: those of packages that determine the answers."""
     found = {
         "mla-plugin": metadata.version("mla-plugin"),
         "Python": host.python_version(),

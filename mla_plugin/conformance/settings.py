@@ -1,4 +1,4 @@
-"""Settings of the process, which a backend leaves alone: PyTorch's, NumPy's and Python's, and environment variables."""
+"""Settings that a backend must not change: PyTorch's, NumPy's and Python's, and environment variables."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ _SETTINGS: dict[str, Setting] = {
     "torch.backends.cudnn.deterministic": _attribute(_CUDNN, "deterministic", False, True),
     "torch.backends.cudnn.allow_tf32": _attribute(_CUDNN, "allow_tf32", True, False),
 }
-"""Name to how it is read and set, and two values that it has before a call; equal where another changes results."""
+"""Name to getter, setter, and the two values to test with; equal if another value would change results."""
 _PRECISION = "torch.get_float32_matmul_precision()"
 _variables: dict[str, str | None] = {}
-"""Environment variables that calls have changed, and what they were before."""
+"""Environment variables that calls have changed, and their previous values."""
 
 
 def _umask() -> int:
@@ -141,7 +141,7 @@ _PROCESS: dict[str, Setting] = {
         (True, False),
     ),
 }
-"""The same of the process; a library may change them when it is loaded, so a first call may."""
+"""The same for the process; loading a library may change them, so a first call may."""
 if hasattr(os, "sched_setaffinity"):
     _CPUS = os.sched_getaffinity(0)
     _PROCESS["os.sched_getaffinity(0)"] = (
@@ -170,7 +170,7 @@ def _loaded() -> dict[str, Setting]:
 
 @contextmanager
 def settings_restored() -> Iterator[None]:
-    """Whatever the block sets, every setting and variable is at the end what it was at the start."""
+    """Restore every setting and variable at the end of the block."""
     settings = _SETTINGS | _loaded()
     before, variables = {name: read() for name, (read, _, _) in settings.items()}, environment.variables()
     try:
@@ -184,7 +184,7 @@ def settings_restored() -> Iterator[None]:
 
 @contextmanager
 def changed_variable(name: str, value: str) -> Iterator[None]:
-    """An environment variable has another value within the block."""
+    """Set an environment variable within the block."""
     before = environment.variables().get(name)
     environment.assign(name, value)
     try:
@@ -195,7 +195,7 @@ def changed_variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def unusual_settings() -> Iterator[None]:
-    """Inside the block every setting has its second value, but for float32's products, which change results."""
+    """Set every setting to its second value within the block, except the float32 precision, which changes results."""
     with settings_restored():
         for name, (_, write, values) in (_SETTINGS | _loaded()).items():
             if name != _PRECISION:

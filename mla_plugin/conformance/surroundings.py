@@ -1,4 +1,4 @@
-"""What else there is in a process: other threads, other calls, and memory and the like that must be given back."""
+"""Checks of the rest of a process: other threads, other calls, and resources that must be released."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 _CALLS = 6
 _MANY = 24
-"""Calls whose results are kept: more than anybody's ring of buffers holds."""
+"""Number of calls whose results are kept: more than any ring of buffers holds."""
 _OPEN = Path("/proc/self/fd")
 _HELD = 2
-"""Calls whose tensors may still be held: the last one's, and one that a thread or a cycle has not let go yet."""
+"""Number of calls whose tensors may still be alive: the last, and one held by a thread or a reference cycle."""
 
 
 def in_another_thread(run: Callable[[], Result]) -> Result:
@@ -51,7 +51,7 @@ def in_another_thread(run: Callable[[], Result]) -> Result:
 def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
     """Each of ``runs``, which check their results, a few times in a separate thread; the first error is raised.
 
-    Before each operator of PyTorch the threads take turns, so that what they share shows.
+    The threads switch before each PyTorch operator, so that shared state is detected.
     """
 
     def some_times(run: Callable[[], object]) -> None:
@@ -96,14 +96,14 @@ def check_many_calls(run: Callable[[], Mapping[str, torch.Tensor | None]]) -> No
 
 
 def check_nothing_is_kept(run: Callable[[], Mapping[str, torch.Tensor | None]]) -> None:
-    """Call ``run``, which gives its tensors by name, a few times: at most the last ones' memory is still held.
+    """Call ``run``, which returns its tensors by name, a few times: at most the last ones may still be alive.
 
     Copies count too: with each call there must not be one more tensor in the process, nor a thread, an open file or a
     function that runs at its end.
     """
     kept: dict[str, list[StorageWeakRef]] = {}
     before: dict[str, int] = {}
-    gc.freeze()  # what is there already is neither looked at nor counted, which takes seconds in a large process
+    gc.freeze()  # existing objects are neither inspected nor counted, which takes seconds in a large process
     try:
         for index in range(_CALLS):
             for name, x in run().items():

@@ -1,4 +1,4 @@
-"""What is watched while a hook runs: memory that is never written, inputs, the random state, the host's waiting."""
+"""Monitors a hook: uninitialised memory, inputs, the random state, synchronisations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALLOCATIONS = frozenset(
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Fills every floating-point tensor that is allocated uninitialised with NaN, so that what is never written shows.
+    """Fills uninitialised floating-point tensors with NaN, so that elements that are never written are detected.
 
     ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
     algorithms, which change what is under test.
@@ -63,7 +63,7 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
-    """Triton's interpreter copies every argument of a kernel back to where it came from."""
+    """Whether a write changes nothing: Triton's interpreter copies every argument of a kernel back."""
     return func.overloadpacket is torch.ops.aten.copy_ and _equal_bits(args[0], args[1])
 
 
@@ -83,7 +83,7 @@ def synchronisation_is_an_error(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def unmodified(tensors: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """Fail when a tensor becomes another one inside the block, or the memory behind it changes, gaps included."""
+    """Fail if a tensor is replaced in the block, or its memory changes, gaps included."""
     given = {name: x for name, x in tensors.items() if x is not None}
     before = {name: (_memory(x).clone(), _facts(x)) for name, x in given.items()}
     yield
@@ -113,7 +113,7 @@ def _memory(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def nothing_added(*objects: object) -> Iterator[None]:
-    """Fail when an object that lives on, such as a plan, has an attribute more behind the block than its class says."""
+    """Fail if the block adds an attribute to an object that lives on, such as a plan."""
     before = [set(vars(each)) for each in objects]
     yield
     for each, names in zip(objects, before, strict=True):
@@ -129,7 +129,7 @@ def nothing_added(*objects: object) -> Iterator[None]:
 def random_state_kept(device_type: str) -> Iterator[None]:
     """Fail when the global random state of PyTorch, Python or NumPy changes inside the block.
 
-    The block starts from a random seed: from the seed that a backend sets itself, nothing would change.
+    The block starts with a random seed: with a seed that a backend also sets, no change would be visible.
     """
     generators = _generators(device_type)
     outside = {name: read() for name, (read, _, _) in generators.items()}
@@ -161,7 +161,7 @@ def _generators(device_type: str) -> dict[str, tuple[Callable[[], Any], Callable
 
 
 def _values(state: Any) -> Any:
-    """A state as what == compares whole."""
+    """A state as a value that == can compare."""
     if isinstance(state, tuple) and any(hasattr(x, "tolist") for x in state):
         return tuple(map(_values, state))
     return state.tolist() if hasattr(state, "tolist") else state
@@ -187,7 +187,7 @@ def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], 
 
 
 class Kept:
-    """Results that the caller keeps while other calls run, and what they were."""
+    """Results that the caller keeps while other calls run, with copies to compare."""
 
     def __init__(self, words: str, **tensors: torch.Tensor | None) -> None:
         self._words = words
@@ -206,14 +206,14 @@ def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_no_graph(**tensors: torch.Tensor | None) -> None:
-    """Results of a hook belong to no graph."""
+    """Check that the results of a hook have no autograd graph."""
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and (x.requires_grad or x.grad_fn is not None):
             fail(f"{name} requires a gradient; autograd is the library's part, return a plain tensor")
 
 
 def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
-    """Each element of the results lies in its own memory."""
+    """Check that no two elements of the results share memory."""
     owners, starts = _owners(inputs), dict[int, str]()
     for name, x in results.items():
         if not isinstance(x, torch.Tensor) or not x.numel():

@@ -1,7 +1,7 @@
-"""Calls whose q and k have more than 2**31 elements: offsets that are computed in 32 bits come round to wrong rows.
+"""Calls whose q and k have more than 2**31 elements: offsets computed in 32 bits overflow to wrong rows.
 
-Sequences are short and many, so the call costs little, and a few of them are compared, the first, the last and those on
-either side of where 31 and 32 bits end.
+There are many short sequences, so the call is cheap. Some are compared: the first, the last and those on either side of
+2**31 and 2**32 elements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def check_memory(device: str, needed: int = NEEDED_BYTES) -> None:
-    """Leave the test out, and say so, where the device has less free memory."""
+    """Skip the test, with a reason, if the device has less free memory."""
     free = torch.cuda.mem_get_info(device)[0]
     if free < needed:
         raise unittest.SkipTest(f"not run: {free >> 30} GiB of the device's memory are free, {needed >> 30} are needed")

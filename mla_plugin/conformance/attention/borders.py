@@ -1,4 +1,4 @@
-"""Cases by hand, continued: what kernels get wrong at the borders of tiles, of packed sequences and of widths.
+"""More hand-written cases: what kernels get wrong at the borders of tiles, packed sequences and widths.
 
 Windows of W keys are (W - 1, 0), so that W, not the side, is a multiple of a tile; schedulers that look a sequence up
 by its tiles meet runs of empty ones; shortcuts for equal lengths meet gaps; widths are above a multiple of 16.

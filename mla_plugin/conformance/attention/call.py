@@ -65,13 +65,13 @@ class Call:
         return {name: x for name, x in vars(self.tensors).items() if isinstance(x, torch.Tensor)}
 
     def without_dlse(self) -> Call:
-        """The same call when nobody uses lse."""
+        """The same call without a gradient of lse."""
         return self if self.dlse is None else replace(self, dlse=None)
 
     def in_memory_of(self, other: Call) -> Call | None:
         """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded.
 
-        Neither their addresses nor their version counters say that it happened: kernels of other packages count none.
+        Neither addresses nor version counters change: kernels of other packages do not count versions.
         """
         mine, theirs = ({**x.inputs, "dout": x.dout, "dlse": x.dlse} for x in (self, other))
         for name, x in mine.items():
@@ -138,7 +138,7 @@ class Hooks:
     Attributes:
         manager: that holds it.
         device_type: of the calls.
-        kept: what calls that are alike but for values share, see ``AttentionTensors.kept``.
+        kept: shared by calls that differ only in values, see ``AttentionTensors.kept``.
     """
 
     manager: BackendManager
@@ -166,7 +166,7 @@ class Hooks:
 
 @contextmanager
 def _same_objects(given: AttentionTensors | Residuals) -> Iterator[None]:
-    """Fail when an attribute is another object behind the block: a backward, or another layer, is given it too."""
+    """Fail if the block replaces an attribute: a backward, or another layer, gets the object too."""
     before = {field.name: getattr(given, field.name) for field in fields(given)}
     yield
     for name, x in before.items():

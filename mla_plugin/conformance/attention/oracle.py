@@ -1,7 +1,7 @@
-"""Attention and its gradients in float64, each with the error that roundings explain; see ``budget``.
+"""Attention and its gradients in float64, each with the expected rounding error; see ``budget``.
 
-The formulas are written out, one sequence at a time, so that the backward can be given any out and lse: those of all
-the keys while it sees some of them, as context parallelism has it.
+The formulas are explicit, one sequence at a time, so that the backward can get any out and lse: in context parallelism
+those of all keys, although it sees only some of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class Oracle:
-    """What one call must give.
+    """The expected results of one call.
 
     Args:
         request: of the call.

@@ -1,8 +1,8 @@
-"""Attention calls in many sizes: cheap cases that hold every pair of lengths, batches, heads and widths.
+"""Attention calls in many sizes: cheap cases with every pair of lengths, batches, heads and widths.
 
-Kernels go wrong at one size: the last tile is whole, or has one row; the heads are not a power of two; the sequence is
-the only one. Masks and biases are broadcast along each of their axes, and tensors of the other order of batch and
-tokens are what a view of ``sbhd`` memory is.
+Kernels often fail at specific sizes: the last tile is full, or has one row; the number of heads is not a power of two;
+there is only one sequence. Masks and biases are broadcast along each of their axes, and some tensors have batch and
+tokens exchanged in memory, as views of ``sbhd`` memory have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode cases by hand, continued: borders of splits, of left padding and of widths, runs of empty sequences."""
+"""More hand-written decode cases: borders of splits, of left padding and of widths, runs of empty sequences."""
 
 from __future__ import annotations
 
