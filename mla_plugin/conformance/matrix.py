@@ -146,7 +146,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run tests that need gigabytes in one process of ``pytest -n N --dist loadgroup``: together they may not fit."""
+        """Run memory-hungry tests in one process (``pytest -n N --dist loadgroup``): together they may not fit."""
         if self.config.pluginmanager.hasplugin("xdist"):
             for item in items:
                 if _needs_gigabytes(item):
