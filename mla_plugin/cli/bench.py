@@ -1,4 +1,4 @@
-"""``mla-plugin bench``: milliseconds of every backend that takes a call, on this machine."""
+"""``mla-plugin bench``: measure every installed backend on one call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from mla_plugin.cli.model_shape import ModelShape
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.resolver import survey
 
+DESCRIPTION = "Measure every installed backend that can run a call on this machine."
 EPILOG = """\
-Backends take turns in shuffled rounds; the median is printed. On a GPU times are those of CUDA events, so a short call
-shows its time on the host. TFLOP/s counts half of the scores under a causal mask.
+Backends take turns in random order; the median is printed. On a GPU times are
+those of CUDA events, so a short call shows its host time. TFLOP/s counts half
+of the scores with a causal mask.
 
 example: mla-plugin bench --heads 16 --seqlen 8192"""
 
@@ -32,7 +34,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure every installed backend on one call",
-        description=__doc__,
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,7 +43,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seqlen", type=int, metavar="N", help="tokens; 4096 by default, 256 on a CPU")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences; 1 by default")
     parser.add_argument("--inference", action="store_true", help="no backward")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
 
 

@@ -54,7 +54,9 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": 0,
     "initializer_range": 0.05,  # the usual 0.02 learns half as fast in a model this small
 }
-DESCRIPTION = "Train a small DeepSeek-V3 on a text, generate, and check it against eager attention."
+DESCRIPTION = """\
+Train a small DeepSeek-V3 on a text, generate, and check the logits against
+eager attention."""
 
 EPILOG = """\
 exit status: 1 if the loss does not fall or the logits differ from those of

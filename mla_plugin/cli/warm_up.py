@@ -1,4 +1,4 @@
-"""``mla-plugin warm-up``: compile what a model will need on this machine before it is needed."""
+"""``mla-plugin warm-up``: compile a model's kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import mla_plugin
 from mla_plugin.cli import model_shape
 from mla_plugin.cli.model_shape import ModelShape
 
+DESCRIPTION = "Compile the kernels that a model needs on this machine before they are needed."
 EPILOG = """\
-Kernels are compiled by running them on small tensors: through the resolver, so those of the backend that will run, and
-through our Triton kernels. Triton keeps what it compiles in its cache directory (TRITON_CACHE_DIR, by default
-~/.triton/cache), where later processes on the same kind of GPU find it.
+Kernels are compiled by running them on small tensors: those of the backend that
+the resolver chooses, and our Triton kernels. Triton keeps compiled kernels in
+its cache directory (TRITON_CACHE_DIR, by default ~/.triton/cache), where later
+processes on the same GPU model find them.
 
-example: mla-plugin warm-up --config DeepSeek-V2-Lite/config.json --tensor-parallel 2"""
+example: mla-plugin warm-up --config config.json --tensor-parallel 2"""
 
 PAGE_SIZE = 64
 LENGTHS = (512, 500)
@@ -34,15 +36,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "warm-up",
         help="compile a model's kernels before they are needed",
-        description=__doc__,
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     model_shape.add_arguments(parser)
     parser.add_argument("--inference", action="store_true", help="no backward")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where this machine has it, else cpu")
-    parser.add_argument("--backend", metavar="NAME", help="this backend alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
+    parser.add_argument("--backend", metavar="NAME", help="use only this backend")
 
 
 def attention(shape: ModelShape, length: int, layout: str, is_training: bool, device: str, backend: str | None) -> None:
