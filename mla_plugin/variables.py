@@ -123,7 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
         "0 asks for a bitwise deterministic backward.",
         "selection",
     ),
-    _te("NVTE_DEBUG", _integer, _INT, 0, "Log each new decision as NVTE_DEBUG_LEVEL says.", "selection"),
+    _te("NVTE_DEBUG", _integer, _INT, 0, "Log each new decision, in the detail of NVTE_DEBUG_LEVEL.", "selection"),
     _te(
         "NVTE_DEBUG_LEVEL",
         _integer,
@@ -165,8 +165,8 @@ VARIABLES: tuple[Variable, ...] = (
         _is_not_zero,
         'exactly "0" turns autotuning on; anything else is off',
         True,
-        "0 lets our Triton kernels time a few tiles at the first call of each kind and keep the fastest in Triton's "
-        "cache directory; unset they take the tiles of a table, where TransformerEngine's kernels would autotune.",
+        "0 lets our Triton kernels time a few tiles at the first call of each kind and store the fastest in Triton's "
+        "cache directory; unset, they use a table of tiles, where TransformerEngine's kernels would autotune.",
         "call",
     ),
     Variable(
@@ -184,7 +184,7 @@ VARIABLES: tuple[Variable, ...] = (
         'exactly "1" is on and "0" is off everywhere; anything else is as unset',
         None,
         '"1" puts our Triton kernels first, inside TransformerEngine where they are known to be right; '
-        '"0" keeps them off everywhere.',
+        '"0" disables them everywhere.',
         "selection",
         "mla-plugin",
     ),
@@ -219,8 +219,9 @@ VARIABLES: tuple[Variable, ...] = (
         _chunk,
         f"one of {', '.join(map(str, CHUNKS))}",
         256,
-        "Keys after which `batch_invariant=True` cuts a sequence in decode. More cost less for large batches of long "
-        "sequences, fewer for small ones; the bits depend on it, so set it alike wherever they are compared.",
+        "Number of keys between the fixed splits of `batch_invariant=True` decode. More are faster for large "
+        "batches of long sequences, fewer for small batches; results depend on it bit by bit, so set it equally "
+        "wherever they are compared.",
         "call",
         "mla-plugin",
     ),
