@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 def since(package: str, version: str, minimum: str, first: Iterable[str]) -> tuple[bool, ...]:
@@ -21,9 +21,15 @@ def since(package: str, version: str, minimum: str, first: Iterable[str]) -> tup
         for each feature whether the release has it.
 
     Raises:
-        ImportError: the release is older than the oldest supported one.
+        ImportError: the release is older than the oldest supported one, or the version names none.
     """
-    found = Version(Version(version).base_version)
+    try:
+        found = _release(version)
+    except InvalidVersion:
+        raise ImportError(
+            f"{package} {version!r} is installed, which names no release; mla_plugin needs >= {minimum}: install a "
+            f"release of {package}, or build it with a version"
+        ) from None
     if found < Version(minimum):
         raise ImportError(
             f"{package} {version} is installed, mla_plugin needs >= {minimum}: pip install --upgrade {package}"
@@ -41,3 +47,12 @@ def installed(package: str, minimum: str) -> str:
         return str(importlib.import_module(package).__version__)
     except ImportError as error:
         raise ImportError(f"mla_plugin.compat.{package} needs {package} >= {minimum}: pip install {package}") from error
+
+
+def is_newer(version: str, newest: str) -> bool:
+    """The release comes after the newest one that was tested; patch releases count."""
+    return _release(version) > Version(newest)
+
+
+def _release(version: str) -> Version:
+    return Version(Version(version).base_version)

@@ -47,9 +47,7 @@ def register() -> None:
 
 def _check_server_args(result: Any, server_args: Any, *_: Any, **__: Any) -> None:
     """Refuse arguments before SGLang loads a model."""
-    given = (getattr(server_args, f"{half}attention_backend", None) for half in ("", "prefill_", "decode_"))
-    both, prefill, decode = given
-    if NAME in (prefill or both, decode or both):
+    if refusals.is_chosen(server_args):
         refusals.raise_if(refusals.of_arguments(server_args))
 
 
@@ -65,5 +63,5 @@ def create(runner: Any) -> Any:
     from mla_plugin.compat.sglang import dispatch
     from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
 
-    dispatch.register()
+    dispatch.register(expands_prefixes=refusals.expands_prefixes(runner))
     return MLAPluginAttnBackend(runner)

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 import mla_plugin
-from mla_plugin.compat.sglang import releases
+from mla_plugin.compat.sglang import refusals, releases
 from mla_plugin.compat.sglang.extend import Extend
 
 HAS = releases.installed()
@@ -54,6 +54,10 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._ranks, self._own_rank = _sharing()
         self._slots = self._page_size * self._ranks  # a page holds every n-th of so many slots
         self._max_length = self.req_to_token_pool.req_to_token.shape[1]
+        self._is_shared = refusals.is_of_one_half(runner.server_args)
+        self._format: dict[str, Any] = {}
+        if runner.kv_cache_dtype == refusals.QUANTISED:  # SGLang casts numbers to e4m3: they have no scale
+            self._format = {"kv_cache_format": "fp8", "kv_scale": torch.ones((), device=runner.device)}
         _logger.info("mla-plugin %s computes MLA attention.", mla_plugin.__version__)
 
     # metadata of a step
@@ -162,7 +166,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         Raises:
             NotImplementedError: a layer that is not plain attention.
         """
-        _check_layer(layer, others)
+        self._check_layer(layer, others)
         self._save(k, v, k_rope, layer, forward_batch, save_kv_cache)
         steps = self.forward_metadata
         batch = steps.lengths.shape[0]
@@ -178,6 +182,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             page_table=steps.page_table,
             seqlens_kv=steps.lengths,
             return_lse=self._ranks > 1,
+            **self._format,
         )
         if isinstance(result, tuple):
             out, lse = result
@@ -214,7 +219,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         if forward_batch.forward_mode.is_target_verify():
             parts = {"q_rope": q_rope, "k_rope": k_rope}
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **parts, **others)
-        _check_layer(layer, others)
+        self._check_layer(layer, others)
         if getattr(forward_batch, "attn_cp_metadata", None) is not None:
             raise NotImplementedError("mla-plugin has no context parallelism of the prefill: leave it out")
         if layer.v_head_dim == self._rank and layer.head_dim == self._rank + self._rope:
@@ -276,8 +281,33 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
             softmax_scale=layer.scaling,
             page_table=extend.page_table,
             seqlens_kv=blocks.lengths,
+            **self._format,
         )
         return _padded(out.flatten(0, 1)[blocks.places], q.shape[0]).reshape(q.shape[0], -1)
+
+    def _check_layer(self, layer: Any, others: dict[str, Any]) -> None:
+        refused = [
+            f"{name}={value!r}"
+            for name, value, is_taken in (
+                ("logit_cap", layer.logit_cap, not layer.logit_cap),
+                ("sliding_window_size", layer.sliding_window_size, layer.sliding_window_size in (None, -1)),
+                ("is_cross_attention", layer.is_cross_attention, not layer.is_cross_attention),
+                ("attn_type", layer.attn_type, layer.attn_type == AttentionType.DECODER),
+            )
+            if not is_taken
+        ]
+        refused += [name for name, value in others.items() if value is not None]
+        if refused:
+            raise NotImplementedError(
+                f"mla-plugin cannot compute layer {layer.layer_id}, which asks for {', '.join(refused)}; expected "
+                "plain causal attention"
+            )
+        if self._format and self._is_shared and layer.k_scale_float not in (None, 1.0):
+            raise NotImplementedError(
+                f"layer {layer.layer_id} has k_scale={layer.k_scale_float}, and prefill and decode have different "
+                "backends; expected 1: some write numbers divided by it into the cache, SGLang's layers and mla-plugin "
+                f"as they are: give both to {refusals.NAME}"
+            )
 
     # the cache
 
@@ -351,22 +381,3 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     padded = x.new_zeros((rows, *x.shape[1:]))
     padded[: x.shape[0]] = x
     return padded
-
-
-def _check_layer(layer: Any, others: dict[str, Any]) -> None:
-    refused = [
-        f"{name}={value!r}"
-        for name, value, is_taken in (
-            ("logit_cap", layer.logit_cap, not layer.logit_cap),
-            ("sliding_window_size", layer.sliding_window_size, layer.sliding_window_size in (None, -1)),
-            ("is_cross_attention", layer.is_cross_attention, not layer.is_cross_attention),
-            ("attn_type", layer.attn_type, layer.attn_type == AttentionType.DECODER),
-        )
-        if not is_taken
-    ]
-    refused += [name for name, value in others.items() if value is not None]
-    if refused:
-        raise NotImplementedError(
-            f"mla-plugin cannot compute layer {layer.layer_id}, which asks for {', '.join(refused)}; expected plain "
-            "causal attention"
-        )

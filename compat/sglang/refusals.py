@@ -13,8 +13,12 @@ from mla_plugin.compat.sglang.releases import SINCE
 NAME = "mla_plugin"
 """The backend's name in SGLang."""
 DTYPES = (torch.bfloat16, torch.float16)
-CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
+QUANTISED = torch.float8_e4m3fn
+"""Of a cache in ``fp8_e4m3``, and in ``auto`` of a checkpoint that asks for it."""
 MINIMUM_CAPABILITY = (8, 0)
+PREFIX_CAPABILITY = (8, 9)
+"""Where Triton, in which SGLang reads a prefix that is to be expanded, knows e4m3."""
 PREFILL_GRAPHS = ("disabled", "tc_piecewise")
 """CUDA graph modes of a prefill that do not capture its attention."""
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -34,9 +38,7 @@ def of_arguments(args: Any) -> Iterator[str]:
     """Reasons in SGLang's ``ServerArgs``; an argument that the release does not have is not set."""
     dtype = args.kv_cache_dtype
     if dtype not in CACHE_DTYPES:
-        yield (
-            f"kv_cache_dtype={dtype!r}, expected one of {', '.join(CACHE_DTYPES)}: quantised caches are not read yet"
-        )
+        yield f"kv_cache_dtype={dtype!r}, expected one of {', '.join(CACHE_DTYPES)}: the kernels read no other numbers"
     yield from _of_speculation(args)
     if args.attn_cp_size > 1:
         yield f"attn_cp_size={args.attn_cp_size}, expected 1: there is no context parallelism of the prefill"
@@ -86,8 +88,15 @@ def of_runner(runner: Any) -> Iterator[str]:
         yield f"a draft model: pass --speculative-draft-attention-backend {DRAFT_BACKENDS[0]}"
     if runner.dtype not in DTYPES:
         yield f"dtype={runner.dtype}, expected bfloat16 or float16"
-    elif runner.kv_cache_dtype != runner.dtype:
-        yield f"a cache of {runner.kv_cache_dtype} for a model in {runner.dtype}, expected the same dtype"
+    elif runner.kv_cache_dtype not in (runner.dtype, QUANTISED):
+        yield (
+            f"a cache of {runner.kv_cache_dtype} for a model in {runner.dtype}, expected the same dtype or {QUANTISED}"
+        )
+    elif getattr(runner.server_args, "dcp_size", 1) > 1 and not expands_prefixes(runner):
+        yield (
+            f"dcp_size={runner.server_args.dcp_size} with a cache of {QUANTISED} below compute capability 8.9: "
+            "prefixes are absorbed there, expected dcp_size=1 or another cache"
+        )
     if getattr(runner.model_config.hf_config, "index_topk", None) is not None:
         yield "sparse attention (DSA), expected dense: there is no sparse kernel"
     if getattr(runner.model_config.hf_config, "llama_4_scaling", None) is not None:
@@ -96,3 +105,27 @@ def of_runner(runner: Any) -> Iterator[str]:
         yield "an AMD device, expected NVIDIA's: the kernels were not compiled for AMD"
     elif runner.device == "cuda" and (capability := torch.cuda.get_device_capability()) < MINIMUM_CAPABILITY:
         yield f"compute capability {capability[0]}.{capability[1]}, expected 8.0 or newer"
+
+
+def expands_prefixes(runner: Any) -> bool:
+    """SGLang can read prefixes from this cache to expand them: it loads e4m3 in Triton."""
+    if runner.kv_cache_dtype != QUANTISED or runner.device != "cuda":
+        return True
+    return torch.cuda.get_device_capability() >= PREFIX_CAPABILITY
+
+
+def is_of_one_half(args: Any) -> bool:
+    """Prefill or decode has a backend of another name."""
+    return _halves(args) != (NAME, NAME)
+
+
+def is_chosen(args: Any) -> bool:
+    """Prefill or decode has this backend."""
+    return NAME in _halves(args)
+
+
+def _halves(args: Any) -> tuple[str | None, str | None]:
+    """The names of the backends of prefill and decode."""
+    given = (getattr(args, f"{half}attention_backend", None) for half in ("", "prefill_", "decode_"))
+    both, prefill, decode = given
+    return prefill or both, decode or both

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Generic, NamedTuple, TypeVar
 
-from packaging.version import Version
-
 from mla_plugin.compat import releases
 
 MINIMUM_VERSION = "0.5.11"
@@ -56,5 +54,4 @@ def installed() -> Has[bool]:
 
 def is_tested() -> bool:
     """The installed release is not newer than the newest tested one."""
-    installed_version = Version(releases.installed("sglang", MINIMUM_VERSION))
-    return Version(installed_version.base_version) <= Version(NEWEST)
+    return not releases.is_newer(releases.installed("sglang", MINIMUM_VERSION), NEWEST)

@@ -30,11 +30,13 @@ _logger = logging.getLogger("vllm.mla_plugin")  # vLLM's handlers are those of t
 
 
 def load_plugin() -> None:
-    """``register`` for vLLM's entry point, where an error would end vLLM: it gives a warning instead."""
+    """``register`` for vLLM's entry point, where any error would end vLLM: it gives a warning instead."""
     try:
         register()
     except ImportError as error:
         _logger.warning("mla-plugin is not registered: %s", error)
+    except Exception:  # a newer vLLM may have changed its registries
+        _logger.warning("mla-plugin is not registered; vLLM runs without it.", exc_info=True)
 
 
 def register() -> None:
@@ -44,6 +46,8 @@ def register() -> None:
         ImportError: vLLM is not installed or older than 0.25.1.
     """
     has = releases.installed()
+    if not releases.is_tested():
+        _logger.warning("vLLM is newer than %s, the newest release that mla-plugin was tested with", releases.NEWEST)
     from vllm.v1.attention.backends import registry
     from vllm.v1.attention.backends.mla.prefill import registry as prefill_registry
 

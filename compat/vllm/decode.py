@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
@@ -111,6 +112,11 @@ class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
     def supports_non_causal(cls) -> bool:
         """Drafts whose tokens see each other."""
         return bool(HAS.causal)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Whether drafts may be cut to unequal numbers on the device, from vLLM 0.28 on: decode takes equally many."""
+        return False
 
     @classmethod
     def supports_combination(
@@ -216,6 +222,8 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         )
         self.supports_quant_query_input = False
         self._batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        if self._batch_invariant:
+            _turn_prefix_caching_off()
         _logger.info_once("mla-plugin %s computes MLA decode.", mla_plugin.__version__)
 
     def forward_mqa(
@@ -273,3 +281,11 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             out, lse = result
             return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1).contiguous()
         return result.flatten(0, 1), None
+
+
+def _turn_prefix_caching_off() -> None:
+    """As vLLM does for TRITON_MLA with batch invariance: a prefix from the cache is summed up apart from new tokens."""
+    cache = get_current_vllm_config().cache_config
+    if cache is not None and cache.enable_prefix_caching:
+        cache.enable_prefix_caching = False
+        _logger.warning_once("mla-plugin turns prefix caching off: with it, outputs would depend on what is cached.")

@@ -7,6 +7,8 @@ from typing import Generic, NamedTuple, TypeVar
 from mla_plugin.compat import releases
 
 MINIMUM_VERSION = "0.25.1"
+NEWEST = "0.33.0"
+"""The newest release that was tested; later ones are not refused."""
 
 T = TypeVar("T")
 
@@ -47,6 +49,11 @@ def installed() -> Has[bool]:
         ImportError: vLLM is not installed or older than 0.25.1.
     """
     return of(releases.installed("vllm", MINIMUM_VERSION))
+
+
+def is_tested() -> bool:
+    """The installed release is not newer than the newest tested one."""
+    return not releases.is_newer(releases.installed("vllm", MINIMUM_VERSION), NEWEST)
 
 
 def name(has: Has[bool]) -> str:

@@ -19,7 +19,7 @@ from tests.compat.real_python import StandIns, cache
 
 FETCHED = ("0.5.11", "0.5.23")
 """The ends of the tested range; tests fetch them."""
-KEPT = ("0.5.12", "0.5.13", "0.5.14", "0.5.15", "0.5.16", "0.5.17", "0.5.18", "0.5.20")
+KEPT = tuple(f"0.5.{patch}" for patch in range(12, 23))
 """Between them: tested where ``python -m tests.compat.sglang.host`` has fetched them."""
 
 NOT_NEEDED = ("IPython", "PIL", "aiohttp", "compressed_tensors", "dill", "einops", "gguf", "huggingface_hub", "orjson")

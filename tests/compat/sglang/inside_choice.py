@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_plugin
 from mla_plugin.compat import sglang as adapter
-from mla_plugin.compat.sglang import refusals, releases
+from mla_plugin.compat.sglang import dispatch, refusals, releases
 from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
 from tests.compat.sglang.parts import arguments, runner, shared_by
 from tests.repository.project import pyproject
@@ -137,9 +137,32 @@ def test_what_layers_dispatch(mode, prefix, new, disabled, method, monkeypatch):
     assert captured
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+def test_prefixes_are_absorbed_where_sglang_cannot_read_them(capability, kept, monkeypatch):
+    """Triton, in which SGLang reads them, has no e4m3 below 8.9."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    given = runner(kv_cache_dtype=kept)
+    given.device = "cuda"
+    assert list(refusals.of_runner(given)) == []
+    dispatch.register(expands_prefixes=refusals.expands_prefixes(given))
+    handler = handlers.AttentionBackendRegistry.get_handler("mla_plugin")
+    is_readable = kept == torch.bfloat16 or capability >= (8, 9)
+    for prefix, is_expanded in ([0, 0], True), ([0, 7], is_readable):
+        forward_batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, attn_cp_metadata=None)
+        forward_batch.extend_prefix_lens_cpu, forward_batch.seq_lens_cpu = prefix, torch.tensor([9, 9])
+        forward_batch.get_max_chunk_capacity = lambda: 100
+        attn = SimpleNamespace(disable_chunked_prefix_cache=False)
+        assert handler(attn, forward_batch) is AttnForwardMethod["MHA_ONE_SHOT" if is_expanded else "MLA"]
+
+
 REFUSED = [
-    ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3', expected one of auto, bf16, bfloat16: quantised"),
+    (
+        {"kv_cache_dtype": "fp8_e5m2"},
+        "kv_cache_dtype='fp8_e5m2', expected one of auto, bf16, bfloat16, fp8_e4m3: the kernels read no other numbers",
+    ),
     ({"kv_cache_dtype": "fp4_e2m1"}, "kv_cache_dtype='fp4_e2m1', expected"),
+    ({"kv_cache_dtype": "mxfp8"}, "kv_cache_dtype='mxfp8', expected"),
     ({"attn_cp_size": 2}, "attn_cp_size=2, expected 1: there is no context parallelism"),
     ({"dllm_algorithm": "LowConfidence"}, "dllm_algorithm='LowConfidence', expected None"),
     ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm='NGRAM', expected one of EAGLE, EAGLE3, NEXTN"),
@@ -176,6 +199,7 @@ def test_arguments_that_are_refused(changed, reason):
     "changed",
     [
         {"kv_cache_dtype": "bf16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
         {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "flashinfer"},
         {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="tc_piecewise"))},
     ],
@@ -195,7 +219,11 @@ def test_a_shared_cache_needs_a_release_that_has_it():
     [
         ({"use_mla_backend": False}, "a model without MLA"),
         ({"is_draft_worker": True}, "a draft model: pass --speculative-draft-attention-backend flashinfer"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "a cache of torch.float8_e4m3fn for a model in torch.bfloat16"),
+        (
+            {"kv_cache_dtype": torch.float8_e5m2},
+            "a cache of torch.float8_e5m2 for a model in torch.bfloat16, expected the same dtype or torch.float8_e4m3",
+        ),
+        ({"kv_cache_dtype": torch.bfloat16, "dtype": torch.float16}, "a cache of torch.bfloat16 for a model in torch."),
         ({"dtype": torch.float32}, "dtype=torch.float32, expected bfloat16 or float16"),
     ],
 )
@@ -213,6 +241,13 @@ def test_models_that_their_configuration_refuses(name, reason):
 
 
 def test_devices_that_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    shared = {"server_args": arguments(dcp_size=2), "device": "cuda"}
+    if HAS.shared_cache:
+        reason = r"dcp_size=2 with a cache of torch.float8_e4m3fn below compute capability 8.9: prefixes are absorbed"
+        with pytest.raises(ValueError, match=reason):
+            adapter.create(runner(**shared, kv_cache_dtype=torch.float8_e4m3fn))
+        assert list(refusals.of_runner(runner(**shared))) == []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(ValueError, match=r"compute capability 7\.5, expected 8\.0 or newer"):
         adapter.create(runner(device="cuda"))
@@ -239,10 +274,11 @@ def given_arguments(**changed):
 def test_sglangs_own_check_refuses():
     """Before it loads a model."""
     check = server_args.ServerArgs.check_server_args
-    check(given_arguments(attention_backend="triton", kv_cache_dtype="fp8_e4m3"))
+    check(given_arguments(attention_backend="triton", kv_cache_dtype="fp8_e5m2"))
     check(given_arguments(attention_backend="mla_plugin"))
+    check(given_arguments(attention_backend="mla_plugin", kv_cache_dtype="fp8_e4m3"))
     others = {"prefill_attention_backend": "triton", "decode_attention_backend": "triton"}
-    check(given_arguments(attention_backend="mla_plugin", kv_cache_dtype="fp8_e4m3", **others))
+    check(given_arguments(attention_backend="mla_plugin", kv_cache_dtype="fp8_e5m2", **others))
     for chosen in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        with pytest.raises(ValueError, match="cannot serve this: kv_cache_dtype='fp8_e4m3'"):
-            check(given_arguments(**{chosen: "mla_plugin", "kv_cache_dtype": "fp8_e4m3"}))
+        with pytest.raises(ValueError, match="cannot serve this: kv_cache_dtype='fp8_e5m2'"):
+            check(given_arguments(**{chosen: "mla_plugin", "kv_cache_dtype": "fp8_e5m2"}))

@@ -17,12 +17,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
 import mla_plugin
+from mla_plugin.compat import sglang as adapter
 from mla_plugin.compat.sglang import dispatch
 from mla_plugin.compat.sglang.backend import MLAPluginAttnBackend
 from tests.compat.float64 import attend, close
 from tests.compat.sglang.parts import HAS, HEADS, RANK, ROPE, SCALE, UNREAD, Layer, Pool, sglang_of, shared_by
 
 DTYPES = [torch.bfloat16, torch.float16]
+CACHES = [None, torch.float8_e4m3fn]
+"""None: the cache's dtype is the model's."""
 EXPANDED = 8
 """Roundings where keys and values, and absorbed queries, are in the dtype too."""
 
@@ -57,10 +60,11 @@ def test_the_table_says_what_the_release_has():
     assert HAS.shared_cache == bool(context and "attn_dcp_size" in Path(context.origin).read_text())
 
 
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_decode(page_size, dtype):
-    layer = Layer(dtype, page_size)
+def test_decode(page_size, dtype, kept):
+    layer = Layer(dtype, page_size, kv_cache_dtype=kept)
     step = layer.batch(ForwardMode.DECODE, [1, 130, 64, 47], [1, 1, 1, 1])
     with sglang_of(layer):
         layer.backend.init_forward_metadata(step.forward_batch)
@@ -68,9 +72,10 @@ def test_decode(page_size, dtype):
         close(step.absorbed(), step.wanted(), dtype, EXPANDED)
 
 
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_verification_of_a_chain(page_size):
-    layer = Layer(page_size=page_size)
+def test_verification_of_a_chain(page_size, kept):
+    layer = Layer(page_size=page_size, kv_cache_dtype=kept)
     step = layer.batch(ForwardMode.TARGET_VERIFY, [5, 132, 66], [4, 4, 4], drafts=4)
     with sglang_of(layer):
         layer.backend.init_forward_metadata(step.forward_batch)
@@ -119,11 +124,12 @@ def graph_metadata(backend, forward_batch, in_capture):
         backend.init_forward_metadata_replay_cuda_graph(len(asked[0]), *asked, *of_step, **on_host)
 
 
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_a_replayed_graph(page_size, drafts):
+def test_a_replayed_graph(page_size, drafts, kept):
     """What the graph has captured reads the buffers that a replay writes; its last rows pad the batch."""
-    layer, new = Layer(page_size=page_size), max(drafts, 1)
+    layer, new = Layer(page_size=page_size, kv_cache_dtype=kept), max(drafts, 1)
     mode = ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE
     backend, table = layer.backend, layer.runner.req_to_token_pool.req_to_token
     backend.init_cuda_graph_state(6, 6 * new)
@@ -155,10 +161,11 @@ PREFIXES = [[0, 0, 0], [70, 0, 13], [128, 64, 1]]
 NEW = [20, 1, 37]
 
 
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("pad", [0, 5])
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("chunk", "method"), [(128 * 1024, "MHA_ONE_SHOT"), (99, "MHA_CHUNKED_KV")])
-def test_prefill(prefix, chunk, method, pad, monkeypatch):
+def test_prefill(prefix, chunk, method, pad, kept, monkeypatch):
     """Prefix and new tokens together, or the prefix in chunks of 33 tokens a request, merged by SGLang."""
 
     def attention(q, k, v, **given):
@@ -170,7 +177,7 @@ def test_prefill(prefix, chunk, method, pad, monkeypatch):
 
     compute = mla_plugin.attention
     monkeypatch.setattr(mla_plugin, "attention", attention)
-    layer = Layer()
+    layer = Layer(kv_cache_dtype=kept)
     lengths = [a + b for a, b in zip(prefix, NEW, strict=True)]
     step = layer.batch(ForwardMode.EXTEND, lengths, NEW, pad=pad)
     with sglang_of(layer, chunk):
@@ -179,16 +186,18 @@ def test_prefill(prefix, chunk, method, pad, monkeypatch):
         assert found is AttnForwardMethod[method if sum(lengths) > 99 else "MHA_ONE_SHOT"]
         out = step.expanded(found)
     tokens = sum(NEW)
-    close(out[:tokens], step.wanted(), torch.bfloat16, EXPANDED)
+    one_shot = found is AttnForwardMethod.MHA_ONE_SHOT and any(prefix)  # which reads the new tokens too
+    close(out[:tokens], step.wanted(as_kept=(True, one_shot)), torch.bfloat16, EXPANDED)
     assert not out[tokens:].any()
 
 
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("pad", [0, 5])
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_prefill_of_absorbed_queries(prefix, page_size, pad):
+def test_prefill_of_absorbed_queries(prefix, page_size, pad, kept):
     """As SGLang asks for it where it captures a prefill, or may not expand a prefix."""
-    layer = Layer(page_size=page_size)
+    layer = Layer(page_size=page_size, kv_cache_dtype=kept)
     step = layer.batch(ForwardMode.EXTEND, [a + b for a, b in zip(prefix, NEW, strict=True)], NEW, pad=pad)
     layer.disable_chunked_prefix_cache = True
     with sglang_of(layer):
@@ -203,21 +212,23 @@ def test_prefill_of_absorbed_queries(prefix, page_size, pad):
 
 
 @pytest.mark.skipif(not HAS.shared_cache, reason="before SGLang 0.5.16 ranks do not share a cache")
+@pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_decode_over_ranks_is_merged_by_lse(page_size):
+def test_decode_over_ranks_is_merged_by_lse(page_size, kept):
     """Three ranks hold every third token; a slot is page * page_size * 3 + place, of which each keeps its third."""
     ranks, lengths, rows = 3, [50, 2, 64], []
     table = torch.zeros(4, 192, dtype=torch.int32)
-    layers = [Layer(page_size=page_size, ranks=ranks, rank=rank) for rank in range(ranks)]
+    layers = [Layer(page_size=page_size, ranks=ranks, rank=rank, kv_cache_dtype=kept) for rank in range(ranks)]
     pages = torch.randperm(40) + 1
     for index, length in enumerate(lengths):
-        rows.append(torch.randn(length, RANK + ROPE).to(torch.bfloat16))
+        rows.append(torch.randn(length, RANK + ROPE).to(torch.bfloat16).to(layers[0].kept))
         span = page_size * ranks
         own, pages = pages.split([-(-length // span), len(pages) + -length // span])
         slots = (own[:, None] * span + torch.arange(span)).flatten()[:length]
         table[index, :length] = slots.int()
         for rank, layer in enumerate(layers):
-            layer.runner.token_to_kv_pool.kv_buffer[0][slots[rank::ranks] // ranks, 0] = rows[-1][rank::ranks]
+            pool = layer.runner.token_to_kv_pool
+            pool.kv_buffer[0][slots[rank::ranks] // ranks, 0] = rows[-1][rank::ranks].view(pool.store_dtype)
     q = torch.randn(3, HEADS, RANK + ROPE).to(torch.bfloat16)
     step = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=3, spec_info=None, seq_lens_cpu=None)
     step.seq_lens, step.req_pool_indices = torch.tensor(lengths), torch.arange(3)
@@ -234,7 +245,7 @@ def test_decode_over_ranks_is_merged_by_lse(page_size):
     lse = torch.stack([part[1] for part in parts]) * math.log(2)
     weights = (lse - lse.logsumexp(0)).exp()
     merged = sum(weight[..., None] * part[0].double() for weight, part in zip(weights, parts, strict=True))
-    keys = [row[:, None].expand(-1, HEADS, -1) for row in rows]
+    keys = [row[:, None].float().expand(-1, HEADS, -1) for row in rows]
     wanted = [attend(x[None], k, k[..., :RANK], SCALE) for x, k in zip(q, keys, strict=True)]
     close(merged.to(torch.bfloat16), torch.cat([x[0] for x in wanted]), torch.bfloat16)
     torch.testing.assert_close(lse.logsumexp(0), torch.cat([x[1] for x in wanted]), atol=1e-4, rtol=1e-4)
@@ -303,6 +314,25 @@ def test_a_layer_that_is_not_plain_attention(changed, others, reason, mode):
         layer.backend.forward(
             torch.zeros(1, HEADS, RANK + ROPE), None, None, layer.attn_mqa, step.forward_batch, **others
         )
+
+
+def test_a_scale_of_a_checkpoint():
+    """SGLang's layers write numbers without it, and so do we; triton divides them."""
+    layer = Layer(kv_cache_dtype=torch.float8_e4m3fn)
+    step = layer.batch(ForwardMode.DECODE, [5, 70], [1, 1])
+    layer.attn_mqa.k_scale, layer.attn_mqa.k_scale_float = torch.tensor(0.25), 0.25
+    with sglang_of(layer):
+        layer.backend.init_forward_metadata(step.forward_batch)
+        close(step.absorbed(), step.wanted(), torch.bfloat16, EXPANDED)
+        layer.runner.server_args.prefill_attention_backend = "triton"
+        layer.backend = adapter.create(layer.runner)
+        layer.backend.init_forward_metadata(step.forward_batch)
+        q = torch.zeros(2, HEADS, RANK + ROPE, dtype=torch.bfloat16)
+        with pytest.raises(NotImplementedError, match=r"layer 0 has k_scale=0\.25, and prefill and decode have diff"):
+            layer.backend.forward(q, None, None, layer.attn_mqa, step.forward_batch)
+        for scale in (None, 1.0):
+            layer.attn_mqa.k_scale_float = scale
+            layer.backend.forward(q, None, None, layer.attn_mqa, step.forward_batch)
 
 
 def test_queries_that_are_not_those_of_all_requests():

@@ -30,23 +30,31 @@ NOPE, ROPE, V, RANK, HEADS = 16, 8, 24, 32, 3
 SCALE = (NOPE + ROPE) ** -0.5
 UNREAD = 3e4
 """Of rows that nobody wrote."""
+UNREAD_BYTE = 0x7F
+"""The same in e4m3: NaN."""
 
 
 class Pool(MLATokenToKVPool):
-    """SGLang's cache; its write of a row's two parts is a Triton kernel."""
+    """SGLang's cache; its write of a row's two parts is a Triton kernel, which gets both in the cache's dtype."""
 
     def set_mla_kv_buffer(self, layer, loc, cache_k_nope, cache_k_rope):
-        self.kv_buffer[layer.layer_id][loc] = torch.cat([cache_k_nope, cache_k_rope], -1)
+        self.set_kv_buffer(layer, loc, torch.cat([cache_k_nope, cache_k_rope], -1), None)
 
 
-def runner(dtype: torch.dtype = torch.bfloat16, page_size: int = 64, requests: int = 8, **changed: Any) -> Any:
+def runner(
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 64,
+    requests: int = 8,
+    kv_cache_dtype: torch.dtype | None = None,
+    **changed: Any,
+) -> Any:
     """What a backend sees of SGLang's ModelRunner: three pages or 192 tokens a request at most."""
     config = SimpleNamespace(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, hf_config=SimpleNamespace(), context_len=192)
-    pool = Pool(192 * requests, page_size, dtype, RANK, ROPE, 1, "cpu", False)
-    pool.kv_buffer[0][page_size:] = UNREAD
+    pool = Pool(192 * requests, page_size, kv_cache_dtype or dtype, RANK, ROPE, 1, "cpu", False)
+    pool.kv_buffer[0][page_size:] = UNREAD_BYTE if pool.store_dtype == torch.uint8 else UNREAD
     named = {"server_args": arguments(), "model_config": config, "token_to_kv_pool": pool, "device": "cpu"}
     named |= {"req_to_token_pool": ReqToTokenPool(requests, 192, "cpu", False), "use_mla_backend": True}
-    named |= {"is_draft_worker": False, "dtype": dtype, "kv_cache_dtype": dtype}
+    named |= {"is_draft_worker": False, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype or dtype}
     return SimpleNamespace(**{**named, **changed})
 
 
@@ -54,15 +62,23 @@ def arguments(**changed: Any) -> Any:
     """What the adapter reads of SGLang's ServerArgs, as they are when nothing was asked for."""
     named = {"kv_cache_dtype": "auto", "speculative_algorithm": None, "speculative_eagle_topk": None}
     named |= {"speculative_draft_attention_backend": None, "attn_cp_size": 1, "dllm_algorithm": None}
+    named |= {"attention_backend": adapter.NAME, "prefill_attention_backend": None, "decode_attention_backend": None}
     return SimpleNamespace(**{**named, **changed})
 
 
 class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardMixin):
     """A DeepSeek layer's attention with SGLang's own forward methods, without norms, rope and the query's latents."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, page_size: int = 64, ranks: int = 1, rank: int = 0) -> None:
-        self.dtype, self.page_size = dtype, page_size
-        self.runner = runner(dtype, page_size)
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        page_size: int = 64,
+        ranks: int = 1,
+        rank: int = 0,
+        kv_cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.dtype, self.page_size, self.kept = dtype, page_size, kv_cache_dtype or dtype
+        self.runner = runner(dtype, page_size, kv_cache_dtype=kv_cache_dtype)
         with shared_by(ranks, rank):
             self.backend = adapter.create(self.runner)
         self.num_local_heads, self.qk_nope_head_dim, self.qk_rope_head_dim = HEADS, NOPE, ROPE
@@ -109,7 +125,7 @@ class Layer(forward_mha.DeepseekMHAForwardMixin, forward_mla.DeepseekMLAForwardM
         slots = (own[:, None] * self.page_size + torch.arange(self.page_size)).flatten()[:length]
         table[index, :length] = slots.int()
         rows = torch.randn(length, RANK + ROPE).to(self.dtype)
-        self.runner.token_to_kv_pool.kv_buffer[0][slots[:written], 0] = rows[:written]
+        self.runner.token_to_kv_pool.set_kv_buffer(self.attn_mqa, slots[:written], rows[:written, None], None)
         return rows
 
     def batch(self, mode: ForwardMode, lengths: list[int], new: list[int], drafts: int = 0, pad: int = 0) -> Batch:
@@ -173,12 +189,20 @@ class Batch:
         real = torch.cat([self.q.flatten(1), torch.cat(own)], 1)
         return torch.cat([real, torch.randn(self.pad, real.shape[1]).to(real.dtype)])
 
-    def wanted(self) -> torch.Tensor:
-        """[T, H * V], in float64."""
+    def wanted(self, *, as_kept: tuple[bool, bool] = (True, True)) -> torch.Tensor:
+        """[T, H * V], in float64.
+
+        Args:
+            as_kept: whether the prefix, and the new tokens, are read from the cache, in its dtype.
+        """
         from tests.compat.float64 import attend
 
-        parts = zip(self.q.split(self.new), self.rows, strict=True)
-        return torch.cat([attend(q, *self.layer.expanded(rows), SCALE)[0] for q, rows in parts]).flatten(1)
+        parts = []
+        for q, rows, count in zip(self.q.split(self.new), self.rows, self.new, strict=True):
+            own = rows.split([len(rows) - count, count])
+            seen = [x.to(self.layer.kept).float() if is_kept else x for x, is_kept in zip(own, as_kept, strict=True)]
+            parts.append(attend(q, *self.layer.expanded(torch.cat(seen)), SCALE)[0])
+        return torch.cat(parts).flatten(1)
 
     def expanded(self, method: AttnForwardMethod) -> torch.Tensor:
         """Through SGLang's own forward method of expanded keys: [T + pad, H * V]."""

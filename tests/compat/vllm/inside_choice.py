@@ -100,6 +100,35 @@ def test_an_older_vllm_is_left_alone(monkeypatch, said):
         mla_plugin.register("vllm")
 
 
+@pytest.mark.parametrize("version", ["dev", "unknown"])
+def test_a_vllm_that_does_not_know_its_version(version, monkeypatch, said):
+    """As vLLM calls itself where it was not built."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    adapter.load_plugin()
+    assert f"vllm {version!r} is installed, which names no release; mla_plugin needs >= 0.25.1" in said.text
+
+
+@pytest.mark.parametrize("version", ["0.33.1", "0.34.0rc1", "0.40.0", "1.0.dev3+g1234567.cu130"])
+def test_a_release_that_was_not_tested(version, monkeypatch, said):
+    members = dict(registry.AttentionBackendEnum.__members__)
+    monkeypatch.setattr(vllm, "__version__", version)
+    if not HAS.names:  # this release's registries lack what a later one has
+        monkeypatch.setattr(releases, "name", lambda has: NAME)
+    adapter.load_plugin()
+    expected = f"vLLM is newer than {releases.NEWEST}, the newest release that mla-plugin was tested with"
+    assert {x.getMessage() for x in said.records} == {expected}
+    assert dict(registry.AttentionBackendEnum.__members__) == members
+
+
+def test_a_vllm_with_other_registries(monkeypatch, said):
+    """vLLM goes on without the plug-in, and the log says why."""
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    monkeypatch.delattr(registry, "register_backend")
+    adapter.load_plugin()
+    assert "mla-plugin is not registered; vLLM runs without it." in said.text
+    assert "has no attribute 'register_backend'" in said.text
+
+
 def card(capability):
     """vLLM's CUDA platform on a device of this compute capability."""
 
@@ -130,6 +159,14 @@ def test_the_override_makes_it_the_default(capability, monkeypatch):
     monkeypatch.setenv("MLA_PLUGIN_VLLM_OVERRIDE", "1")
     adapter.load_plugin()
     assert chosen(capability).endswith("MLAPluginBackend")
+
+
+@pytest.mark.parametrize("value", ["0", "", "true", "yes", " 1", "01", "2", "1\n"])
+def test_the_override_is_the_digit_1_alone(value, monkeypatch, said):
+    monkeypatch.setenv("MLA_PLUGIN_VLLM_OVERRIDE", value)
+    adapter.load_plugin()
+    assert not registry.AttentionBackendEnum.TRITON_MLA.is_overridden()
+    assert not said.records
 
 
 def reasons(capability=(8, 6), **changed):
@@ -184,6 +221,22 @@ def test_cards_before_ampere_are_refused(capability):
 def test_what_is_refused_says_what_is_expected(changed, ours):
     found = reasons(**changed)
     assert f"mla-plugin: {ours}" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("has_sliding_window", "sliding window not supported"),
+        ("use_rswa", "R-SWA not supported"),
+        ("use_adaptive_verification", "device-cpu query lens mismatch not supported"),
+        ("use_mm_prefix", "partial multimodal token full attention not supported"),
+    ],
+)
+def test_what_vllm_refuses_by_our_answers(asked, reason):
+    """Where the release asks for it."""
+    if asked in AttentionSelectorConfig._fields:
+        (found,) = reasons(**{asked: True})
+        assert found.startswith(reason)
 
 
 def test_a_page_size_is_refused_in_the_words_that_vllm_looks_for():

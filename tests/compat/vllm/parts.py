@@ -54,7 +54,7 @@ class Layer:
             model_config=named,
             parallel_config=parallel,
             scheduler_config=SimpleNamespace(max_num_seqs=1),
-            cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto"),
+            cache_config=SimpleNamespace(block_size=PAGE, cache_dtype="auto", enable_prefix_caching=True),
             attention_config=SimpleNamespace(use_prefill_query_quantization=False, trtllm_ragged_backend=None),
             compilation_config=SimpleNamespace(static_forward_context={}),
             speculative_config=speculation if speculative else None,
@@ -82,7 +82,9 @@ class Layer:
     @contextlib.contextmanager
     def current(self):
         """vLLM's configuration is this one."""
-        with mock.patch.object(mla_attention, "get_current_vllm_config", return_value=self.config):
+        with contextlib.ExitStack() as patches:
+            for module in (mla_attention, decode):
+                patches.enter_context(mock.patch.object(module, "get_current_vllm_config", return_value=self.config))
             yield
 
     def fill(self, lengths: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -158,6 +160,13 @@ def gather(src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, k
         dst[token] = src_cache[block_table[b, position // PAGE], position % PAGE]
 
 
+def mask_empty_context(lse, output, query_start_loc, context_start_loc):
+    """The operator of this name, a Triton kernel of vLLM 0.26 and 0.27: requests without context in a chunk."""
+    without = context_start_loc.diff() == 0
+    rows = torch.repeat_interleave(without, query_start_loc.diff())
+    output[rows], lse[:, rows] = 0, -torch.inf
+
+
 def merge(
     output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, prefill_tokens_with_context=None
 ):
@@ -180,5 +189,6 @@ def compiled_operators():
     with (
         mock.patch.object(mla_attention.ops, "gather_and_maybe_dequant_cache", gather),
         mock.patch.object(mla_attention, "merge_attn_states", merge),
+        mock.patch.object(mla_attention, "mask_empty_context", mask_empty_context, create=True),
     ):
         yield
