@@ -11,12 +11,14 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._device import DeviceContext
 
 from mla_plugin.arguments.autocast import autocast_dtype
 from mla_plugin.compat.transformers.steps import Reason
 
-_of_all = torch.nn.modules.module
+_modules = torch.nn.modules.module
 _LORA = "peft.tuners.lora.layer.Linear"
+_FORWARD = torch.nn.Linear.forward
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Linear"
 
 
@@ -132,11 +134,8 @@ def obstacle(
     Asked at every call, because a hook or an adapter may come at any time.
     """
     projection = base = module.kv_b_proj
-    if _of_all._global_forward_pre_hooks or _of_all._global_forward_hooks:
-        return Reason(
-            "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by",
-            "remove it while decoding",
-        )
+    if (found := _of_all_modules()) is not None:
+        return found
     if type(projection) is not torch.nn.Linear and _qualified(projection) == _LORA:
         if (found := _of_lora(projection)) is not None:
             return found
@@ -157,6 +156,31 @@ def obstacle(
     if dtype == query.dtype == c_kv.dtype == k_rope.dtype == weight.dtype:
         return None
     return _of_dtypes(query, c_kv, k_rope, weight)
+
+
+def _of_all_modules() -> Reason | None:
+    """What changes the linear layers of a process without a trace in any of them."""
+    if _modules._global_forward_pre_hooks or _modules._global_forward_hooks:
+        return Reason(
+            "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by",
+            "remove it while decoding",
+        )
+    if torch.compiler.is_compiling():
+        return None
+    if torch.nn.Linear.forward is not _FORWARD or torch.nn.functional.linear is not torch._C._nn.linear:
+        return Reason(
+            "torch.nn.Linear.forward or torch.nn.functional.linear was replaced, which absorbing would pass by",
+            "put PyTorch's own back while decoding",
+        )
+    if not torch._C._is_torch_function_mode_enabled():
+        return None
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if not isinstance(mode, DeviceContext):  # of torch.device and set_default_device
+            return Reason(
+                f"the TorchFunctionMode {_qualified(mode)} may change what kv_b_proj gives",
+                "leave it while decoding",
+            )
+    return None
 
 
 def _of_dtypes(query: torch.Tensor, *others: torch.Tensor) -> Reason | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -450,3 +452,37 @@ def test_a_step_of_one_sequence_takes_few_operations(monkeypatch):
     assert out.shape == (1, 1, 4, layer.v_head_dim)
     assert seen.names.count("aten.bmm.default") == 2
     assert len(seen.names) <= 15
+
+
+class LouderLinear(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        return out * 1.5 if function is torch.nn.functional.linear else out
+
+
+@contextlib.contextmanager
+def patched(owner: object, name: str) -> Iterator[None]:
+    original = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *arguments: original(*arguments) * 1.5)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_absorbed"),
+    [
+        (lambda: patched(torch.nn.Linear, "forward"), False),
+        (lambda: patched(torch.nn.functional, "linear"), False),
+        (LouderLinear, False),
+        (lambda: torch.device("cpu"), True),
+    ],
+    ids=["Linear.forward", "functional.linear", "function mode", "default device"],
+)
+def test_what_changes_all_linear_layers_is_not_passed_by(changed, is_absorbed, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    past, other = prefill(model), prefill(eager)
+    spy.calls.clear()
+    with changed():
+        found, expected = step(model, past), step(eager, other)
+    assert spy.calls == {"absorbed" if is_absorbed else "expanded": 2}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
