@@ -24,7 +24,7 @@ from packaging.version import Version
 
 import mla_plugin
 from mla_plugin.compat.transformers.padding import tokens_first
-from mla_plugin.compat.transformers.projection import dtype_of, obstacles, projection_of
+from mla_plugin.compat.transformers.projection import dtype_of, obstacle, projection_of
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import Reason
 
@@ -79,7 +79,7 @@ def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_h
 
 def caches_latents(config: Any) -> bool:
     """Whether the cache of this model holds latents; before 5.18 sparse (DSA) models kept K and V, for all heads."""
-    return _DENSE_CACHE_LATENTS if getattr(config, "index_topk", None) is None else _SPARSE_CACHE_LATENTS
+    return _SPARSE_CACHE_LATENTS or (_DENSE_CACHE_LATENTS and getattr(config, "index_topk", None) is None)
 
 
 _replaced: set[str] = set()
@@ -133,7 +133,8 @@ def gets_latents(module: Any) -> bool:
     if not hasattr(method, "passes_latents_on") or "expand_kv" in vars(module):
         return False
     config = module.config
-    return config._attn_implementation == NAME and caches_latents(config)
+    # the property of this value takes three times as long, and this runs twice in a layer
+    return config._attn_implementation_internal == NAME and caches_latents(config)
 
 
 def _want_gradients(module: Any, *tensors: torch.Tensor) -> bool:
@@ -173,10 +174,10 @@ def attend(
         return FEW_KEYS if c_kv.shape[2] < LEAST_KEYS else MANY_QUERIES
     if _want_gradients(module, query, c_kv, k_rope):
         return WITH_GRADIENTS
-    obstacle = next(obstacles(module, query, c_kv, k_rope), None)
-    if obstacle is not None:
-        return obstacle
-    if indices is None:
+    dtype = dtype_of(query)
+    if (found := obstacle(module, dtype, query, c_kv, k_rope)) is not None:
+        return found
+    if indices is None and attention_mask is not None:
         indices = _indices_within(module, attention_mask)
     if indices is None:
         keys = _keys_of(query, c_kv, k_rope, attention_mask)
@@ -185,10 +186,11 @@ def attend(
     if isinstance(keys, Reason):
         return keys
     batch_size, num_heads, s_q, head_dim_qk = query.shape
-    dtype = dtype_of(query)
-    query, c_kv, k_rope = (x.to(dtype) for x in (query, keys.c_kv, keys.k_rope))
-    projection = projection_of(module, query)
-    q_nope, q_rope = query.split_with_sizes((dim_nope, head_dim_qk - dim_nope), -1)  # half the time of split
+    c_kv, k_rope, lengths = keys
+    if not query.dtype == c_kv.dtype == k_rope.dtype == dtype:
+        query, c_kv, k_rope = query.to(dtype), c_kv.to(dtype), k_rope.to(dtype)
+    projection = projection_of(module, num_heads, dtype)
+    q_nope, q_rope = query.split_with_sizes((dim_nope, head_dim_qk - dim_nope), -1)
     q_nope_abs, q_rope = projection.absorbed(q_nope), q_rope.transpose(1, 2)
     if indices is not None:  # each query has its own keys: a batch of single queries
         q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
@@ -200,9 +202,9 @@ def attend(
         softmax_scale=head_dim_qk**-0.5 if scaling is None else scaling,
         s_aux=s_aux,
         host="transformers",
-        **keys.lengths,
+        **lengths,
     )
-    return projection.values(out.reshape(batch_size, s_q, num_heads, -1), dim_nope, dim_v)
+    return projection.values(out, batch_size, s_q)
 
 
 def _keys_of(
@@ -210,7 +212,7 @@ def _keys_of(
 ) -> Keys | Reason:
     """All keys, a range of them in each row, or copies of the tokens among them; else why not."""
     if attention_mask is None:
-        return Keys(c_kv[:, 0], k_rope[:, 0], {})
+        return Keys(c_kv.select(1, 0), k_rope.select(1, 0), {})  # half the time of an index
     if attention_mask.dtype == torch.int32:
         ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
         return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
@@ -238,8 +240,8 @@ def most_selected(module: Any) -> int:
     return int(config.index_topk + config.index_kpool - 1)  # whole pools, and the last one as far as it goes
 
 
-def _indices_within(module: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    if mask is None or not _makes_its_mask(module):
+def _indices_within(module: Any, mask: torch.Tensor) -> torch.Tensor | None:
+    if not _makes_its_mask(module):
         return None
     return mask[:, 0].topk(min(most_selected(module), mask.shape[-1])).indices
 

@@ -15,7 +15,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.compat.transformers import attention, latent
 from mla_plugin.compat.transformers.latent import NAME
-from mla_plugin.compat.transformers.projection import obstacles
+from mla_plugin.compat.transformers.projection import dtype_of, obstacle
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import latent_steps
 from mla_plugin.hooks.decode import DecodeRequest
@@ -174,9 +174,8 @@ def _step(
         torch.empty((), dtype=dtype, device=module.kv_b_proj.weight.device).expand(shape)
         for shape in ((1, heads, 1, dim_qk), (1, 1, keys, rank), (1, 1, keys, rope))
     )
-    obstacle = next(obstacles(module, query, *cache), None)
-    if obstacle is not None:
-        return expanded, f"it decodes over expanded keys and values: {obstacle.text}; what to do: {obstacle.advice}"
+    if (found := obstacle(module, dtype_of(query), query, *cache)) is not None:
+        return expanded, f"it decodes over expanded keys and values: {found.text}; what to do: {found.advice}"
     if top_k is not None and not is_sparse:  # a dense layer beside sparse ones, which has their additive mask
         return expanded, None
     if top_k is not None:

@@ -8,15 +8,17 @@ memory and could go stale. Anything else is run as it is, on expanded K and V.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._device import DeviceContext
 
 from mla_plugin.arguments.autocast import autocast_dtype
 from mla_plugin.compat.transformers.steps import Reason
 
+_modules = torch.nn.modules.module
 _LORA = "peft.tuners.lora.layer.Linear"
+_FORWARD = torch.nn.Linear.forward
 _FP8 = "transformers.integrations.finegrained_fp8.FP8Linear"
 
 
@@ -29,41 +31,56 @@ class LowRank(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A weight [H (D_nope + D_v), R] in the dtype that attention computes in, and what is added to it."""
+    """A weight [H (D_nope + D_v), R] in the dtype that attention computes in, cut by its use, and what is added to it.
 
-    weight: torch.Tensor
+    Few operations: over short contexts a step takes the time that the host needs to call them.
+    """
+
+    w_uk: torch.Tensor  # [H, D_nope, R]
+    w_uv: torch.Tensor  # [H, D_v, R]
     updates: tuple[LowRank, ...]
 
     def absorbed(self, q_nope: torch.Tensor) -> torch.Tensor:
         """q_nope [B, H, S_q, D_nope] times W_UK: [B, S_q, H, R]."""
-        (_, num_heads, _, dim_nope), dtype = q_nope.shape, q_nope.dtype
-        q_nope = q_nope.transpose(1, 2)
-        out = _times(q_nope, _by_head(self.weight, num_heads, 0, dim_nope))
-        for down, up, scaling in self.updates:
-            low = _times(q_nope.to(up.dtype), _by_head(up, num_heads, 0, dim_nope))
-            out = out + (low @ down) * scaling
-        return out.to(dtype)
+        batch_size, num_heads, s_q, dim_nope = q_nope.shape
+        by_head = q_nope.transpose(0, 1).flatten(1, 2)
+        out = torch.bmm(by_head, self.w_uk)
+        if self.updates:
+            dtype = out.dtype
+            for down, up, scaling in self.updates:
+                up_k, _ = _by_use(up, num_heads, dim_nope)
+                out = out + (torch.bmm(by_head.to(up.dtype), up_k) @ down) * scaling
+            out = out.to(dtype)
+        return _by_row(out, batch_size, s_q)
 
-    def values(self, out: torch.Tensor, dim_nope: int, dim_v: int) -> torch.Tensor:
-        """Latents [B, S_q, H, R] that attention returned, times W_UV: [B, S_q, H, D_v]."""
-        num_heads, dtype = out.shape[2], out.dtype
-        values = _times(out, _by_head(self.weight, num_heads, dim_nope, dim_v).transpose(1, 2))
-        for down, up, scaling in self.updates:
-            low = out.to(down.dtype) @ down.T
-            values = values + _times(low, _by_head(up, num_heads, dim_nope, dim_v).transpose(1, 2)) * scaling
-        return values.to(dtype).contiguous()
+    def values(self, out: torch.Tensor, batch_size: int, s_q: int) -> torch.Tensor:
+        """Latents [.., .., H, R] that attention returned, B S_q rows of them, times W_UV: [B, S_q, H, D_v]."""
+        num_heads, rank = out.shape[2:]
+        by_head = out.view(num_heads, 1, rank) if batch_size * s_q == 1 else out.flatten(0, 1).transpose(0, 1)
+        values = torch.bmm(by_head, self.w_uv.transpose(1, 2))
+        if self.updates:
+            dtype, dim_nope = values.dtype, self.w_uk.shape[1]
+            for down, up, scaling in self.updates:
+                _, up_v = _by_use(up, num_heads, dim_nope)
+                low = by_head.to(down.dtype) @ down.T
+                values = values + torch.bmm(low, up_v.transpose(1, 2)) * scaling
+            values = values.to(dtype)
+        return _by_row(values, batch_size, s_q).contiguous()
 
 
-def _times(x: torch.Tensor, by_head: torch.Tensor) -> torch.Tensor:
-    """x [B, S_q, H, D] times a matrix of each head, [H, D, N]; ``einsum`` takes twice the time on the host."""
-    batch_size, s_q, num_heads, width = x.shape
-    of_heads = x.permute(2, 0, 1, 3).reshape(num_heads, batch_size * s_q, width)
-    return torch.bmm(of_heads, by_head).transpose(0, 1).view(batch_size, s_q, num_heads, -1)
+def _by_use(weight: torch.Tensor, num_heads: int, dim_nope: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts [H, D_nope, columns] and [H, D_v, columns] of a weight [H (D_nope + D_v), columns]."""
+    of_heads = weight.view(num_heads, -1, weight.shape[1])
+    w_uk, w_uv = of_heads.split_with_sizes((dim_nope, of_heads.shape[1] - dim_nope), 1)  # half the time of split
+    return w_uk, w_uv
 
 
-def _by_head(weight: torch.Tensor, num_heads: int, first: int, count: int) -> torch.Tensor:
-    """Some rows of each head's part of a weight: [H, count, columns]."""
-    return weight.view(num_heads, -1, weight.shape[1]).narrow(1, first, count)
+def _by_row(x: torch.Tensor, batch_size: int, s_q: int) -> torch.Tensor:
+    """[H, B S_q, N] as [B, S_q, H, N]."""
+    num_heads, _, width = x.shape
+    if batch_size * s_q != 1:
+        x = x.transpose(0, 1)
+    return x.view(batch_size, s_q, num_heads, width)
 
 
 def dtype_of(query: torch.Tensor) -> torch.dtype:
@@ -71,17 +88,24 @@ def dtype_of(query: torch.Tensor) -> torch.dtype:
     return autocast_dtype(query.device.type) or query.dtype
 
 
-def projection_of(module: Any, query: torch.Tensor) -> Projection:
-    """Of a layer without ``obstacles``."""
-    kv_b_proj, dtype = module.kv_b_proj, dtype_of(query)
-    if _qualified(kv_b_proj) == _FP8 and kv_b_proj.weight.element_size() == 1:
-        return Projection(_dequantised(kv_b_proj, dtype), ())
-    base, adapters = _parts(kv_b_proj)
-    updates = (
-        LowRank(kv_b_proj.lora_A[name].weight, kv_b_proj.lora_B[name].weight, kv_b_proj.scaling[name])
-        for name in adapters
-    )
-    return Projection(base.weight.to(dtype), tuple(updates))
+def projection_of(module: Any, num_heads: int, dtype: torch.dtype) -> Projection:
+    """Of a layer without an ``obstacle``, in the dtype that attention computes in."""
+    kv_b_proj = module.kv_b_proj
+    updates: tuple[LowRank, ...] = ()
+    if type(kv_b_proj) is torch.nn.Linear:
+        weight = kv_b_proj.weight
+    elif _qualified(kv_b_proj) == _FP8 and kv_b_proj.weight.element_size() == 1:
+        weight = _dequantised(kv_b_proj, dtype)
+    else:
+        base, adapters = _parts(kv_b_proj)
+        weight = base.weight
+        updates = tuple(
+            LowRank(kv_b_proj.lora_A[name].weight, kv_b_proj.lora_B[name].weight, kv_b_proj.scaling[name])
+            for name in adapters
+        )
+    if weight.dtype != dtype:
+        weight = weight.to(dtype)
+    return Projection(*_by_use(weight, num_heads, module.qk_nope_head_dim), updates)
 
 
 def _dequantised(linear: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -102,91 +126,117 @@ def _parts(projection: Any) -> tuple[Any, tuple[str, ...]]:
     return projection.base_layer, active
 
 
-def obstacles(module: Any, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor) -> Iterator[Reason]:
-    """Why ``kv_b_proj`` cannot be absorbed in a call on these tensors; nothing where it can."""
-    projection = module.kv_b_proj
-    of_all = torch.nn.modules.module
-    if of_all._global_forward_pre_hooks or of_all._global_forward_hooks:
-        yield Reason(
-            "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by",
-            "remove it while decoding",
-        )
-    if _qualified(projection) == _LORA:
-        yield from _of_lora(projection)
+def obstacle(
+    module: Any, dtype: torch.dtype, query: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor
+) -> Reason | None:
+    """Why ``kv_b_proj`` cannot be absorbed in a call on these tensors, which computes in ``dtype``; None where it can.
+
+    Asked at every call, because a hook or an adapter may come at any time.
+    """
+    projection = base = module.kv_b_proj
+    if (found := _of_all_modules()) is not None:
+        return found
+    if type(projection) is not torch.nn.Linear and _qualified(projection) == _LORA:
+        if (found := _of_lora(projection)) is not None:
+            return found
         base = projection.base_layer
-    else:
-        base = projection
-    found = next(_of_linear("kv_b_proj", base, may_be_fp8=base is projection), None)
-    if found is not None:
-        yield found
-        return
-    weight = base.weight
+    if (found := _of_linear("kv_b_proj", base, may_be_fp8=base is projection)) is not None:
+        return found
+    weight: torch.Tensor = base.weight
     if weight.device != query.device:
-        yield Reason(
+        return Reason(
             f"kv_b_proj.weight is on {weight.device}, the queries are on {query.device}", "keep it where its layer is"
         )
     expected = (query.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), c_kv.shape[3])
     if weight.shape != expected:
-        yield Reason(
+        return Reason(
             f"kv_b_proj.weight is {list(weight.shape)}, {query.shape[1]} heads make it {list(expected)}",
             "run without tensor parallelism of this layer",
         )
-    yield from _of_dtypes(query, c_kv, k_rope, weight)
+    if dtype == query.dtype == c_kv.dtype == k_rope.dtype == weight.dtype:
+        return None
+    return _of_dtypes(query, c_kv, k_rope, weight)
 
 
-def _of_dtypes(*tensors: torch.Tensor) -> Iterator[Reason]:
+def _of_all_modules() -> Reason | None:
+    """What changes the linear layers of a process without a trace in any of them."""
+    if _modules._global_forward_pre_hooks or _modules._global_forward_hooks:
+        return Reason(
+            "all modules have a forward hook (register_module_forward_hook), which absorbing would pass by",
+            "remove it while decoding",
+        )
+    if torch.compiler.is_compiling():
+        return None
+    if torch.nn.Linear.forward is not _FORWARD or torch.nn.functional.linear is not torch._C._nn.linear:
+        return Reason(
+            "torch.nn.Linear.forward or torch.nn.functional.linear was replaced, which absorbing would pass by",
+            "put PyTorch's own back while decoding",
+        )
+    if not torch._C._is_torch_function_mode_enabled():
+        return None
+    for mode in torch.overrides._get_current_function_mode_stack():
+        if not isinstance(mode, DeviceContext):  # of torch.device and set_default_device
+            return Reason(
+                f"the TorchFunctionMode {_qualified(mode)} may change what kv_b_proj gives",
+                "leave it while decoding",
+            )
+    return None
+
+
+def _of_dtypes(query: torch.Tensor, *others: torch.Tensor) -> Reason | None:
     """Without autocast the model itself multiplies equal dtypes alone; under it all but float64 become its dtype."""
-    query = tensors[0]
-    dtypes = {x.dtype for x in tensors if x.element_size() > 1}
+    dtypes = {x.dtype for x in (query, *others) if x.element_size() > 1}
     autocast = autocast_dtype(query.device.type)
     if torch.float64 in dtypes if autocast is not None else len(dtypes) > 1:
-        yield Reason(
+        return Reason(
             f"queries, cache and kv_b_proj are {', '.join(sorted(map(str, dtypes)))}, autocast is {autocast or 'off'}",
             "load the model in one dtype, or run it under autocast and not in float64",
         )
+    return None
 
 
-def _of_linear(name: str, linear: Any, may_be_fp8: bool = False) -> Iterator[Reason]:
-    is_fp8 = may_be_fp8 and _qualified(linear) == _FP8
-    if type(linear) is not torch.nn.Linear and not is_fp8:
-        yield Reason(
+def _of_linear(name: str, linear: Any, may_be_fp8: bool = False) -> Reason | None:
+    is_plain = type(linear) is torch.nn.Linear
+    if not is_plain and not (may_be_fp8 and _qualified(linear) == _FP8):
+        return Reason(
             f"{name} is a {_qualified(linear)}, only nn.Linear, PEFT's plain LoRA of one and FP8Linear can be absorbed",
             "merge an adapter, and keep kv_b_proj out of quantisation (modules_to_not_convert)",
         )
-        return
-    if is_fp8 and not linear.weight.is_floating_point():
-        yield Reason(
-            f"{name}.weight is {linear.weight.dtype}, two FP4 numbers in each", "keep kv_b_proj in FP8 or bf16"
-        )
-    if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor):
-        yield Reason(
-            f"{name}.weight is a {_qualified(linear.weight)}, only a plain tensor can be absorbed",
+    weight = linear.weight
+    if not is_plain and not weight.is_floating_point():
+        return Reason(f"{name}.weight is {weight.dtype}, two FP4 numbers in each", "keep kv_b_proj in FP8 or bf16")
+    if type(weight) not in (torch.nn.Parameter, torch.Tensor):
+        return Reason(
+            f"{name}.weight is a {_qualified(weight)}, only a plain tensor can be absorbed",
             "keep kv_b_proj out of quantisation and sharding",
         )
     if linear.bias is not None:
-        yield Reason(f"{name} has a bias", "none, the model has it so")
+        return Reason(f"{name} has a bias", "none, the model has it so")
     if _has_hooks(linear) or _is_wrapped(linear, type(linear).forward):
-        yield Reason(
+        return Reason(
             f"{name} has forward hooks (offloading, tensor parallelism), which absorbing would pass by",
             "remove them while decoding, or keep this layer from being offloaded",
         )
+    return None
 
 
-def _of_lora(projection: Any) -> Iterator[Reason]:
+def _of_lora(projection: Any) -> Reason | None:
     if projection.merged and projection.disable_adapters:
-        yield Reason(
+        return Reason(
             "kv_b_proj has adapters that are merged and disabled", "unmerge_adapter() before disable_adapter()"
         )
     if _has_hooks(projection) or "forward" in vars(projection):
-        yield Reason("kv_b_proj has forward hooks (adapter_names for each row)", "set one adapter for all rows")
+        return Reason("kv_b_proj has forward hooks (adapter_names for each row)", "set one adapter for all rows")
     for name in _parts(projection)[1]:
         if name in getattr(projection, "lora_variant", ()) or getattr(projection, "use_dora", {}).get(name, False):
-            yield Reason(f"adapter {name!r} of kv_b_proj is a variant of LoRA, such as DoRA", "merge_adapter()")
+            return Reason(f"adapter {name!r} of kv_b_proj is a variant of LoRA, such as DoRA", "merge_adapter()")
         dropout = projection.lora_dropout[name]
         if not (isinstance(dropout, torch.nn.Identity) or not dropout.training or dropout.p == 0):
-            yield Reason(f"adapter {name!r} of kv_b_proj drops inputs", "model.eval()")
+            return Reason(f"adapter {name!r} of kv_b_proj drops inputs", "model.eval()")
         for part in ("lora_A", "lora_B"):
-            yield from _of_linear(f"kv_b_proj.{part}", getattr(projection, part)[name])
+            if (found := _of_linear(f"kv_b_proj.{part}", getattr(projection, part)[name])) is not None:
+                return found
+    return None
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:

@@ -23,7 +23,8 @@ def with_sinks(attend: Callable[..., Any], *tensors: Any, s_aux: torch.Tensor | 
         out [..., S_q, H, D].
     """
     if s_aux is None:
-        return cast(torch.Tensor, attend(*tensors, **arguments))
+        plain: torch.Tensor = attend(*tensors, **arguments)
+        return plain
     out, lse = attend(*tensors, return_lse=True, **arguments)
     weight = torch.sigmoid(lse.transpose(-1, -2) - s_aux)  # [..., S_q, H]
     return cast(torch.Tensor, out * weight.unsqueeze(-1).to(out.dtype))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import finegrained_fp8
 
+import mla_plugin
 from mla_plugin.compat.transformers import latent
-from mla_plugin.compat.transformers.projection import obstacles
+from mla_plugin.compat.transformers.projection import obstacle
 from mla_plugin.operations.decode import operator as decode_operator
 from tests.compat.latent_models import NUM_NEW, cache_of, fresh, generate, layers_of, prefill, step
 from tests.compat.test_transformers_models import tokens_of, trio
@@ -172,7 +176,7 @@ def test_weights_in_fp4_are_not():
     layer.kv_b_proj = fp8_of(layer.kv_b_proj, (24, 6))
     layer.kv_b_proj.weight = torch.nn.Parameter(torch.zeros(112, 16, dtype=torch.int8), requires_grad=False)
     query, *cache = (torch.zeros(1, heads, 1, dim) for heads, dim in ((4, 24), (1, 16), (1, 8)))
-    assert "FP4" in next(obstacles(layer, query, *cache)).text
+    assert "FP4" in obstacle(layer, query.dtype, query, *cache).text
 
 
 def test_each_model_is_spoken_of_and_each_reason(caplog):
@@ -424,3 +428,61 @@ def test_where_the_rule_changes_for_deepseek_v3():
     assert most == [1, 46, 63, 72]
     assert not latent.is_decode(1, 2, 512, 128, 128)
     assert not any(latent.is_decode(s, s, *dims) for s in (1, 7, 4096) for dims in DIMS)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+def test_a_step_of_one_sequence_takes_few_operations(monkeypatch):
+    """What a step costs the host: sdpa takes 13, of which two copy K and V of all tokens."""
+    layer = layers_of(fresh())[0]
+    query, *latents = (torch.randn(1, heads, length, dim) for heads, length, dim in ((4, 1, 24), (1, 9, 16), (1, 9, 8)))
+    monkeypatch.setattr(mla_plugin, "decode", lambda q, *rest, **options: torch.empty_like(q))
+    with torch.no_grad(), Operations() as seen:
+        out = latent.attend(layer, query, *latents, None, None, None, None)
+    assert out.shape == (1, 1, 4, layer.v_head_dim)
+    assert seen.names.count("aten.bmm.default") == 2
+    assert len(seen.names) <= 15
+
+
+class LouderLinear(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        return out * 1.5 if function is torch.nn.functional.linear else out
+
+
+@contextlib.contextmanager
+def patched(owner: object, name: str) -> Iterator[None]:
+    original = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *arguments: original(*arguments) * 1.5)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_absorbed"),
+    [
+        (lambda: patched(torch.nn.Linear, "forward"), False),
+        (lambda: patched(torch.nn.functional, "linear"), False),
+        (LouderLinear, False),
+        (lambda: torch.device("cpu"), True),
+    ],
+    ids=["Linear.forward", "functional.linear", "function mode", "default device"],
+)
+def test_what_changes_all_linear_layers_is_not_passed_by(changed, is_absorbed, spy):
+    model, eager = fresh(), fresh(implementation="eager")
+    past, other = prefill(model), prefill(eager)
+    spy.calls.clear()
+    with changed():
+        found, expected = step(model, past), step(eager, other)
+    assert spy.calls == {"absorbed" if is_absorbed else "expanded": 2}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

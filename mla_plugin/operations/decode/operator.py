@@ -41,9 +41,9 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     if type(output) is not DecodeOutput:
         raise TypeError(f"forward of the backend {backend!r} returned {type(output).__name__}, not DecodeOutput")
     q, (out, lse) = tensors.q_nope_abs, output
-    wanted = tensors.lse_shape
-    if out.shape != q.shape or out.dtype != q.dtype or (tensors.return_lse and (lse is None or lse.shape != wanted)):
-        given = "None" if lse is None else str(tuple(lse.shape))
+    has_wrong_lse = tensors.return_lse and (lse is None or lse.shape != tensors.lse_shape)
+    if has_wrong_lse or out.shape != q.shape or out.dtype != q.dtype:
+        given, wanted = "None" if lse is None else str(tuple(lse.shape)), tensors.lse_shape
         raise RuntimeError(
             f"the backend {backend!r} returned out as {tuple(out.shape)} {out.dtype} and lse as {given}; "
             f"expected {tuple(q.shape)} {q.dtype} and {wanted}. MLA_PLUGIN_BLOCK={backend} excludes it"

@@ -1,10 +1,12 @@
 """The fallback that runs everywhere, CPU and CUDA, forward and backward.
 
-It takes TransformerEngine's place of "unfused attention" without its memory: nowhere does a [S_q, S_kv] matrix exist.
+It takes TransformerEngine's place of "unfused attention" without its memory: no [S_q, S_kv] matrix exists of more than
+a few megabytes.
 
-Decode has a module of its own. Attention has three routes, by request:
+Decode has a module of its own. Attention has four routes, by request:
 
 - ``flash``: PyTorch's CPU flash kernel, sequences of equal lengths as one batch, long ones of few heads in ``tiles``;
+- ``small``: plain products on the CPU, for small dense calls of unequal head dims;
 - ``efficient``: PyTorch's memory-efficient CUDA kernel, dense or packed;
 - ``blocked``: explicit formulas over blocks of query rows, for what neither kernel takes.
 

@@ -20,7 +20,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import empty_output, lse_dtype
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
-from mla_plugin.plugins.sdpa import blocked, flash, tiles
+from mla_plugin.plugins.sdpa import blocked, flash, small, tiles
 from mla_plugin.plugins.sdpa.groups import Group, groups
 from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import ScoreTerms
@@ -146,6 +146,10 @@ def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel:
     layout = request.layout
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
     terms = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
+    if terms is not None and small.takes(request):
+        out = empty_output(tensors.q, v.shape[3])
+        lse = small.forward(q, k, v, terms, layout.to_bhsd(out))
+        return AttentionOutput(out, lse)
     if terms is not None:
         wide, lse = flash.wide_forward(q, k, v, terms)
         out = layout.from_bhsd(wide)
@@ -188,6 +192,11 @@ def backward(
     q, k, v, out, dout = [layout.to_bhsd(x) for x in (*inputs, residuals.out, dout)]
     tiny = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
     if tiny is not None:
+        if small.takes(request):
+            dq = torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
+            given = (q, k, v, out, residuals.lse, dout, dlse)
+            dk, dv = small.backward(*given, tiny, layout.to_bhsd(dq))
+            return Gradients(dq, _as_given(layout.from_bhsd(dk), q), _as_given(layout.from_bhsd(dv), q))
         results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, tiny)
         return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse
