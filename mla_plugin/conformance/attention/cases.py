@@ -374,6 +374,8 @@ def _large() -> Iterator[Case]:
     yield replace(square, name="large-deterministic", deterministic=True)
     heads: dict[str, Any] = {"num_heads": 128, "num_kv_heads": 128}
     yield replace(large, name="large-deepseek_v3", seqlens_q=(509,), seqlens_kv=(509,), **heads)
+    heads = {"num_heads": 65_600, "num_kv_heads": 65_600, "head_dim_qk": 64, "head_dim_v": 64}
+    yield replace(large, name="large-heads_65600", seqlens_q=(3,), seqlens_kv=(3,), **heads)  # no CUDA grid's y axis
     chunk: dict[str, Any] = {"seqlens_q": (511,), "seqlens_kv": (4099,)}
     yield replace(large, name="large-chunked_prefill", attn_mask_type="causal_bottom_right", **chunk)
     thd = replace(large, qkv_format="thd", seqlens_q=(1, 1021, 2048, 127, 0), seqlens_kv=(1, 1021, 2048, 127, 0))

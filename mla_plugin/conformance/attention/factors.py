@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,22 @@ _Q: tuple[Storage, ...] = ("contiguous", "transposed", "sliced_heads", "sliced_t
 _K: tuple[Storage, ...] = (*_Q[:4], "expanded_heads", "expanded_batch", "odd_rows")
 _V: tuple[Storage, ...] = ("contiguous", "sliced_dims", "transposed", "sliced_heads", "expanded_batch", "offset")
 
+
+class _Gaps(NamedTuple):
+    """Rows before the first sequence, behind each by turns, and behind the last one's; some are more than a tile."""
+
+    lead: int = 0
+    behind: tuple[int, int] = (0, 0)
+    tail: int = 0
+
+
+_GAPS = {
+    "none": _Gaps(),
+    "between": _Gaps(behind=(3, 132)),
+    "lead": _Gaps(lead=70),
+    "tail": _Gaps(tail=261),
+    "all": _Gaps(5, (3, 4), 9),
+}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "qkv_format": ("bshd", "sbhd", "bhsd", "thd"),
     "mask": ("no_mask", "causal", "causal_bottom_right", "arbitrary"),
@@ -23,7 +39,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bottom_right": (True, False),
     "lengths": ((67, 67), (37, 71), (71, 37), (1, 83), (17, 300), (140, 24), (16, 16)),
     "batch": (2, 1, 3, 6, 9),
-    "gaps": ("none", "between", "lead", "tail", "all"),
+    "gaps": tuple(_GAPS),
     "max_seqlen": ("exact", "extent"),
     "heads": ((3, 3), (4, 2), (6, 2), (8, 1), (1, 1), (18, 18), (20, 10)),
     "head_dims": ((192, 128), (128, 128), (64, 32), (256, 256), (96, 64), (192, 256)),
@@ -156,20 +172,18 @@ def _lengths(row: Row) -> dict[str, Any]:
     lengths_kv = tuple(max(least, round(most_kv * _PARTS_KV[b % 5])) for b in range(batch))
     if padded == "self":
         lengths_kv = lengths_q
+    elif most_q == most_kv and batch > 1:  # nothing but the lengths themselves tells the sides apart
+        lengths_kv = (lengths_q[-1], *lengths_q[:-1])
     given: dict[str, Any] = {"seqlens_q": lengths_q, "seqlens_kv": lengths_kv}
     if row["qkv_format"] != "thd":
-        rows_q, rows_kv = max(lengths_q) + 4, max(lengths_kv) + (4 if padded == "self" else 3)
+        rows_q, rows_kv = max(lengths_q) + 4, max(lengths_kv) + (4 if most_q == most_kv else 3)
         return given | {"rows_q": (rows_q,) * batch, "rows_kv": (rows_kv,) * batch}
+    gaps = _GAPS[row["gaps"]]
     if row["gaps"] in ("between", "all", "lead"):
-        more = 0 if row["gaps"] == "lead" else 1
-        given["rows_q"] = tuple(length + more * (3 + b % 2) for b, length in enumerate(lengths_q))
+        given["rows_q"] = tuple(length + gaps.behind[b % 2] for b, length in enumerate(lengths_q))
         step = 0 if padded == "self" else 1
-        given["rows_kv"] = tuple(length + more * (3 + (b + step) % 2) for b, length in enumerate(lengths_kv))
-    if row["gaps"] in ("lead", "all"):
-        given["lead"] = 5
-    if row["gaps"] in ("tail", "all"):
-        given["tail"] = 9
-    return given
+        given["rows_kv"] = tuple(length + gaps.behind[(b + step) % 2] for b, length in enumerate(lengths_kv))
+    return given | {"lead": gaps.lead, "tail": gaps.tail}
 
 
 def _aspects(row: Row) -> Mapping[str, Any]:

@@ -66,10 +66,10 @@ def check_hopeless(suite: BackendConformance) -> None:
     plain = next(iter(suite.plain_cases()), Case("plain"))
     request = plain.request(suite.device)
     before = suite._answer(request)
-    for changes in HOPELESS:
-        decision = suite._answer(request.replace(**changes))
+    for changes, is_training in itertools.product(HOPELESS, (True, False)):
+        decision = suite._answer(request.replace(**changes, is_training=is_training))
         if not isinstance(decision, Refused):
-            words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            words = ", ".join(f"{name}={value!r}" for name, value in (*changes.items(), ("is_training", is_training)))
             checks.fail(
                 f"{suite.backend} accepts {words}, for which no hook is given tensors; refuse it. "
                 "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"

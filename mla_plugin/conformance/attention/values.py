@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _DTYPES = (torch.bfloat16, torch.float16)
 _UNLIKE = ((torch.bfloat16, 1), (torch.float16, 3), (torch.float32, 2), (torch.bfloat16, 2), (torch.float32, 4))
 """Dtypes and heads of calls that follow one another."""
+_HIDING: tuple[dict[str, Any], ...] = (
+    {"attn_mask_type": "causal"},
+    {"attn_mask_type": "no_mask", "window_size": (5, 3)},
+    {"attn_mask_type": "arbitrary", "mask_shape": "bhss"},
+)
+"""What hides keys."""
 
 
 def check_values(suite: BackendConformance) -> None:
@@ -36,6 +42,7 @@ def check_values(suite: BackendConformance) -> None:
         for name, other in _variants(call):
             _check(suite, plan, other, name)
         _check_nan(suite, plan, call)
+    _check_low_scores(suite)
     _check_infinite_dlse(suite)
 
 
@@ -46,6 +53,11 @@ def _cases(suite: BackendConformance) -> Iterator[Case]:
     for case, dtype in zip(plain, _DTYPES, strict=False):
         if case.dtype != dtype:
             yield replace(case, dtype=dtype, name=f"{case.name} in {dtype}")
+    yield from _with_more_tensors(plain)
+
+
+def _with_more_tensors(plain: list[Case]) -> Iterator[Case]:
+    """One whose lse is used, one with a bias, one with a mask."""
     for case in plain[:1]:
         yield replace(case, name=f"{case.name} with lse", return_lse=True)
     for case in [case for case in plain if not case.is_packed][:1]:
@@ -166,6 +178,35 @@ def _check_nan(suite: BackendConformance, plan: Plan, call: Call) -> None:
     checks.check_error("out beside a query with NaN", found, out)
 
 
+def _check_low_scores(suite: BackendConformance) -> None:
+    """Every score is -65536, so a key that is hidden by a lower one, and not by -inf, outweighs those that are seen.
+
+    The backward is left out: float32 tells lse apart by 0.004 there, and so weights by as much.
+    """
+    for case in _plain(suite):
+        for options in _HIDING[: 2 if case.is_packed else None]:
+            given = dict(options)
+            if case.is_packed:
+                given["attn_mask_type"] = {"no_mask": "padding", "causal": "padding_causal"}[options["attn_mask_type"]]
+            hiding = replace(case, name=f"{case.name} with scores of -65536, {given}", **given)
+            plan = suite.plan_of(hiding, is_training=False)
+            if plan is None:
+                continue
+            call = call_of(suite, hiding, plan.request)
+            call = _with(call, q=lambda q: _with_first_column(torch.zeros_like(q), -1024.0))
+            call = _with(call, k=lambda k: _with_first_column(k.clone(), 1024.0))
+            call = replace(call, tensors=replace(call.tensors, softmax_scale=2.0**-4))
+            try:
+                checks.check_output(hiding, call.inputs, suite.hooks().forward(plan, call), call.expected())
+            except checks.ConformanceError as error:
+                checks.fail(f"{hiding.name}: {error}")
+
+
+def _with_first_column(x: torch.Tensor, value: float) -> torch.Tensor:
+    x[..., 0] = value
+    return x
+
+
 def _check_infinite_dlse(suite: BackendConformance) -> None:
     """The gradient of ``lse.square()`` is infinite where no key is seen; nothing of it reaches a gradient."""
     for plan, call in itertools.islice(_calls_with_blind_queries(suite), 1 if suite.is_slow else 3):
@@ -225,6 +266,10 @@ def check_surroundings(suite: BackendConformance) -> None:
         _check_like_calls(suite, case, plan)
         _check_inference_mode(suite, case)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+    for case in _with_more_tensors(plain):
+        plan = suite.plan_of(case)
+        if plan is not None:
+            surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
 
 
 def _unlike_call(suite: BackendConformance, case: Case, plan: Plan) -> tuple[Plan, Call]:

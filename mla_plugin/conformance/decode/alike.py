@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
@@ -25,6 +25,15 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"leftpads": (3, 0, 30)},
     {"causal": False, "leftpads": (0, 7, 33), "return_lse": False},
     {"causal": True, "softmax_scale": 0.3},
+)
+
+
+_LAYERS: tuple[dict[str, Any], ...] = (
+    {"seqlen_q": 1, "num_heads": 5},
+    {"seqlen_q": 3, "num_heads": 2},
+    {"seqlen_q": 3, "num_heads": 2, "causal": False},
+    {"seqlen_q": 1, "num_heads": 17, "dtype": torch.bfloat16},
+    {"seqlen_q": 2, "num_heads": 5, "return_lse": False},
 )
 
 
@@ -58,6 +67,19 @@ def check_orders(suite: DecodeConformance, case: DecodeCase) -> None:
                 given["q_rope"], given["q_nope_abs"] = _joined(tensors.q_rope, tensors.q_nope_abs, gap)
             words = f"with rope before the latents in {' and '.join(given)}, {gap} columns between them"
             _check(suite, case, tensors._replace(**given), words)
+
+
+def check_shared_lengths(suite: DecodeConformance, case: DecodeCase) -> None:
+    """One ``DecodeLengths`` for layers and steps that differ in all else, before an update and after it."""
+    if not case.has_seqlens_kv:
+        return
+    lengths = DecodeLengths((40, 9, 33), device=suite.device)
+    for given in ((40, 9, 33), (7, 41, 0)):
+        lengths.update(given)
+        for options in _LAYERS:
+            other = replace(case, lengths=given, rows=48, has_host_lengths=True, leftpads=None, **options)
+            tensors = _drawn(suite, other)._replace(lengths=lengths, seqlens_kv=lengths.seqlens_kv)
+            _check(suite, other, tensors, f"with a DecodeLengths that other calls have used, {options}")
 
 
 def _joined(first: torch.Tensor, second: torch.Tensor, gap: int) -> tuple[torch.Tensor, torch.Tensor]:

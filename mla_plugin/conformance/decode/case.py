@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, quantised_rows, split_quantised
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, TILE, quantised_rows, split_quantised
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
@@ -17,9 +17,9 @@ from mla_plugin.hooks.decode import DecodeRequest
 CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
 SCALE = 0.0123
 """About that of caches in ``fp8``."""
-_TINY, _LARGE = 2.0**-12, 2.0**7
+_TINY, _LARGE, _TINIEST = 2.0**-12, 2.0**7, 2.0**-60
 """What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
-sequence, for scales above 1 beside tiny ones."""
+sequence, for scales above 1, and 128 columns of all, for scales far below those of the other columns."""
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -231,7 +231,9 @@ class DecodeCase:
                 20.0 * draw.uniform(tokens.shape) - 16.5 - 12.0 * draw.uniform(tokens.shape[:2])[..., None].round()
             )
             tokens = (tokens.sign() * exponents.exp2()).to(tokens.dtype) * self._magnitude
-            tokens[1::2] *= _LARGE if self.kv_cache_format == FP8_DS_MLA else 1.0
+            if self.kv_cache_format == FP8_DS_MLA:
+                tokens[1::2] *= _LARGE
+                tokens[..., TILE : 2 * TILE] *= _TINIEST
         shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison

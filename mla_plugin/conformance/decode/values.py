@@ -107,6 +107,12 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
     yield "products beyond float16's numbers", replace(case, softmax_scale=scale), beyond
     for scale in (4.0, 2.0**8, 2.0**-20):
         yield f"a softmax_scale of {scale:.3g}", case, drawn(replace(case, softmax_scale=scale))
+    q_nope_abs, q_rope, c_kv = torch.zeros_like(tensors.q_nope_abs), zeros[1], tensors.c_kv.clone()
+    q_nope_abs[..., 0], c_kv[..., 0] = -1024.0, 1024.0
+    low = tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, c_kv=c_kv, softmax_scale=2.0**-4)
+    yield "scores of -65536", replace(case, softmax_scale=2.0**-4), low
+    if tensors.page_table is not None:
+        yield "one page for all keys", case, tensors._replace(page_table=torch.ones_like(tensors.page_table))
     if case.has_seqlens_kv:
         empty = replace(case, lengths=(0,) * len(case.lengths), rows=case.capacity)
         yield "no keys at all", empty, drawn(empty)
@@ -117,13 +123,14 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
     tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
     out, lse = expected(tensors)
     b, head, row = (int(i) for i in lse.exact.isfinite().nonzero()[0])
-    spoilt = tensors.q_nope_abs.clone()
-    spoilt[b, row, head, 0] = torch.nan
-    found = suite.forward(plan, tensors._replace(q_nope_abs=spoilt)).out.clone()
-    if not bool(found[b, row, head].isnan().all()):
-        checks.fail(f"{case}: a query has NaN and its out does not; an error upstream must show")
-    found[b, row, head] = out.exact[b, row, head].to(found.dtype)
-    checks.check_error("out beside a query with NaN", found, out)
+    for name in ("q_nope_abs", "q_rope") if case.rope else ("q_nope_abs",):
+        spoilt = getattr(tensors, name).clone()
+        spoilt[b, row, head, 0] = torch.nan
+        found = suite.forward(plan, tensors._replace(**{name: spoilt})).out.clone()
+        if not bool(found[b, row, head].isnan().all()):
+            checks.fail(f"{case}: a query has NaN in {name} and its out does not; an error upstream must show")
+        found[b, row, head] = out.exact[b, row, head].to(found.dtype)
+        checks.check_error(f"out beside a query with NaN in {name}", found, out)
 
 
 def check_surroundings(suite: DecodeConformance) -> None:
@@ -172,6 +179,7 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
     for case, _ in plain_calls(suite):
         alike.check_alike(suite, case)
         alike.check_orders(suite, case)
+        alike.check_shared_lengths(suite, case)
 
 
 def _run(suite: DecodeConformance, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
