@@ -82,6 +82,19 @@ def check_shared_lengths(suite: DecodeConformance, case: DecodeCase) -> None:
             _check(suite, other, tensors, f"with a DecodeLengths that other calls have used, {options}")
 
 
+def check_low_scores(suite: DecodeConformance, case: DecodeCase) -> None:
+    """Every score is -65536, so a key that is hidden by a lower one, and not by -inf, outweighs those that are seen."""
+    if not case.has_seqlens_kv:
+        return
+    for leftpads in (None, (3, 0, 30)):
+        other = replace(case, lengths=(40, 9, 33), rows=48, seqlen_q=3, leftpads=leftpads, softmax_scale=2.0**-4)
+        tensors = _drawn(suite, other)
+        tensors.q_nope_abs.zero_()
+        tensors.q_rope.zero_()
+        tensors.q_nope_abs[..., 0], tensors.c_kv[..., 0] = -1024.0, 1024.0
+        _check(suite, other, tensors, "with scores of -65536")
+
+
 def _joined(first: torch.Tensor, second: torch.Tensor, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two tensors as parts of the rows of one."""
     between = first.new_full((*first.shape[:-1], gap), torch.nan)
