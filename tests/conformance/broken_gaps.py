@@ -90,4 +90,10 @@ DECODE = [
         + "\n    lengths = [max(lengths)] * batch if batch and request.profile and request.profile.spread == 1 else lengths",
     ),
     broken("fp8_scale_in_bfloat16", SCALED, SCALED.replace("t.kv_scale.to(exact)", "t.kv_scale.bfloat16().to(exact)")),
+    broken(
+        "keys_beyond_16_times_the_mean",
+        of_decode.LENGTHS,
+        of_decode.LENGTHS
+        + "\n    lengths = [min(n, 16 * request.profile.mean) for n in lengths] if request.profile else lengths",
+    ),
 ]

@@ -16,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 def borders() -> Iterator[DecodeCase]:
     """All of them, with their dtypes in their names."""
-    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs)
+    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs, _skewed)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = _DTYPES[index % 3]
         yield replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
@@ -52,3 +52,11 @@ def _many_programs() -> Iterator[DecodeCase]:
     yield DecodeCase("batch_48-heads_128", lengths=(3, 40, 0, 9) * 12, num_heads=128, rank=40, rope=8, page_size=16)
     expanded: dict[str, Any] = {"query_storage": "expanded_heads", "seqlen_q": 2, "rank": 72, "rope": 8}
     yield DecodeCase("expanded_heads_of_queries", page_size=16, **expanded)
+
+
+def _skewed() -> Iterator[DecodeCase]:
+    """One sequence far longer than the mean that a split may be chosen by."""
+    lengths: dict[str, Any] = {"lengths": (*((2,) * 20), 700, *((3,) * 20)), "has_host_lengths": True}
+    for page_size in (16, None):
+        name = "contiguous" if page_size is None else "paged"
+        yield DecodeCase(f"skewed-{name}", seqlen_q=2, page_size=page_size, rank=72, rope=8, **lengths)
