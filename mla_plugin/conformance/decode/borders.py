@@ -57,6 +57,7 @@ def _many_programs() -> Iterator[DecodeCase]:
 def _skewed() -> Iterator[DecodeCase]:
     """One sequence far longer than the mean that a split may be chosen by."""
     lengths: dict[str, Any] = {"lengths": (*((2,) * 20), 700, *((3,) * 20)), "has_host_lengths": True}
-    for page_size in (16, None):
-        name = "contiguous" if page_size is None else "paged"
-        yield DecodeCase(f"skewed-{name}", seqlen_q=2, page_size=page_size, rank=72, rope=8, **lengths)
+    lengths |= {"seqlen_q": 2, "rank": 72, "rope": 8}
+    yield DecodeCase("skewed-paged", page_size=16, **lengths)
+    yield DecodeCase("skewed-contiguous", **lengths)
+    yield DecodeCase("skewed-heads_40", page_size=64, num_heads=40, **lengths)
