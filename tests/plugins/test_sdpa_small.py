@@ -22,11 +22,15 @@ TAKEN: tuple[dict[str, Any], ...] = (
     {"head_dim_qk": 16, "head_dim_v": 24},
     {"qkv_format": "bhsd", "batch_size": 2},
     {"qkv_format": "sbhd", "batch_size": 2},
+    {"max_seqlen_q": 1, "max_seqlen_kv": 128, "attn_mask_type": "no_mask"},
+    {"max_seqlen_q": 5, "max_seqlen_kv": 2001, "attn_mask_type": "causal_bottom_right", "bottom_right_diagonal": True},
 )
 REFUSED: tuple[dict[str, Any], ...] = (
     {"head_dim_v": 24},
     {"num_kv_heads": 1},
     {"max_seqlen_q": 63, "max_seqlen_kv": 63},
+    {"max_seqlen_q": 63, "max_seqlen_kv": 127, "attn_mask_type": "no_mask"},
+    {"max_seqlen_q": 1, "max_seqlen_kv": 50_000, "attn_mask_type": "no_mask", "dtype": torch.bfloat16},
     {"max_seqlen_q": 513, "max_seqlen_kv": 513},
     {"max_seqlen_q": 65},
     {"max_seqlen_kv": 65},

@@ -65,7 +65,7 @@ def _sizes_of(request: AttentionRequest) -> Sizes:
 
 @functools.lru_cache(maxsize=4096)
 def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> ScoreTerms | None:
-    """The terms if the whole call is one part for the flash kernel; else None.
+    """The terms if the whole call is one part for ``small`` or the flash kernel; else None.
 
     Skips finding the groups, which takes as long as the kernel of such a small call.
     """
@@ -74,7 +74,8 @@ def _terms_of_tiny(request: AttentionRequest, softmax_scale: float) -> ScoreTerm
     tokens_q, tokens_kv = request.max_seqlen_q * request.num_heads, request.max_seqlen_kv * request.num_kv_heads
     of_keys = tokens_kv * max(request.head_dim_qk, request.head_dim_v)
     largest = request.batch_size * max(tokens_q * request.head_dim_qk, of_keys)
-    return ScoreTerms(softmax_scale, request.band) if largest <= TINY else None
+    is_one = largest <= TINY or small.takes(request)
+    return ScoreTerms(softmax_scale, request.band) if is_one else None
 
 
 def _parts(

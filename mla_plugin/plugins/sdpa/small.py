@@ -1,4 +1,4 @@
-"""Small calls of unequal head dims on the CPU: plain products of matrices, queries block by block.
+"""Calls of few scores and unequal head dims on the CPU: plain products of matrices, queries block by block.
 
 PyTorch's CPU flash kernel wants equal head dims, and its backward is slow: for 2 x 128 tokens of 8 heads, 192/128, it
 takes 1.3 times as long as this in float32, one core, and the forward 1.2 to 1.5 times. A causal block leaves out the
@@ -17,28 +17,36 @@ import torch
 
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.plugins.sdpa.ragged import is_ragged
 from mla_plugin.plugins.sdpa.terms import ScoreTerms
 
 MOST_SCORES = 1 << 19
 """2 MB in float32."""
-LEAST_QUERIES = 64
-"""With fewer the flash kernel is the faster one: 1.05 to 1.4 times at 1, 16 and 32 queries of 4 and 8 heads."""
+LEAST_QUERIES, LEAST_KEYS = 64, 128
+"""With fewer of both the flash kernel is the faster one: 1.05 to 1.4 times at 1, 16 and 32 queries of 4 and 8 heads."""
+MOST_ELEMENTS = {2: 1 << 21, 4: 1 << 23, 8: 1 << 22}
+"""Of the keys or values, by bytes of an element: those of 2 bytes are copied to float32. One query of 8 heads over 1000
+keys takes 0.25 (float32) and 0.45 (bfloat16) of the time that the flash kernel takes for the parts of such a call."""
 ROWS = 32
 """Queries of a block of a causal call."""
 
 
 @functools.lru_cache(maxsize=4096)
 def takes(request: AttentionRequest) -> bool:
-    """Unequal head dims, few scores, every key with one query head, and no row without keys.
+    """Dense, unequal head dims, few scores, every key with one query head, and no row without keys.
 
     With equal head dims, which need no padding, the flash kernel takes as long or less.
     """
     len_q, len_kv, band = request.max_seqlen_q, request.max_seqlen_kv, request.band
-    scores = request.batch_size * request.num_heads * len_q * len_kv
-    if request.head_dim_qk == request.head_dim_v or request.num_heads != request.num_kv_heads:
+    if request.head_dim_qk == request.head_dim_v or request.num_heads != request.num_kv_heads or is_ragged(request):
         return False
+    if len_q < LEAST_QUERIES and len_kv < LEAST_KEYS:
+        return False
+    sequences = request.batch_size * request.num_heads
+    largest = sequences * max(len_q, len_kv) * max(request.head_dim_qk, request.head_dim_v)
+    is_small = sequences * len_q * len_kv <= MOST_SCORES and largest <= MOST_ELEMENTS[request.dtype.itemsize]
     sees_keys = band.right < 0 or len_q == len_kv or (band.bottom_right and len_q < len_kv)
-    return len_q >= LEAST_QUERIES and scores <= MOST_SCORES and sees_keys
+    return is_small and sees_keys
 
 
 def _blocks(len_q: int, len_kv: int, terms: ScoreTerms) -> Iterator[tuple[int, int, int]]:
