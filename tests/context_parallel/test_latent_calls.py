@@ -60,7 +60,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "odd": ({"lengths": (5, 5)}, ValueError, "5 tokens of q on a rank; sequences are cut into 8 chunks"),
     "window": ({"window_size": (3, 3), "attn_mask_type": "no_mask"}, ValueError, "cp_comm_type='a2a' takes it"),
     "lengths": ({"lengths": (4, 8)}, ValueError, "4 queries and 8 keys on a rank; cp_comm_type='a2a' takes it"),
-    "longest": ({"max_seqlen_q": 7}, ValueError, "max_seqlen_q=7 with 8 tokens on each of 4 ranks; 32"),
+    "longest": ({"max_seqlen_q": 7}, ValueError, "max_seqlen_q=7 with 8 tokens on each of 4 ranks; expected 32"),
     "weights": ({"w_uk": torch.zeros(8, 20, 16, dtype=torch.float64)}, ValueError, "it looks transposed"),
     "mask": ({"attn_mask_type": "arbitrary"}, ValueError, "latent_attention takes no attention_mask"),
     "packed": ({"layout": "thd", "cu_seqlens_q": [0, 12, 32]}, ValueError, "padded to a multiple of 8"),
