@@ -1,11 +1,11 @@
-"""Few heads of keys over short sequences: the query heads that share a head of keys are divided among programs.
+"""Few KV heads over short sequences: the query heads that share a KV head are divided among dK/dV programs.
 
-A program of dK and dV has one tile of keys and sums over all query heads that share it. With 64 query heads over 4, or
-32 over one, a short sequence has fewer such programs than the GPU has SMs, or one program takes as long as all others
+A dK/dV program has one tile of keys and sums over all query heads that share it. With 64 query heads over 4, or 32 over
+one, a short sequence gives fewer such programs than a GPU has SMs, or one of them takes as long as all the others
 together: on an H200 the backward of (1, 32/1, 3000), 192/128, reached 0.22 of FlashAttention 4's speed.
 
-So each head of keys and values is repeated, every copy gets an equal share of the query heads, and the float32
-gradients of the copies are summed in a fixed order. The kernels see an ordinary call with more key-value heads.
+So each KV head is repeated, every copy gets an equal share of the query heads, and the gradients of the copies, in
+float32, are summed in a fixed order. The kernels see an ordinary call with more KV heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENOUGH = 0.8
 
 
 def _queries(kind: Kind, len_q: int, len_kv: int) -> Iterator[int]:
-    """How many queries see a tile of keys, tile by tile, in a sequence of these lengths."""
+    """For each tile of keys of a sequence of these lengths, the number of queries that see it."""
     left, right, _ = kind.band
     offset = kind.band.offset(len_q, len_kv)
     for start in range(0, len_kv, KEYS):
@@ -41,13 +41,13 @@ def _queries(kind: Kind, len_q: int, len_kv: int) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=4096)
 def copies(kind: Kind) -> int:
-    """Number of copies of each head of keys that balances the programs of dK and dV; 1: no copies."""
+    """Number of copies of each KV head that balances the dK/dV programs; 1: no copies."""
     group = kind.num_heads // kind.num_kv_heads
     if group == 1:
         return 1
     longest = max(_queries(kind, kind.seqlen_q, kind.seqlen_kv), default=0)
     mean_q, mean_kv = kind.seqlen_q, kind.seqlen_kv
-    if kind.layout.is_packed:  # the host knows the longest sequence and the sum
+    if kind.layout.is_packed:  # the host knows the longest length and the sum of all
         mean_q, mean_kv = (max(shape[0] // kind.num_sequences, 1) for shape in (kind.q_shape, kind.k_shape))
     total = sum(_queries(kind, mean_q, mean_kv)) * kind.num_kv_heads * kind.num_sequences
     imbalance = longest * multiprocessors(kind.device) / total if total else 0.0
