@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from mla_plugin import AttentionRequest, Platform
 from mla_plugin.hooks.attention import Plan
@@ -40,11 +39,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(monkeypatch, "flash_attn.cute.interface", **flash_attention_4.MEMBERS)
     install(monkeypatch, "sgl_kernel.flash_attn", flash_attn_varlen_func=flash_attention_3.sgl_flash_attn_varlen_func)
     install(monkeypatch, "vllm.vllm_flash_attn")
-    operators = torch.library.Library("_vllm_fa3_C", "DEF")
-    operators.define(flash_attention_3.VLLM_SCHEMA)
-    operators.impl("fwd", flash_attention_3.vllm_forward, "CPU")
-    yield
-    operators._destroy()
+    with flash_attention_3.vllm_operator():
+        yield
 
 
 def computed_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -334,3 +336,15 @@ def vllm_forward(*arguments: Any) -> list[torch.Tensor]:
     assert extra == [None, 1, 0, None]
     call = _call(q, k, v, scale, causal, (left, right), (cu_q, cu_k), (used_q, used_k), (max_q, max_k))
     return [*call.forward(torch.inf), torch.empty(0), torch.empty(0)]
+
+
+@contextlib.contextmanager
+def vllm_operator() -> Iterator[None]:
+    """vLLM's operator on CPU tensors, until the context ends: the real binary wants its namespace too."""
+    operators = torch.library.Library("_vllm_fa3_C", "DEF")
+    operators.define(VLLM_SCHEMA)
+    operators.impl("fwd", vllm_forward, "CPU")
+    try:
+        yield
+    finally:
+        operators._destroy()

@@ -69,13 +69,9 @@ def sgl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The operator, until the test ends: the real binary wants its namespace too."""
     install(monkeypatch, "vllm.vllm_flash_attn")
-    operators = torch.library.Library("_vllm_fa3_C", "DEF")
-    operators.define(library.VLLM_SCHEMA)
-    operators.impl("fwd", library.vllm_forward, "CPU")
-    yield
-    operators._destroy()
+    with library.vllm_operator():
+        yield
 
 
 @pytest.mark.usefixtures("operators")
