@@ -1,0 +1,47 @@
+"""Runs the launch of a Gluon kernel on a CPU, as ``Launch`` would on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_plugin.kernels.launch import Launch
+from tests.kernels.gluon.memory import Descriptor
+from tests.kernels.gluon.translate import Program
+from tests.kernels.gluon.values import Pointer, as_value
+
+
+def _argument(x: Any, is_constant: bool) -> Any:
+    if is_constant or x is None:
+        return x
+    if isinstance(x, torch.Tensor):
+        return Pointer.of(x)
+    return Descriptor(x) if isinstance(x, TensorDescriptor) else as_value(x)
+
+
+def run(launch: Launch, *given: object, seed: int = 0) -> None:
+    """Every program of the grid, one after another."""
+    kernel = launch.kernel
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    values = dict(zip(kernel.arg_names, (*given, *launch.arguments), strict=True))
+    for n, index in enumerate(itertools.product(*(range(size) for size in launch.grid))):
+        arguments = {name: _argument(x, name in constants) for name, x in values.items()}
+        Program(launch.grid, index, 1000 * seed + n, bool(launch.options.get("launch_pdl"))).run(kernel, arguments)
+
+
+def interpreting(seed: int) -> Callable[..., None]:
+    """``Launch.__call__``, with Gluon kernels here, in an order of partitions by ``seed``, others in Triton's."""
+    seeds = itertools.count(seed)
+
+    def call(self: Launch, *arguments: object) -> None:
+        if isinstance(self.kernel, GluonJITFunction):
+            run(self, *arguments, seed=next(seeds))
+        else:
+            self.kernel[self.grid](*arguments, *self.arguments, **self.options)
+
+    return call
