@@ -49,6 +49,24 @@ JOBS = (
 
 
 @dataclass(frozen=True)
+class DecodeJob:
+    """One kind of call of the decode kernel; page_size 0: contiguous."""
+
+    dtype: str = "bf16"
+    page_size: int = 64
+    is_causal: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique among all jobs."""
+        cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
+        return f"decode {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
+
+
+DECODE_JOBS = (DecodeJob(), DecodeJob(is_causal=True), DecodeJob("fp16", 0))
+
+
+@dataclass(frozen=True)
 class Loop:
     """A loop with matrix instructions that has no other such loop in it: counts of its instructions.
 
@@ -123,8 +141,28 @@ def columns(ptx: str) -> list[list[int]]:
     return list(found.values())
 
 
-def program(job: Job) -> Program:
+def decode_program(job: DecodeJob) -> Program:
+    """The decode kernel for this job."""
+    from triton.experimental.gluon import language as gl
+
+    from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
+    from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+
+    described = f"tensordesc<{job.dtype}[1, 64, 64],{gl.NVMMASharedLayout(128, 16, 3)!r}>"
+    types = dict.fromkeys(("desc_q", "desc_r", "desc_c", "desc_k"), described)
+    types |= {"Parts": f"*{job.dtype}", "Out": f"*{job.dtype}", "Lse": "*fp32"}
+    types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
+    constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
+    constants |= {"DEPENDENT": True, "REGISTERS": LOADING_REGISTERS}
+    if not job.page_size:
+        constants["page_table"] = None
+    return Program(90, hopper_decode_kernel, types, constants, {"num_warps": 4, "launch_pdl": True})
+
+
+def program(job: Job | DecodeJob) -> Program:
     """The kernel for this job."""
+    if isinstance(job, DecodeJob):
+        return decode_program(job)
     from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
     from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
     from mla_plugin.kernels.hopper.forward import attention_forward_kernel
@@ -193,4 +231,4 @@ def measured(program: Program) -> Found:
 
 
 if __name__ == "__main__":
-    print_results(program, JOBS, measured)
+    print_results(program, (*JOBS, *DECODE_JOBS), measured)

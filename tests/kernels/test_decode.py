@@ -10,7 +10,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mla_plugin import DecodeTensors
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
+from mla_plugin.kernels.decode import descriptors as decode_descriptors
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.descriptors import CacheDescriptors
 from tests.kernels.decode_cases import (
     DEVICE,
     DTYPES,
@@ -70,11 +72,11 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def describe_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptors need a tensor where those of a GPU need an address; all else is as on a GPU."""
     caches: dict[int, torch.Tensor] = {}
-    make = decode_launch._descriptors
+    make = CacheDescriptors.of
 
-    def remember(launches: decode_launch.Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -> object:
-        caches.update((x.data_ptr(), x) for x in (c_kv, k_rope))
-        return make(launches, c_kv, k_rope)
+    def remember(self: CacheDescriptors, tensors: DecodeTensors) -> object:
+        caches.update((x.data_ptr(), x) for x in (tensors.c_kv, tensors.k_rope))
+        return make(self, tensors)
 
     def describe(
         address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
@@ -82,8 +84,8 @@ def describe_for_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         base = caches[address].as_strided(shape, (*strides, 1)).view(dtype)
         return TensorDescriptor(base, list(shape), [*strides, 1], list(block))
 
-    monkeypatch.setattr(decode_launch, "_descriptors", remember)
-    monkeypatch.setattr(decode_launch, "descriptor", describe)
+    monkeypatch.setattr(CacheDescriptors, "of", remember)
+    monkeypatch.setattr(decode_descriptors, "descriptor", describe)
 
 
 @pytest.fixture
@@ -180,7 +182,7 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
     inputs = in_pages if page_size else contiguous(shape, torch.float16, lengths)
     check(inputs, is_causal)
     if decode_launch.device_of(inputs.c_kv.device).gpu_class == "Hopper":
-        assert (only_launches().descriptor_widths is not None) == (page_size != 16)
+        assert (only_launches().described is not None) == (page_size != 16)
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -192,17 +194,17 @@ def test_layers_with_caches_of_one_layout() -> None:
         tokens = torch.cat([c_kv[n], k_rope[m]], -1)
         check(replace(layers[0], c_kv=c_kv[n], k_rope=k_rope[m], tokens=tokens))
     if decode_launch.device_of(c_kv[0].device).gpu_class == "Hopper":
-        assert len(only_launches().descriptors) == 4
+        assert len(only_launches().described.made) == 4
 
 
 @pytest.mark.usefixtures("descriptors")
 def test_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may reallocate its cache repeatedly."""
-    monkeypatch.setattr(decode_launch, "_MAX_CACHES", 2)
+    monkeypatch.setattr(decode_descriptors, "MAX_CACHES", 2)
     layers = [contiguous((1, 1, 40, 64, 16, 130), torch.float16, seed=seed) for seed in range(5)]
     for layer in layers:
         check(layer)
-        assert len(only_launches().descriptors) <= 2
+        assert len(only_launches().described.made) <= 2
 
 
 @pytest.mark.usefixtures("descriptors")
@@ -226,7 +228,7 @@ def test_tiles_whose_scores_are_all_minus_infinity(rank: int, parts: int) -> Non
 def test_strides_that_descriptors_cannot_take() -> None:
     inputs = contiguous((1, 2, 40, 64, 17, 130), torch.float16)
     check(inputs)
-    assert only_launches().descriptor_widths is None
+    assert only_launches().described is None
 
 
 def test_a_length_beyond_the_cache_counts_as_all_of_it() -> None:

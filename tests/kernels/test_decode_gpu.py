@@ -200,7 +200,7 @@ def test_long_pieces_of_many_heads_read_by_descriptors() -> None:
     inputs = paged((2, 1, 128, 512, 64, 40000), 64, torch.bfloat16, [40000, 39999])
     check(inputs, is_causal=False)
     launches = list(decode_layout._known.values())[-1].kept["triton"]
-    assert (launches.descriptor_widths is not None) == (device.gpu_class in ("Hopper", "227 KiB"))
+    assert (launches.described is not None) == (device.gpu_class in ("Hopper", "227 KiB"))
 
 
 @pytest.mark.parametrize(("heads", "kernels"), [(16, 2), (128, 3)])

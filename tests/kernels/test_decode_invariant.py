@@ -131,7 +131,7 @@ def test_more_rows_than_a_tile_and_descriptors(heads: int, rank: int) -> None:
     assert_as_good_as_pytorch(*found, inputs, is_causal=True)
     assert_alone_as_among_others(inputs, found)
     by_descriptors = {
-        known.kept[invariant.kept_as(CHUNK)].descriptor_widths is not None for known in decode_layout._known.values()
+        known.kept[invariant.kept_as(CHUNK)].described is not None for known in decode_layout._known.values()
     }
     if decode_launch.device_of(inputs.c_kv.device).gpu_class == "Hopper":
         assert by_descriptors == {True}

@@ -10,7 +10,7 @@ import triton
 
 from mla_plugin.kernels.hopper.rule import TILES, TRITON_VERSIONS, plain_dq_because
 from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
-from tests.kernels.hopper_compiler import JOBS, Job
+from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, DecodeJob, Job
 
 pytestmark = [
     pytest.mark.xdist_group("compiler"),
@@ -119,3 +119,19 @@ def test_every_column_is_copied_once(job: Job, compiled: dict[str, Any]) -> None
     times = 1 if kernel_of(job) == "wide backward_kv" else 2
     own = [times * of_queries] if job.kernel == "forward" else [times * of_queries, times * of_values]
     assert compiled[job.name]["columns"] == [*own, of_queries, of_values]
+
+
+@pytest.mark.parametrize("job", DECODE_JOBS, ids=lambda job: job.name)
+def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
+    """Each warpgroup's loop over two tiles has 36 products of scores, of its own tile, and 4 of each tile's values."""
+    found = compiled[job.name]
+    assert found["shared"] <= PER_BLOCK[90]
+    assert found["spills"] <= 10
+    assert found["undefined_reads"] == []
+    assert found["waits"] == 9  # three in each loop, and for a last tile alone: two of its owner, one of the other
+    assert len(found["loops"]) == 2
+    for loop in found["loops"]:
+        assert (loop["products"], loop["waits"], loop["exponentials"], loop["local"]) == (44, 3, 36, 0)
+    halves = list(range(0, 256, 64)), list(range(256, 512, 64))
+    every = halves[0] + halves[1]
+    assert found["columns"] == [every, [0], every + halves[1] + halves[0], [0, 0]]

@@ -15,7 +15,7 @@ from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 from tests.kernels.hopper_draws import Draw, draw
 from tests.kernels.prefill_oracle import attend
-from tests.kernels.test_hopper_gpu import MASKS, OTHERS, dense_call, packed_call
+from tests.kernels.test_hopper_gpu import DEVICE, MASKS, OTHERS, dense_call, packed_call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,13 +41,13 @@ def gradients(
     q, k, v, scale, packing = given
     out, lse = forward(*given)
     if dout is None:
-        dout = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
+        dout = torch.randn(out.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(q.dtype)
     assert plain_dkv_for(Kind.of(q, k, v, scale, packing), dout.stride()) is None
     return backward(q, k, v, out, lse, dout, dlse, scale, packing)
 
 
 def check(given: Draw) -> None:
-    found = [x.cpu().double() for x in gradients(given.on("cuda"), *given.gradients_on("cuda"))]
+    found = [x.cpu().double() for x in gradients(given.on(DEVICE), *given.gradients_on(DEVICE))]
     q, k, v, dout = (x.nan_to_num(0.0) for x in (given.q, given.k, given.v, given.dout))
     out, _, *wanted = attend(given.call, q, k, v, dout, given.dlse)
     allowed = of_rounded_out(given, out)

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from mla_plugin.kernels.decode.kernel import decode_kernel
+from mla_plugin.kernels.hopper.rule import unfit_device_because
 from mla_plugin.kernels.tiles import gpu_class
 
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
@@ -23,6 +24,7 @@ class Device(NamedTuple):
         has_descriptors: tensor descriptors (TMA).
         has_dependent_launch: a kernel may start before the previous one has ended.
         e4m3_conversion: how e4m3 bytes are converted, see ``from_e4m3``.
+        has_gluon: Gluon kernels can run, see ``unfit_device_because``.
     """
 
     gpu_class: str
@@ -30,6 +32,7 @@ class Device(NamedTuple):
     has_descriptors: bool
     has_dependent_launch: bool
     e4m3_conversion: str = "instruction"
+    has_gluon: bool = False
 
 
 @functools.cache
@@ -48,4 +51,6 @@ def device_of(device: torch.device) -> Device:
     name = gpu_class(capability, properties.shared_memory_per_block_optin)
     is_hopper_or_newer = capability >= (9, 0)
     conversion = "instruction" if capability >= (8, 9) else "bits"
-    return Device(name, properties.multi_processor_count, is_hopper_or_newer, is_hopper_or_newer, conversion)
+    has_gluon = unfit_device_because(capability, triton.__version__) is None
+    processors = properties.multi_processor_count
+    return Device(name, processors, is_hopper_or_newer, is_hopper_or_newer, conversion, has_gluon)

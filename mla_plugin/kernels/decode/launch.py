@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
-from mla_plugin.arguments.decode_layout import Known, starts_aligned
+from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
+from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors, strides_of
 from mla_plugin.kernels.decode.device import Device as Device
 from mla_plugin.kernels.decode.device import device_of as device_of
+from mla_plugin.kernels.decode.hopper import launch as hopper
+from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.kernel import decode_kernel
 from mla_plugin.kernels.decode.plan import plan_kernel
-from mla_plugin.kernels.descriptors import descriptor
+from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 
@@ -34,18 +35,12 @@ _GIVEN = (
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _NO_DESCRIPTORS = (None, None, None)
-_MAX_CACHES = 256  # of one layout: the layers of a model, each with its own
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_PIECES = 64
 _COMBINE_FEW_ROWS = 1024  # of all sequences
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
-
-
-def choose_parts(row_tiles: int, slots: int) -> int:
-    """Number of parts of all key tiles, so that ``row_tiles`` programs per part fill ``slots`` concurrent programs."""
-    return max(1, slots // max(row_tiles, 1))
 
 
 class Round(NamedTuple):
@@ -70,45 +65,22 @@ class Launches:
         out_shape, lse_shape: of the results.
         workspace: elements of the workspace of a round.
         rounds: run one after another, in one workspace.
-        descriptor_widths: columns of the descriptors of c_kv's two column blocks and of k_rope; None: read by pointers.
-        block_n: keys of a tile.
+        described: the descriptors of each call; None: the cache is read by pointers.
         cuda_index: of the device; None without CUDA.
         code: everything that determines the compiled code of the kernels; a process has few of them.
-        descriptors: by the addresses of c_kv and k_rope; looking them up one by one took 5 us of host time per call.
     """
 
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     workspace: int
     rounds: tuple[Round, ...]
-    descriptor_widths: tuple[int, int, int] | None
-    block_n: int
+    described: CacheDescriptors | hopper.Descriptors | None
     cuda_index: int | None
     code: tuple[object, ...]
-    descriptors: dict[tuple[int, int], tuple[TensorDescriptor | None, ...]] = field(default_factory=dict)
 
 
 _compiled: set[tuple[object, ...]] = set()
 """``Launches.code`` of kernels compiled in parallel; others are compiled one by one when first launched."""
-
-
-def _strides(cache: torch.Tensor) -> tuple[int, int]:
-    """(block, row) strides; the stride of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
-    row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
-    return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
-
-
-def _descriptors_can_read(cache: torch.Tensor) -> bool:
-    """Whether strides are multiples of 16 bytes, as the hardware requires."""
-    return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in _strides(cache))
-
-
-def _tiles_fit_descriptors(
-    tile: decode_tiles.DecodeTile, page_size: int, c_kv: torch.Tensor, k_rope: torch.Tensor
-) -> bool:
-    """Whether tiles are large enough to gain from descriptors, are within one page, and have suitable strides."""
-    fits = tile.block_m >= 64 and page_size % tile.block_n == 0
-    return fits and all(_descriptors_can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
 
 
 def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: int) -> int:
@@ -229,10 +201,10 @@ def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.D
     """The table's tile for so many rows."""
     itemsize = tensors.q_nope_abs.element_size()  # float32 products need their own tiles whatever the cache is
     itemsize = itemsize if itemsize == 4 else tensors.c_kv.element_size()
-    return decode_tiles.tile_for(device.gpu_class, itemsize, sum(_widths(tensors)), rows)
+    return decode_tiles.tile_for(device.gpu_class, itemsize, sum(widths_of(tensors)), rows)
 
 
-def _widths(tensors: DecodeTensors) -> tuple[int, int, int]:
+def widths_of(tensors: DecodeTensors) -> tuple[int, int, int]:
     """Padded columns of c_kv's two column blocks and of k_rope."""
     return (*split_head_dim(tensors.q_nope_abs.shape[-1]), _rope_columns(tensors.q_rope.shape[-1]))
 
@@ -240,18 +212,6 @@ def _widths(tensors: DecodeTensors) -> tuple[int, int, int]:
 def page_size_of(tensors: DecodeTensors) -> int:
     """0: contiguous."""
     return 0 if tensors.page_table is None else tensors.c_kv.shape[1]
-
-
-def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: decode_tiles.DecodeTile) -> bool:
-    """Whether full tiles can be read by descriptors, and gain from it."""
-    c_kv, k_rope = tensors.c_kv, tensors.k_rope
-    return (
-        device.has_descriptors
-        and tensors.kv_cache_format == PLAIN
-        and starts_aligned(c_kv, k_rope)
-        and tensors.leftpad_kv is None
-        and _tiles_fit_descriptors(tile, page_size_of(tensors), c_kv, k_rope)
-    )
 
 
 def attend_launch(
@@ -270,7 +230,7 @@ def attend_launch(
     batch, seqlen_q, heads, _ = q_nope_abs.shape
     fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "capacity": tensors.capacity}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
-    fixed |= named_strides("c", "bn", _strides(c_kv)) | named_strides("k", "bn", _strides(k_rope))
+    fixed |= named_strides("c", "bn", strides_of(c_kv)) | named_strides("k", "bn", strides_of(k_rope))
     fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
     fixed |= _constants(tensors, device, tile, page_size, by_descriptors)
     stages = decode_tiles.stages_for(tile, page_size)
@@ -280,8 +240,7 @@ def attend_launch(
 
 def launches_of(
     tensors: DecodeTensors,
-    tile: decode_tiles.DecodeTile,
-    by_descriptors: bool,
+    described: CacheDescriptors | hopper.Descriptors | None,
     workspace: int,
     rounds: tuple[Round, ...],
     code: tuple[object, ...],
@@ -293,8 +252,7 @@ def launches_of(
         lse_shape=tensors.lse_shape,
         workspace=workspace,
         rounds=rounds,
-        descriptor_widths=_widths(tensors) if by_descriptors else None,
-        block_n=tile.block_n,
+        described=described,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *code),
     )
@@ -309,12 +267,22 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     row_tiles: int = triton.cdiv(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
-    is_long = batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS
-    by_descriptors = is_long and can_use_descriptors(tensors, device, tile)
+    can_describe = can_use_descriptors(tensors, device, tile, page_size_of(tensors))
+    few = hopper_rule.few_tiles_because(batch * key_tiles, slots)
+    is_hopper = can_describe and few is None and hopper.takes(tensors, device)
+    by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
-    attend = attend_launch(
-        decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, shared_out | {"PLANNED": tile.planned}
-    )
+    described: CacheDescriptors | hopper.Descriptors | None = None
+    if is_hopper:
+        described = hopper.Descriptors(tensors)
+        attend = hopper.attend_launch(
+            tensors, row_tiles * parts, parts, _OVERHEAD, page_size_of(tensors), options_of(device, 4)
+        )
+    else:
+        if by_descriptors:
+            described = CacheDescriptors(tile.block_n, widths_of(tensors))
+        planned = shared_out | {"PLANNED": tile.planned}
+        attend = attend_launch(decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, planned)
     plan, combine = None, None
     if tile.planned:
         plan = _plan_launch(device, batch, tensors.capacity, parts, rows, rank, tile.block_n)
@@ -322,28 +290,8 @@ def make_launches(tensors: DecodeTensors) -> Launches:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, rank)
     workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
     constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
-    code = (combine and combine.arguments[-4:-1], *constants.values())
-    return launches_of(tensors, tile, by_descriptors, workspace, (Round(plan, attend, combine),), code)
-
-
-def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
-    if width == 0:
-        return None
-    return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), _strides(cache), (1, block_n, width))
-
-
-def _descriptors(launches: Launches, c_kv: torch.Tensor, k_rope: torch.Tensor) -> tuple[TensorDescriptor | None, ...]:
-    """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns]."""
-    assert launches.descriptor_widths is not None
-    key = (c_kv.data_ptr(), k_rope.data_ptr())
-    found = launches.descriptors.get(key)
-    if found is None:
-        caches = zip((c_kv, c_kv, k_rope), launches.descriptor_widths, strict=True)
-        found = tuple(_described(cache, launches.block_n, width) for cache, width in caches)
-        if len(launches.descriptors) >= _MAX_CACHES:
-            launches.descriptors.clear()
-        launches.descriptors[key] = found
-    return found
+    code = (is_hopper, combine and combine.arguments[-4:-1], *constants.values())
+    return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
 
 
 def decode(
@@ -371,13 +319,13 @@ def decode(
         return out, lse
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, tensors.kv_scale)
-    descriptors = _NO_DESCRIPTORS if launches.descriptor_widths is None else _descriptors(launches, c_kv, k_rope)
     parts = q_nope_abs.new_empty(launches.workspace)
-    given = (
-        (parts, seqlens_kv, leftpad_kv),
-        (*inputs, parts, out, lse, *descriptors, scale),
-        (parts, out, lse),
-    )
+    descriptors = _NO_DESCRIPTORS if launches.described is None else launches.described.of(tensors)
+    if isinstance(launches.described, hopper.Descriptors):
+        attended: tuple[object, ...] = (parts, out, lse, page_table, seqlens_kv, *descriptors, scale)
+    else:
+        attended = (*inputs, parts, out, lse, *descriptors, scale)
+    given = ((parts, seqlens_kv, leftpad_kv), attended, (parts, out, lse))
     calls = [pair for of_round in launches.rounds for pair in zip(of_round, given, strict=True)]
     wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
     first = launches.rounds[0]

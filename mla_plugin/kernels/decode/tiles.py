@@ -128,6 +128,11 @@ def tile_for(gpu_class: str, itemsize: int, columns: int, rows: int) -> DecodeTi
     return next((tile for tile in fitting if rows <= tile.block_m), fitting[-1])
 
 
+def choose_parts(row_tiles: int, slots: int) -> int:
+    """Number of parts of all key tiles, so that ``row_tiles`` programs per part fill ``slots`` concurrent programs."""
+    return max(1, slots // max(row_tiles, 1))
+
+
 PAGES_OF_A_TILE = 4
 """A tile of at most so many whole pages loads one page number per page."""
 

@@ -50,6 +50,12 @@ def tile_layout(dtype):
 
 
 @gluon.constexpr_function
+def block_layout(dtype):
+    """The layout of a tile [1, rows, columns] of a cache or of the queries that decode."""
+    return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 3)
+
+
+@gluon.constexpr_function
 def matrix_layout(dtype):
     """The layout of the same memory as [rows, columns]."""
     return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)

@@ -39,6 +39,20 @@ TILES: dict[tuple[int, int], Tile] = {
 """The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
 
 
+def unfit_device_because(capability: tuple[int, int] | None, version: str | None) -> str | None:
+    """Why no Gluon kernel runs on a device; None: they do.
+
+    Args:
+        capability: of the device; None without one.
+        version: Triton's; None without it.
+    """
+    if capability != CAPABILITY:
+        return f"compute capability {capability}, the Hopper kernel needs {CAPABILITY}"
+    if version is None or ".".join(version.split(".")[:2]) not in TRITON_VERSIONS:
+        return f"Triton {version}, the Hopper kernel needs {' or '.join(TRITON_VERSIONS)}"
+    return None
+
+
 def plain_kernel_because(
     capability: tuple[int, int] | None,
     version: str | None,
@@ -51,14 +65,12 @@ def plain_kernel_because(
     """Why the plain kernel computes such calls, whatever their strides; None: see ``plain_kernel_for``.
 
     Args:
-        capability: of the device; None without one.
-        version: Triton's; None without it.
+        capability, version: as of ``unfit_device_because``.
         dtype, head_dim_qk, head_dim_v, batch_invariant: of the call.
     """
-    if capability != CAPABILITY:
-        return f"compute capability {capability}, the Hopper kernel needs {CAPABILITY}"
-    if version is None or ".".join(version.split(".")[:2]) not in TRITON_VERSIONS:
-        return f"Triton {version}, the Hopper kernel needs {' or '.join(TRITON_VERSIONS)}"
+    reason = unfit_device_because(capability, version)
+    if reason is not None:
+        return reason
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype}, the Hopper kernel needs bfloat16 or float16"
     if (head_dim_qk, head_dim_v) not in TILES:

@@ -12,9 +12,14 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+from mla_plugin.kernels.decode.hopper import rule
+from mla_plugin.kernels.decode.tiles import choose_parts
+from mla_plugin.kernels.hopper.rule import CAPABILITY, unfit_device_because
 from mla_plugin.plugins.triton import needs
 
 MAX_COLUMNS = 576
+MULTI_PROCESSORS = 132
+"""Of an H100 and an H200; assumed for ``explain`` where the platform does not say."""
 
 
 def _power_of_2(n: int) -> int:
@@ -51,7 +56,37 @@ def refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]:
 def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     """Take every layout of the cache, any page size, several query tokens and left padding."""
     reasons = tuple(refusals(request, platform))
-    return Refused(reasons) if reasons else Accepted(kv_cache_formats=(FP8, FP8_DS_MLA))
+    if reasons:
+        return Refused(reasons)
+    return Accepted(notes=tuple(_kernel(request, platform)), kv_cache_formats=(FP8, FP8_DS_MLA))
+
+
+def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
+    """Which kernel runs, on GPUs for which there are two; the strides of the queries are known in the call alone."""
+    if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
+        return
+    reason = unfit_device_because(CAPABILITY, platform.version("triton")) or _plain_because(request, platform)
+    yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
+
+
+def _plain_because(request: DecodeRequest, platform: Platform) -> str | None:
+    rows = request.seqlen_q * request.num_heads
+    reason = rule.plain_kernel_because(
+        request.dtype,
+        request.kv_lora_rank,
+        request.qk_rope_head_dim,
+        rows,
+        request.page_size,
+        kv_cache_format=request.kv_cache_format,
+        has_leftpad_kv=request.has_leftpad_kv,
+        has_aligned_rows=request.has_aligned_rows,
+        batch_invariant=request.batch_invariant,
+    )
+    if reason is not None:
+        return reason
+    tiles = request.batch_size * max(1, -(-request.max_seqlen_kv // rule.TILE))
+    processors = platform.multi_processor_count or MULTI_PROCESSORS
+    return rule.few_tiles_because(tiles, choose_parts(-(-rows // rule.TILE), processors))
 
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:

@@ -10,6 +10,7 @@ import triton
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode import launch
+from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
@@ -86,7 +87,8 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     if chunks == 1:
         slots = 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
-    by_descriptors = launch.can_use_descriptors(tensors, device, tile)
+    by_descriptors = can_use_descriptors(tensors, device, tile, launch.page_size_of(tensors))
+    described = CacheDescriptors(tile.block_n, launch.widths_of(tensors)) if by_descriptors else None
     found = []
     for n in range(rounds):
         fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size}
@@ -103,9 +105,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         plan = _plan_launch(tensors, device, chunk, fixed) if tile.planned else None
         found.append(launch.Round(plan, attend, _combine_launch(tensors, device, slots) if chunks > 1 else None))
     code = (chunk, rank, heads, tensors.causal, tile, launch.page_size_of(tensors), by_descriptors)
-    return launch.launches_of(
-        tensors, tile, by_descriptors, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1)
-    )
+    return launch.launches_of(tensors, described, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1))
 
 
 def kept_as(chunk: int) -> str:

@@ -1,0 +1,73 @@
+"""Tensor descriptors (TMA) of a cache: when they can read it, and those of each call."""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla_plugin.arguments.cache_format import PLAIN
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import starts_aligned
+from mla_plugin.kernels.decode.device import Device
+from mla_plugin.kernels.decode.tiles import DecodeTile
+from mla_plugin.kernels.descriptors import descriptor
+
+MAX_CACHES = 256
+"""Of one layout: the layers of a model, each with its own."""
+
+
+def strides_of(cache: torch.Tensor) -> tuple[int, int]:
+    """(block, row) strides; the stride of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
+    row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
+    return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
+
+
+def can_read(cache: torch.Tensor) -> bool:
+    """Whether the strides are multiples of 16 bytes, as the hardware requires."""
+    return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in strides_of(cache))
+
+
+def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: DecodeTile, page_size: int) -> bool:
+    """Whether full tiles can be read by descriptors, and gain from it: large ones within one page."""
+    c_kv, k_rope = tensors.c_kv, tensors.k_rope
+    return (
+        device.has_descriptors
+        and tensors.kv_cache_format == PLAIN
+        and starts_aligned(c_kv, k_rope)
+        and tensors.leftpad_kv is None
+        and c_kv.numel() > 0  # CUDA encodes no descriptor of an empty tensor
+        and tile.block_m >= 64
+        and page_size % tile.block_n == 0
+        and all(can_read(x) for x in (c_kv, k_rope) if x.shape[-1] > 0)
+    )
+
+
+def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescriptor | None:
+    if width == 0:
+        return None
+    return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_of(cache), (1, block_n, width))
+
+
+class CacheDescriptors:
+    """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns].
+
+    Attributes:
+        made: by the addresses of c_kv and k_rope; looking them up one by one took 5 us of host time per call.
+    """
+
+    def __init__(self, block_n: int, widths: tuple[int, int, int]) -> None:
+        self._block_n, self._widths = block_n, widths
+        self.made: dict[tuple[int, int], tuple[TensorDescriptor | None, ...]] = {}
+
+    def of(self, tensors: DecodeTensors) -> tuple[TensorDescriptor | None, ...]:
+        """Those of a call; None for a block without columns."""
+        c_kv, k_rope = tensors.c_kv, tensors.k_rope
+        key = (c_kv.data_ptr(), k_rope.data_ptr())
+        found = self.made.get(key)
+        if found is None:
+            caches = zip((c_kv, c_kv, k_rope), self._widths, strict=True)
+            found = tuple(_described(cache, self._block_n, width) for cache, width in caches)
+            if len(self.made) >= MAX_CACHES:
+                self.made.clear()
+            self.made[key] = found
+        return found

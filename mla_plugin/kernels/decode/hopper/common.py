@@ -1,0 +1,58 @@
+"""Shared by the warps of the Hopper decode kernel: sizes, barriers, and the keys of a piece."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
+
+from mla_plugin.kernels.decode import combine, plan
+from mla_plugin.kernels.hopper.common import ROWS, matrix_layout
+
+# functions of the plain kernels, compiled as Gluon: both sides must agree on the workspace
+load_plan = gluon.jit(plan.load_plan.fn)
+list_of_split = gluon.jit(combine.list_of_split.fn)
+lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
+_key_range = gluon.jit(plan.key_range.fn)
+_tiles_between = gluon.jit(plan.tiles_between.fn)
+
+gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
+
+KEYS = gl.constexpr(64)
+"""Keys of a tile."""
+HALF = gl.constexpr(256)
+"""Columns of c_kv that a computing warpgroup accumulates: half of the rank."""
+PANELS = gl.constexpr(9)
+"""Panels of 64 columns of a tile: four of each half of c_kv, then k_rope's."""
+PANELS_OF_HALF = gl.constexpr(4)
+
+
+@gluon.jit
+def panels_as_matrix(panels, first, COLUMNS: gl.constexpr):
+    """COLUMNS columns of 64 rows, from panel ``first`` on."""
+    return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
+
+
+@gluon.jit
+def piece_of(seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL: gl.constexpr):
+    """The piece of sequence ``b`` in this part, as ``decode_kernel`` computes it, but without left padding.
+
+    Args:
+        tile: row tile of the program.
+        at: where the sequence's tiles begin among those of all sequences.
+        size: tiles of a part.
+
+    Returns:
+        (length, tiles, low, high, steps): the sequence's keys and tiles; the piece is its tiles low .. high - 1, maybe
+        none; the first ``steps`` of them have a key that a row of the row tile sees.
+    """
+    _, _, length = _key_range(seqlens_kv, None, b, b < batch, capacity, KEYS)
+    tiles = _tiles_between(0, length, KEYS)
+    low = gl.maximum(part * size - at, 0)
+    high = gl.minimum(part * size + size - at, tiles)  # not above 0 where this part has the overhead alone
+    last = length
+    if CAUSAL:  # the last row of the tile sees most keys
+        last += gl.minimum((tile * ROWS + ROWS - 1) // num_heads + 1 - seqlen_q, 0)
+    last = gl.minimum(last, high * KEYS)
+    steps = gl.maximum(last - low * KEYS + KEYS - 1, 0) // KEYS
+    return length, tiles, low, high, steps

@@ -1,0 +1,109 @@
+"""The Hopper decode kernel: the same parts and pieces as ``decode_kernel``, in Gluon.
+
+Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, gdc_wait, list_of_split
+from mla_plugin.kernels.decode.hopper.computing import compute
+from mla_plugin.kernels.decode.hopper.loading import load
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout
+
+
+@gluon.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"])
+def hopper_decode_kernel(
+    Parts,
+    Out,
+    Lse,
+    page_table,
+    seqlens_kv,
+    desc_q,
+    desc_r,
+    desc_c,
+    desc_k,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_pt,
+    R: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
+
+    Descriptors of tiles [1, 64, 64]: desc_q over q_nope_abs as [B, rows, R], desc_r over q_rope as [B, rows, 64],
+    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. The
+    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+
+    Key tiles alternate between two stages, the even ones in stage 0. Barriers, and who arrives at them:
+
+    - q_full, q_empty: TMA has copied the queries of a piece; both warpgroups have read them.
+    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage;
+      the warpgroup of that half, which reads it last, has multiplied with it.
+    - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
+    - finished: both warpgroups have written the sums of a piece's rows.
+    """
+    if DEPENDENT:
+        gdc_wait()
+    dtype: gl.constexpr = desc_q.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_c.layout)
+    p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], row)
+    sums = gl.allocate_shared_memory(gl.float32, [4, ROWS], row)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    published = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    finished = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=2)
+    mbarrier.init(finished.index(0), count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(published.index(i), count=1)
+    fence_async_shared()
+    num_rows = seqlen_q * num_heads
+    row_tiles = gl.cdiv(num_rows, ROWS)
+    # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
+    unlisted = (batch > num_parts) & (gl.program_id(0) % row_tiles == 0)
+    entry = list_of_split(Parts, num_parts, num_rows, R) + 2 * (gl.program_id(0) // row_tiles)
+    gl.store(entry + 1, 0, mask=unlisted)
+    # fmt: off
+    tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
+    barriers = (q_full, q_empty, k_full, k_empty, published, finished)
+    gl.warp_specialize(
+        [
+            (compute, (
+                page_table, seqlens_kv, Parts, Out, Lse, tiles, barriers, softmax_scale,
+                batch, num_heads, seqlen_q, capacity, num_parts, overhead, 0, R, CAUSAL, DEPENDENT,
+            )),
+            (compute, (
+                page_table, seqlens_kv, Parts, Out, Lse, tiles, barriers, softmax_scale,
+                batch, num_heads, seqlen_q, capacity, num_parts, overhead, 1, R, CAUSAL, DEPENDENT,
+            )),
+            (load, (
+                desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers,
+                batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, R, PAGE_SIZE, CAUSAL,
+            )),
+        ],
+        [4, 1],
+        [240, REGISTERS],
+    )
+    # fmt: on

@@ -1,0 +1,87 @@
+"""Launches the Hopper decode kernel; which calls it takes is in rule.py, and for their strides here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import starts_aligned
+from mla_plugin.kernels.decode.descriptors import can_read, strides_of
+from mla_plugin.kernels.decode.device import Device
+from mla_plugin.kernels.decode.hopper import rule
+from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
+from mla_plugin.kernels.descriptors import Address
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+from mla_plugin.kernels.launch import Launch
+
+GIVEN = (*("Parts", "Out", "Lse", "page_table", "seqlens_kv", "desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),)
+_DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
+_MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
+
+
+def _rows_of(queries: torch.Tensor) -> torch.Tensor | None:
+    """Queries [B, S_q, H, D] as [B, S_q * H, D]; None: their rows have no common stride."""
+    batch, seqlen_q, heads, columns = queries.shape
+    of_batch, of_query, of_head, _ = queries.stride()
+    if seqlen_q > 1 and heads > 1 and of_query != heads * of_head:
+        return None
+    return queries.as_strided((batch, seqlen_q * heads, columns), (of_batch, of_head if heads > 1 else of_query, 1))
+
+
+def takes(tensors: DecodeTensors, device: Device) -> bool:
+    """Whether the kernel computes a call, given that descriptors can read its cache (``can_use_descriptors``)."""
+    q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
+    _, seqlen_q, heads, rank = q_nope_abs.shape
+    page_size = None if tensors.page_table is None else tensors.c_kv.shape[1]
+    if not device.has_gluon or not starts_aligned(q_nope_abs, q_rope):
+        return False
+    if rule.plain_kernel_because(q_nope_abs.dtype, rank, q_rope.shape[-1], seqlen_q * heads, page_size) is not None:
+        return False
+    return all(rows is not None and can_read(rows) for rows in (_rows_of(q_nope_abs), _rows_of(q_rope)))
+
+
+class Descriptors:
+    """The descriptors of calls of one layout that ``takes``, by the addresses of their tensors."""
+
+    def __init__(self, tensors: DecodeTensors) -> None:
+        self._layout = block_layout(_DTYPES[tensors.c_kv.dtype])
+        read = (_rows_of(tensors.q_nope_abs), _rows_of(tensors.q_rope), tensors.c_kv, tensors.k_rope)
+        self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``takes``
+        self._dtype = tensors.c_kv.dtype
+        self._made = functools.lru_cache(_MAX_DESCRIPTORS)(self._make)
+
+    def _make(self, which: int, address: int) -> TensorDescriptor:
+        shape, strides = self._shapes[which]
+        memory: Any = Address(address, self._dtype)
+        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, ROWS.value, PANEL.value], self._layout)
+
+    def of(self, tensors: DecodeTensors) -> tuple[TensorDescriptor, ...]:
+        """Those of q_nope_abs, q_rope, c_kv and k_rope."""
+        given = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
+        return tuple(self._made(which, x.data_ptr()) for which, x in enumerate(given))
+
+
+def attend_launch(
+    tensors: DecodeTensors, programs: int, parts: int, overhead: int, page_size: int, options: dict[str, int | None]
+) -> Launch:
+    """The launch of the kernel; the arguments of each call are ``GIVEN``.
+
+    Args:
+        programs: row tiles x ``parts``.
+        overhead: of a sequence, in tiles, as for ``plan_kernel``.
+        page_size: 0: contiguous.
+        options: of ``options_of``.
+    """
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
+    fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
+    fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
+    fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "REGISTERS": LOADING_REGISTERS}
+    return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)

@@ -1,0 +1,62 @@
+"""Which decode calls the Hopper kernel takes; all others run on the plain one. Does not import Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments.cache_format import PLAIN
+from mla_plugin.kernels.decode.tiles import tile_for
+
+DTYPES = (torch.bfloat16, torch.float16)
+RANK, ROPE = 512, 64
+"""Columns of c_kv and of k_rope."""
+TILE = 64
+"""Keys of a tile, and rows of one."""
+TILES_OF_A_PART = 2
+"""At least so many: on an H200 B 32, H 128, 1024 keys take 37 us, by the plain kernel 46; B 1, 8192 keys 22, 20.5."""
+
+
+def plain_kernel_because(
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    rows: int,
+    page_size: int | None,
+    *,
+    kv_cache_format: str = PLAIN,
+    has_leftpad_kv: bool = False,
+    has_aligned_rows: bool = True,
+    batch_invariant: bool = False,
+) -> str | None:
+    """Why the plain kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
+
+    Args:
+        rows: (query, head) pairs of a sequence.
+        dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
+    """
+    if batch_invariant:
+        return "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly"
+    if dtype not in DTYPES:
+        return f"{dtype}, the Hopper kernel needs bfloat16 or float16"
+    if kv_cache_format != PLAIN:
+        return f"kv_cache_format={kv_cache_format!r}, the Hopper kernel needs {PLAIN!r}"
+    if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
+        widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
+        return f"{widths}, the Hopper kernel needs {RANK} and {ROPE}"
+    if has_leftpad_kv:
+        return "leftpad_kv, which the Hopper kernel does not take"
+    if page_size is not None and page_size % TILE != 0:
+        return f"page_size={page_size}, the Hopper kernel needs a multiple of {TILE}"
+    if not has_aligned_rows:
+        return "rows of the cache that do not start on 16 bytes, TMA needs them to"
+    tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
+    if tile.block_m < TILE:
+        return f"{rows} (query, head) pairs of a sequence, the Hopper kernel needs more than {tile.block_m}"
+    return None
+
+
+def few_tiles_because(tiles: int, parts: int) -> str | None:
+    """Why the plain kernel computes calls of at most ``tiles`` key tiles in ``parts`` parts; None: it does not."""
+    if tiles < parts * TILES_OF_A_PART:
+        return f"{tiles} tiles of {TILE} keys in {parts} parts, the Hopper kernel needs {TILES_OF_A_PART} in each"
+    return None

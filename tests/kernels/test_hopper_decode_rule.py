@@ -1,0 +1,82 @@
+"""Which decode kernel the backend ``triton`` says will run, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mla_plugin import Platform
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.hooks.types import Accepted
+from mla_plugin.plugins.triton import decode
+from tests.requests import A100, H100
+
+REQUEST = DecodeRequest(torch.bfloat16, "cuda", 64, 1, 128, 512, 64, 4096, page_size=64, has_seqlens_kv=True)
+
+
+def note(platform: Platform, **changes: object) -> str:
+    accepted = decode.select(REQUEST.replace(**changes), platform)
+    assert isinstance(accepted, Accepted)
+    (found,) = accepted.notes
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"page_size": None}, {"seqlen_q": 4, "num_heads": 16, "causal": True}])
+def test_the_hopper_kernel(changes: dict) -> None:
+    assert note(H100, **changes) == "by the Hopper kernel"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"batch_invariant": True},
+            "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly",
+        ),
+        ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
+        ({"kv_cache_format": "fp8"}, "kv_cache_format='fp8', the Hopper kernel needs 'plain'"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank=256, qk_rope_head_dim=64, the Hopper kernel needs 512 and 64"),
+        ({"qk_rope_head_dim": 0}, "kv_lora_rank=512, qk_rope_head_dim=0, the Hopper kernel needs 512 and 64"),
+        ({"has_leftpad_kv": True}, "leftpad_kv, which the Hopper kernel does not take"),
+        ({"page_size": 96}, "page_size=96, the Hopper kernel needs a multiple of 64"),
+        ({"has_aligned_rows": False}, "rows of the cache that do not start on 16 bytes, TMA needs them to"),
+        ({"num_heads": 16}, "16 (query, head) pairs of a sequence, the Hopper kernel needs more than 16"),
+    ],
+)
+def test_the_plain_kernel_and_why(changes: dict, reason: str) -> None:
+    assert note(H100, **changes) == f"by the plain kernel: {reason}"
+
+
+def test_another_triton() -> None:
+    platform = dataclasses.replace(H100, packages=(("triton", "3.5.1"),))
+    assert note(platform) == "by the plain kernel: Triton 3.5.1, the Hopper kernel needs 3.6 or 3.7"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "max_seqlen_kv", "processors", "tiles"),
+    [
+        (66, 128, 132, None),
+        (65, 128, 132, 130),
+        (66, 64, 132, 66),
+        (1, 8384, 132, 131),
+        (1, 8385, 132, None),
+        (1, 8384, None, 131),
+        (1, 8384, 114, None),
+        (0, 0, 132, 0),
+    ],
+)
+def test_few_keys(batch_size: int, max_seqlen_kv: int, processors: int | None, tiles: int | None) -> None:
+    """128 heads are two tiles of rows, so there are half as many parts as multiprocessors."""
+    platform = dataclasses.replace(H100, multi_processor_count=processors)
+    found = note(platform, batch_size=batch_size, max_seqlen_kv=max_seqlen_kv)
+    few = f"by the plain kernel: {tiles} tiles of 64 keys in 66 parts, the Hopper kernel needs 2 in each"
+    assert found == ("by the Hopper kernel" if tiles is None else few)
+
+
+@pytest.mark.parametrize("platform", [A100, dataclasses.replace(H100, compute_capability=(10, 0))])
+def test_other_gpus_have_one_kernel(platform: Platform) -> None:
+    accepted = decode.select(REQUEST, platform)
+    assert isinstance(accepted, Accepted)
+    assert accepted.notes == ()
