@@ -33,7 +33,7 @@ class Marked(torch.Tensor):
 
 
 class Honest:
-    """A backend that looks whether the plan is for the request that the tensors make."""
+    """A backend that looks whether the plan, and what was kept, are for the request that the tensors make."""
 
     @mla_plugin.hookimpl
     def select_backend(self, request: Any, platform: Any) -> Accepted:
@@ -43,6 +43,8 @@ class Honest:
     def forward(self, plan: Any, tensors: DecodeTensors) -> DecodeOutput:
         assert plan.request == DecodeRequest.of(tensors, host=plan.request.host)
         q = tensors.q_nope_abs
+        aligned = decode_layout.starts_aligned(q, tensors.q_rope)
+        assert decode_layout.known_of(tensors).kept.setdefault("aligned", aligned) == aligned
         return DecodeOutput(torch.zeros_like(q), q.new_zeros(B, H, S_Q) if tensors.return_lse else None)
 
 
@@ -165,6 +167,7 @@ def quantised(**changes: Any) -> Call:
 
 FLAGS: dict[str, tuple[Call, Call]] = {
     "starts_aligned": (call(backend="honest"), call(backend="honest", c_kv=off_16_bytes(call()["c_kv"]))),
+    "queries_aligned": (call(backend="honest"), call(backend="honest", q_rope=off_16_bytes(call()["q_rope"]))),
     "is_joined": (
         call(backend="honest", **columns()),
         call(backend="honest", **(columns() | {"k_rope": columns()["k_rope"]})),

@@ -29,6 +29,7 @@ class DecodeLayout(NamedTuple):
     Attributes:
         q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv: ``TENSOR_ATTRIBUTES`` of these tensors.
         starts_aligned: c_kv and k_rope start on 16-byte boundaries.
+        queries_aligned: so do q_nope_abs and q_rope.
         is_joined: they are columns of one tensor.
         causal, return_lse, kv_cache_format: as in ``DecodeTensors``. The format says what ``kv_scale`` is.
     """
@@ -41,15 +42,16 @@ class DecodeLayout(NamedTuple):
     seqlens_kv: TensorLayout | None
     leftpad_kv: TensorLayout | None
     starts_aligned: bool
+    queries_aligned: bool
     is_joined: bool
     causal: bool
     return_lse: bool
     kv_cache_format: str
 
 
-def starts_aligned(c_kv: torch.Tensor, k_rope: torch.Tensor) -> bool:
+def starts_aligned(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Both start on a 16-byte boundary."""
-    return (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0
+    return (x.data_ptr() | y.data_ptr()) % 16 == 0
 
 
 def _of(x: torch.Tensor) -> TensorLayout:
@@ -68,6 +70,7 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
         seqlens_kv if seqlens_kv is None else _of(seqlens_kv),
         leftpad_kv if leftpad_kv is None else _of(leftpad_kv),
         starts_aligned(c_kv, k_rope),
+        starts_aligned(q_nope_abs, q_rope),
         are_joined(c_kv, k_rope),
         causal,
         return_lse,

@@ -158,7 +158,10 @@ def _add_request(group: Any) -> None:
     )
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16 by default")
     group.add_argument("--format", choices=LAYOUTS, default="bshd", help="memory layout; bshd by default")
-    group.add_argument("--mask", choices=ATTN_MASK_TYPES, default="causal", help="causal by default")
+    masks = ", ".join(ATTN_MASK_TYPES)
+    group.add_argument(
+        "--mask", choices=ATTN_MASK_TYPES, default="causal", metavar="TYPE", help=f"one of {masks}; causal by default"
+    )
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window; -1 is unlimited")
     group.add_argument(
         "--dropout", type=_probability, default=0.0, metavar="P", help="dropout probability; 0 by default"
