@@ -129,26 +129,26 @@ def test_a_vllm_with_other_registries(monkeypatch, said):
     assert "has no attribute 'register_backend'" in said.text
 
 
-def card(capability):
+def platform_of(capability):
     """vLLM's CUDA platform on a device of this compute capability."""
 
-    class Card(NonNvmlCudaPlatform):
+    class Gpu(NonNvmlCudaPlatform):
         device_name = "stub"
 
         @classmethod
         def get_device_capability(cls, device_id=0):
             return DeviceCapability(*capability)
 
-    return Card
+    return Gpu
 
 
 def chosen(capability, backend=None, **changed):
-    return card(capability).get_attn_backend_cls(backend, AttentionSelectorConfig(**{**FIELDS, **changed}), 16)
+    return platform_of(capability).get_attn_backend_cls(backend, AttentionSelectorConfig(**{**FIELDS, **changed}), 16)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
-def test_by_name_on_every_card(capability, kv_cache_dtype):
+def test_by_name_on_every_gpu(capability, kv_cache_dtype):
     found = chosen(capability, registry.AttentionBackendEnum[NAME], kv_cache_dtype=kv_cache_dtype)
     assert found.endswith("decode.MLAPluginBackend")
 
@@ -195,7 +195,7 @@ def test_tokens_that_hold_their_scales_are_taken_where_prefill_reads_them(capabi
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-def test_cards_before_ampere_are_refused(capability):
+def test_gpus_before_ampere_are_refused(capability):
     ours = f"mla-plugin: compute capability {capability[0]}.{capability[1]}, expected 8.0 or newer"
     assert reasons(capability) == ["compute capability not supported", ours]
     with pytest.raises(ValueError, match=ours):
@@ -264,7 +264,7 @@ def test_prefill_takes_every_width(capability, widths):
 DIMENSIONS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def test_prefill_refuses_old_cards_and_float32():
+def test_prefill_refuses_old_gpus_and_float32():
     asked = MLAPrefillSelectorConfig(torch.float32, MLADimensions(**dict.fromkeys(DIMENSIONS, 64)))
     found = MLAPluginPrefillBackend.validate_configuration(DeviceCapability(7, 5), asked)
     assert found == ["compute capability 7.5 not supported", "dtype torch.float32 not supported"]
