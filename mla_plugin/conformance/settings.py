@@ -109,6 +109,14 @@ _SETTINGS: dict[str, Setting] = {
 }
 """Name to getter, setter, and the two values to test with; equal if another value would change results."""
 _PRECISION = "torch.get_float32_matmul_precision()"
+_READ_OFTEN = (
+    "torch.get_default_dtype()",
+    _PRECISION,
+    "torch.get_num_threads()",
+    "torch.are_deterministic_algorithms_enabled()",
+    "gc.isenabled()",
+)
+"""Those that take little time to read."""
 _variables: dict[str, str | None] = {}
 """Environment variables that calls have changed, and their previous values."""
 
@@ -215,6 +223,18 @@ def settings_kept() -> Iterator[None]:
     if (now := environment.variables()) != variables:
         changed = {name for name in {*variables, *now} if variables.get(name) != now.get(name)}
         _variables.update((name, variables.get(name)) for name in changed if name not in _variables)
+
+
+def read_often() -> dict[str, Any]:
+    """Settings that may be looked at before each operator: another thread sees them changed even for a while."""
+    return {name: _SETTINGS[name][0]() for name in _READ_OFTEN}
+
+
+def check_read_often(before: dict[str, Any]) -> None:
+    """Fail if one of them is no longer what it was."""
+    for name, now in read_often().items():
+        if now != before[name]:
+            fail(f"{name} is {now} during the call and was {before[name]} before; other threads see it, leave it alone")
 
 
 def _fail_of(name: str, before: object, now: object) -> None:

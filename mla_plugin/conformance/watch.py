@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
-from mla_plugin.conformance.settings import changed_variable, settings_kept
+from mla_plugin.conformance.settings import changed_variable, check_read_often, read_often, settings_kept
 
 _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
@@ -26,20 +26,23 @@ _ALLOCATIONS = frozenset(
 class PoisonedMemory(TorchDispatchMode):
     """Fills uninitialised floating-point tensors with NaN, so that elements that are never written are detected.
 
+    It also sees writes to inputs and changes of settings that are undone before the call ends.
+
     ``torch.utils.deterministic.fill_uninitialized_memory`` would do so too, but only together with deterministic
     algorithms, which change what is under test.
 
     Args:
-        inputs: tensors that no operator may write to, not even for a while: another thread may read them.
+        inputs: tensors that no operator may write to: another thread may read them.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor | None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owners = _owners(inputs or {})
+        self._owners, self._settings = _owners(inputs or {}), read_often()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        check_read_often(self._settings)
         for position, name in _written(func):
             x = args[position] if position < len(args) else (kwargs or {}).get(name)
             owner = self._owners.get(_address(x)) if isinstance(x, torch.Tensor) and x.numel() else None

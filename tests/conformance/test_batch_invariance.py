@@ -94,6 +94,7 @@ PREFILL = {
     "keys": (lambda t: t.k.shape[1], "out of queries 0 to 1 .* have other bits than in the prefill of the whole batch"),
     "queries": (lambda t: t.q.shape[1] if t.q.dim() == 4 else 0, "out of queries 0 to 1"),
     "batch": (lambda t: t.q.shape[0] if t.q.dim() == 4 and t.q.shape[1] == 190 else 2, "out of sequence 0"),
+    "more_than_4_sequences": (lambda t: t.q.dim() == 4 and len(t.q) > 4, "out of (sequence|queries) 0"),
     "packed": (lambda t: t.q.dim() if t.q.dim() == 3 else 0, "out of packed sequences"),
     "packed_tokens": (lambda t: t.q.dim() == 3 and len(t.q) != 380, "out of packed sequences"),
     "packed_longest": (lambda t: t.q.dim() == 3 and t.cu_seqlens_q.diff().max() != 190, "out of packed sequences"),

@@ -124,7 +124,8 @@ def request_of(case, tensors):
 
 def test_the_oracle_is_autograd_through_the_reference():
     """Two ways to the same numbers: formulas that are written out, and autograd."""
-    for case in SMALL[::7]:
+    with_sequences = [case for case in SMALL if case.batch_size]  # autograd has nothing to go back to without
+    for case in with_sequences[::7]:
         call = Call.of(case, case.request(), "cpu", generator(), PADDING_POISON)
         exact, gradients = attention_with_gradients(call.request, call.tensors, call.dout, call.dlse)
         out, lse = call.expected()

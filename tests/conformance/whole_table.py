@@ -22,6 +22,7 @@ from mla_plugin.conformance import BackendConformance, DecodeConformance, settin
 from tests.conformance import (
     broken_attention,
     broken_decode,
+    broken_extremes,
     broken_gaps,
     broken_hidden,
     broken_later,
@@ -43,7 +44,16 @@ GENERAL = {
     ),
     "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
 }
-_TABLES = (broken_later, broken_rare, broken_hidden, broken_state, broken_ported, broken_sizes, broken_gaps)
+_TABLES = (
+    broken_later,
+    broken_rare,
+    broken_hidden,
+    broken_state,
+    broken_ported,
+    broken_sizes,
+    broken_gaps,
+    broken_extremes,
+)
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
     "decode": (*broken_decode.BROKEN, *(fault for table in _TABLES for fault in table.DECODE)),

@@ -46,6 +46,7 @@ REFUSES = {
         for q in (1, 67)
         for mask in ("causal", "causal_bottom_right")
     },
+    **dict.fromkeys(("no_sequences-bshd-fp16", "no_sequences-bhsd-bf16"), "batch_size=0"),
     "bias": "bias_type=",
     "deterministic training": "deterministic=True",
     "head_dims=256/256": "head_dim_qk=256",

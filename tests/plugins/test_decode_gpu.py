@@ -31,7 +31,7 @@ class TestTriton(DecodeConformance):
     backend = "triton"
     device = "cuda"
     padding_poison = math.nan
-    refuses = MappingProxyType({"ranks=640/128": "take 768 columns"})
+    refuses = MappingProxyType({"ranks=640/128": "take 768 columns", "ranks=520/88": "take 1152 columns"})
 
 
 @pytest.mark.peer("FlashInfer")
@@ -65,10 +65,8 @@ class TestFlashAttention3(DecodeConformance):
     refuses = MappingProxyType(
         {
             "fp32": "dtype=torch.float32",
-            **dict.fromkeys(
-                [f"ranks={ranks}" for ranks in ("128/64", "96/16", "320/64", "72/8", "640/128", "13/7")],
-                "kv_lora_rank=",
-            ),
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("128/64", "96/16", "320/64", "72/8", "640/128", "13/7")},
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("136/40", "72/24", "520/88")},
             "ranks=512/0": "qk_rope_head_dim=0",
             "ranks=128/0": "kv_lora_rank=128",
             "leftpad": "has_leftpad_kv=True",

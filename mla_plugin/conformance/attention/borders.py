@@ -19,7 +19,7 @@ NARROW: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
 
 def borders() -> Iterator[Case]:
     """All of them, with their dtypes in their names."""
-    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs)
+    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs, _no_sequences)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = dtypes[index % 3]
@@ -86,3 +86,10 @@ def _many_programs() -> Iterator[Case]:
         summed: dict[str, Any] = {"bias_type": "post_scale_bias", "bias_shape": shape, "bias_requires_grad": True}
         summed |= {"seqlens_q": (9,) * 140, "seqlens_kv": (21,) * 140, "num_heads": 6, "num_kv_heads": 3}
         yield Case(f"bias_{shape}-batch_140", **summed, head_dim_qk=8, head_dim_v=8)
+
+
+def _no_sequences() -> Iterator[Case]:
+    """A batch of no sequence, as the last part of a batch that was divided may be."""
+    none: dict[str, Any] = {"seqlens_q": (), "seqlens_kv": (), "return_lse": True, **NARROW}
+    for qkv_format, mask in (("bshd", "causal"), ("sbhd", "padding"), ("bhsd", "no_mask"), ("thd", "padding_causal")):
+        yield Case(f"no_sequences-{qkv_format}", qkv_format, attn_mask_type=mask, **none)

@@ -13,6 +13,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS, Layout, lse_dtype
 from mla_plugin.arguments.mask import canonical_mask
 from mla_plugin.conformance.attention.draw import Draw, Storage
+from mla_plugin.conformance.attention.scores import Scores, scaled
 from mla_plugin.hooks.attention import AttentionRequest
 
 Side = Literal["q", "kv"]
@@ -26,9 +27,6 @@ one padded key that gets through outweighs all the others, while q @ k stays far
 """
 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-
-_SCORES = {"normal": (1.0, 1.0), "large": (40.0, 1.0), "overflow": (64.0, 64.0)}
-"""What q and k are multiplied by: scores of 100 and more, and products that float16 cannot hold unscaled."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Case:
             broadcast: ``bhss``, ``1hss``, ``bhs1``, or fewer dimensions, ``hss``, ``ss``.
         mask_shape: shape of the mask of mask type ``arbitrary``, spelled as a bias shape.
         softmax_scale: None for ``head_dim_qk ** -0.5``.
-        scores: ``large`` are 100 and more; ``overflow`` are products beyond float16 with a scale that tames them.
+        scores: see ``scores``; those of ``overflow`` have a scale that tames them.
         storage: memory of q, k and v, see ``draw``; ``packed`` is one tensor whose last dimension holds the three. The
             last dimension is always contiguous.
         storage_q, storage_k, storage_v: of one of them; None for ``storage``.
@@ -92,7 +90,7 @@ class Case:
     lead: int = 0
     lead_kv: int | None = None
     max_seqlen: Literal["exact", "extent", "beyond"] | None = None
-    scores: Literal["normal", "large", "overflow"] = "normal"
+    scores: Scores = "normal"
     storage_q: Storage | None = None
     storage_k: Storage | None = None
     storage_v: Storage | None = None
@@ -165,7 +163,7 @@ class Case:
             "more_queries": self._max_seqlen("q") > self._max_seqlen("kv"),
             "one_token": 1 in (*self.seqlens_q, *self.seqlens_kv),
             "empty_sequences": 0 in (*self.seqlens_q, *self.seqlens_kv),
-            "no_tokens": 0 in (self._max_seqlen("q"), self._max_seqlen("kv")),
+            "no_tokens": 0 in (self.batch_size, self._max_seqlen("q"), self._max_seqlen("kv")),
             "pad_between_seqs": self._pads_between_sequences,
             "lead": self.lead > 0 or bool(self.lead_kv),
             "tail": self.tail > 0,
@@ -209,7 +207,8 @@ class Case:
 
     def _extent(self, side: Side) -> int:
         """Tokens along the tensor: the packed total, or the rows of one sequence."""
-        return self._lead(side) + sum(self._rows(side)) + self.tail if self.is_packed else max(self._rows(side))
+        rows = self._rows(side)
+        return self._lead(side) + sum(rows) + self.tail if self.is_packed else max(rows, default=5)
 
     def _lead(self, side: Side) -> int:
         return self.lead if side == "q" or self.lead_kv is None else self.lead_kv
@@ -219,7 +218,7 @@ class Case:
             return self._extent(side) + 37
         if not self.has_padding or (self.max_seqlen or ("exact" if self.is_packed else "extent")) == "extent":
             return self._extent(side)
-        return max(self._lengths(side))
+        return max(self._lengths(side), default=0)
 
     @property
     def _shares_offsets(self) -> bool:
@@ -357,18 +356,18 @@ class Case:
         return torch.ones(padding.shape, dtype=torch.float64).masked_fill(padding, padding_poison)
 
     def _qkv(self, draw: Draw, padding_poison: float) -> list[torch.Tensor]:
-        sizes: tuple[tuple[Side, int, int, float], ...] = (
-            ("q", self.num_heads, self.head_dim_qk, _SCORES[self.scores][0]),
-            ("kv", self.num_kv_heads, self.head_dim_qk, _SCORES[self.scores][1]),
-            ("kv", self.num_kv_heads, self.head_dim_v, 1.0),
+        sizes: tuple[tuple[Side, int, int], ...] = (
+            ("q", self.num_heads, self.head_dim_qk),
+            ("kv", self.num_kv_heads, self.head_dim_qk),
+            ("kv", self.num_kv_heads, self.head_dim_v),
         )
-        values = []
-        for side, heads, head_dim, factor in sizes:
-            poison = self._factor(side, padding_poison).to(draw.device, self.dtype)
-            values.append(draw.normal(self._shape(side, heads, head_dim)) * factor * poison)
+        values = [draw.normal(self._shape(side, heads, head_dim)) for side, heads, head_dim in sizes]
+        scaled(self.scores, values[0], values[1], self._layout.tokens, self._scale, draw)
+        for x, (side, _, _) in zip(values, sizes, strict=True):
+            x.mul_(self._factor(side, padding_poison).to(draw.device, self.dtype))
         if self.storages == ("packed",) * 3:
             return draw.split(values)
-        return [draw.placed(x, storage, self._layout) for x, storage in zip(values, self.storages, strict=True)]
+        return draw.all_placed(values, self.storages, self._layout)
 
     def _offsets(self, draw: Draw) -> list[torch.Tensor | None]:
         """cu_seqlens_q, cu_seqlens_kv and both padded ones, as far as the case has them."""

@@ -1,4 +1,5 @@
-"""The catalogue of conformance cases: edges by hand, pairs by ``factors`` and ``sizes``, real sizes for CUDA devices.
+"""The catalogue of conformance cases: edges by hand, pairs by ``factors``, ``sizes``
+and ``extremes``, real sizes for CUDA devices.
 
 By hand stand the plainest calls and the sizes at the edges: lengths of 1, primes and the neighbours of 64 and 128, so
 that no tile size divides them all, sequences without tokens, the narrowest and the widest heads.
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_plugin.conformance.attention import sizes
+from mla_plugin.conformance.attention import extremes, sizes
 from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
@@ -52,17 +53,18 @@ def cases_for(accepts: Callable[[Case], bool], *, is_quick: bool = False, is_slo
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair, every fourth case of sizes, and the edges that cost little.
-        is_slow: every fourth case of sizes.
+        is_quick: every third pair, every fourth case of sizes and of extremes, and the edges that cost little.
+        is_slow: every fourth case of sizes and of extremes.
     """
     edges = _edges()
-    accepts_all = all(accepts(case) for case in (*edges, *_every_pair(), *_every_size()))
-    pairs, of_sizes = (
-        (_every_pair(), _every_size()) if accepts_all else (SPACE.cases(accepts), sizes.SPACE.cases(accepts))
-    )
+    spaces, every = (SPACE, sizes.SPACE, extremes.SPACE), (_every_pair(), _every_size(), _every_extreme())
+    if not all(accepts(case) for cases_of_one in (edges, *every) for case in cases_of_one):
+        every = tuple(space.cases(accepts) for space in spaces)  # type: ignore[assignment]
+    pairs, of_sizes, of_extremes = every
     if is_quick:
-        return (*(case for case in edges if case.cost <= QUICK_COST), *pairs[::3], *of_sizes[::4])
-    return (*edges, *pairs, *of_sizes[:: 4 if is_slow else 1])
+        return (*(case for case in edges if case.cost <= QUICK_COST), *pairs[::3], *of_sizes[::4], *of_extremes[::4])
+    step = 4 if is_slow else 1
+    return (*edges, *pairs, *of_sizes[::step], *of_extremes[::step])
 
 
 @functools.cache
@@ -73,6 +75,11 @@ def _every_pair() -> tuple[Case, ...]:
 @functools.cache
 def _every_size() -> tuple[Case, ...]:
     return sizes.SPACE.cases()
+
+
+@functools.cache
+def _every_extreme() -> tuple[Case, ...]:
+    return extremes.SPACE.cases()
 
 
 @functools.cache
@@ -92,7 +99,9 @@ def _edges() -> tuple[Case, ...]:
 @functools.cache
 def _catalogue() -> tuple[tuple[Case, frozenset[str]], ...]:
     """Every case, and its tags."""
-    return tuple((case, case.tags) for case in (*_edges(), *_every_pair(), *_every_size(), *_large()))
+    return tuple(
+        (case, case.tags) for case in (*_edges(), *_every_pair(), *_every_size(), *_every_extreme(), *_large())
+    )
 
 
 def _layouts() -> Iterator[Case]:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMS = (
-    ("bshd", (2, 2), (192, 128), (-1, -1)),
-    ("sbhd", (4, 2), (192, 128), (70, -1)),
-    ("bhsd", (2, 1), (64, 64), (-1, -1)),
-    ("bshd", (2, 2), (64, 64), (-1, -1)),
+    ("bshd", 2, (2, 2), (192, 128), (-1, -1)),
+    ("sbhd", 2, (4, 2), (192, 128), (70, -1)),
+    ("bhsd", 2, (2, 1), (64, 64), (-1, -1)),
+    ("bshd", 13, (2, 2), (64, 64), (-1, -1)),
 )
-"""Layout, heads, head dims and window."""
+"""Layout, sequences, heads, head dims and window."""
 ENDS = (1, 38, 64, 101, 190)
 """Where chunks end: one query alone, ends within tiles and on them."""
 PARTS = ((0, ENDS[-1]), (0, 0), (1, 101), (1, ENDS[-1]))
@@ -91,8 +91,8 @@ def check_batch_invariance(suite: BackendConformance) -> None:
 def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
     for dtype in DTYPES:
-        for qkv_format, (heads, kv_heads), (dim_qk, dim_v), window in FORMS:
-            shapes = ((2, ENDS[-1], *each) for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v)))
+        for qkv_format, batch, (heads, kv_heads), (dim_qk, dim_v), window in FORMS:
+            shapes = ((batch, ENDS[-1], *each) for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v)))
             q, k, v = (torch.randn(shape, generator=generator).to(suite.device, dtype) for shape in shapes)
             yield _Prefill(qkv_format, window, q, k, v)
 

@@ -52,7 +52,7 @@ class Draw:
         is_guarded: bool = True,
     ) -> None:
         self.dtype, self.device, self.generator = dtype, device, generator
-        self._guard = GUARD if is_guarded else 0
+        self.is_guarded, self._guard = is_guarded, GUARD if is_guarded else 0
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Standard normal numbers, contiguous, without guards."""
@@ -83,6 +83,14 @@ class Draw:
             first = values.narrow(axis, 0, min(1, values.shape[axis]))
             return self._like(first, first.shape).copy_(first).expand(values.shape)
         return self._view(values, storage, layout).copy_(values)
+
+    def all_placed(
+        self, values: Sequence[torch.Tensor], storages: Sequence[Storage], layout: Layout
+    ) -> list[torch.Tensor]:
+        """``placed`` for each, allocated in order with guards and in reverse without, so that no order is certain."""
+        order = range(len(values)) if self.is_guarded else reversed(range(len(values)))
+        found = {index: self.placed(values[index], storages[index], layout) for index in order}
+        return [found[index] for index in sorted(found)]
 
     def _view(self, values: torch.Tensor, storage: Storage, layout: Layout | None) -> torch.Tensor:
         shape, last = list(values.shape), values.dim() - 1

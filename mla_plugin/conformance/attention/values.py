@@ -42,6 +42,10 @@ def check_values(suite: BackendConformance) -> None:
         for name, other in _variants(call):
             _check(suite, plan, other, name)
         _check_nan(suite, plan, call)
+        of_tiles = replace(case, seqlens_kv=tuple(n + 267 for n in case.seqlens_kv), name=f"{case.name} with more keys")
+        plan = suite.plan_of(of_tiles)
+        if plan is not None:
+            _check_nan(suite, plan, call_of(suite, of_tiles, plan.request))
     _check_low_scores(suite)
     _check_infinite_dlse(suite)
 
@@ -133,6 +137,10 @@ def _biases(call: Call) -> Iterator[tuple[str, Call]]:
     vars(infinite)["oracle"] = hiding.oracle  # the same softmax
     yield "a bias of -inf that hides keys", infinite
     yield "a large bias of one sign", biased(64.0 * given.abs())
+    for lowest in (-30000.0, torch.finfo(call.case.dtype).min):
+        rows = given.clone()
+        rows[..., 1::3, :] = lowest
+        yield f"a bias of {lowest:.3g} for all keys of some queries, which are seen nevertheless", biased(rows)
 
 
 def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:

@@ -16,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 def borders() -> Iterator[DecodeCase]:
     """All of them, with their dtypes in their names."""
-    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs, _skewed)
+    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs, _skewed, _no_sequences)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = _DTYPES[index % 3]
         yield replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
@@ -61,3 +61,10 @@ def _skewed() -> Iterator[DecodeCase]:
     yield DecodeCase("skewed-paged", page_size=16, **lengths)
     yield DecodeCase("skewed-contiguous", **lengths)
     yield DecodeCase("skewed-heads_40", page_size=64, num_heads=40, **lengths)
+
+
+def _no_sequences() -> Iterator[DecodeCase]:
+    """A batch of no sequence, as the last part of a batch that was divided may be."""
+    for page_size in (16, None):
+        name = "contiguous" if page_size is None else "paged"
+        yield DecodeCase(f"no_sequences-{name}", lengths=(), rank=72, rope=8, page_size=page_size)

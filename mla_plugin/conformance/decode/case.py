@@ -12,6 +12,7 @@ from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.draw import Draw, Storage
+from mla_plugin.conformance.attention.scores import Scores, scaled
 from mla_plugin.hooks.decode import DecodeRequest
 
 CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
@@ -46,7 +47,7 @@ class DecodeCase:
         is_packed: c_kv and k_rope are views of one tensor, and so are the queries.
         is_large: a real size, for CUDA devices only.
         softmax_scale: 0.1353 is DeepSeek-V3's, where YaRN multiplies 192 ** -0.5 by 1.87.
-        scores: ``large`` are 100 and more.
+        scores: as in attention's ``scores``, of queries that are ready for the scale; ``large`` are 100 and more.
         numbers: of the cache; ``spread`` have every magnitude that a quantised cache tells apart, and tokens that are
             small as a whole.
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
@@ -82,7 +83,7 @@ class DecodeCase:
     is_packed: bool = True
     is_large: bool = False
     softmax_scale: float = 0.1353
-    scores: Literal["normal", "large"] = "normal"
+    scores: Scores = "normal"
     numbers: Literal["normal", "spread"] = "normal"
     query_storage: Storage = "contiguous"
     rope_storage: Storage | None = None
@@ -139,7 +140,7 @@ class DecodeCase:
         """Rows that the cache has for a sequence."""
         if not self.has_seqlens_kv:
             return max(self.lengths)
-        rows = max(self.lengths) + 5 if self.rows is None else self.rows
+        rows = max(self.lengths, default=0) + 5 if self.rows is None else self.rows
         return rows if self.page_size is None else -(-rows // self.page_size) * self.page_size
 
     @property
@@ -197,10 +198,16 @@ class DecodeCase:
             profile=self._profile,
             has_leftpad_kv=self.leftpads is not None,
             has_aligned_rows=self.has_aligned_rows,
-            has_joined_rows=self.kv_cache_format != FP8_DS_MLA and (self.is_packed or not self.rope),
+            has_joined_rows=self._has_joined_rows,
             return_lse=self.return_lse,
             kv_cache_format=self.kv_cache_format,
         )
+
+    @property
+    def _has_joined_rows(self) -> bool:
+        """Views of an empty cache have no place in memory."""
+        has_rows = self.page_size is not None or bool(self.lengths)
+        return self.kv_cache_format != FP8_DS_MLA and (not self.rope or (self.is_packed and has_rows))
 
     @property
     def _profile(self) -> Profile | None:
@@ -223,9 +230,11 @@ class DecodeCase:
         draw = Draw(self.dtype, torch.device(device), generator, is_guarded=is_guarded)
         batch, width = len(self.lengths), self.rank + self.rope
         queries = draw.normal((batch, self.seqlen_q, self.num_heads, width))
+        tokens = draw.normal((batch, self.capacity, width))
         if self.scores == "large":
             queries = queries * 20.0
-        tokens = draw.normal((batch, self.capacity, width))
+        else:
+            scaled(self.scores, queries, tokens, 1, self.softmax_scale, draw)
         if self.numbers == "spread":
             exponents = (
                 20.0 * draw.uniform(tokens.shape) - 16.5 - 12.0 * draw.uniform(tokens.shape[:2])[..., None].round()
@@ -275,7 +284,9 @@ class DecodeCase:
         if self.kv_cache_format != PLAIN:
             return self._quantised(draw, cache)
         whole_or_parts = (cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])
-        stored = [self._cache(draw, *each) for each in zip(whole_or_parts, self._cache_storages, strict=False)]
+        order = slice(None, None, 1 if draw.is_guarded else -1)  # neither lies before the other in all calls
+        places = list(zip(whole_or_parts, self._cache_storages, strict=False))[order]
+        stored = [self._cache(draw, *each) for each in places][order]
         if self.is_packed:
             return stored[0][..., : self.rank], stored[0][..., self.rank :], None
         return stored[0], stored[1], None

@@ -1,4 +1,6 @@
-"""The catalogue of decode cases: edges by hand, pairs by ``factors`` and ``sizes``, real sizes for CUDA devices."""
+"""The catalogue of decode cases: edges by hand, pairs by ``factors``, ``sizes`` and ``extremes``, real sizes for
+CUDA devices.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.attention.cases import QUICK_COST
-from mla_plugin.conformance.decode import sizes
+from mla_plugin.conformance.decode import extremes, sizes
 from mla_plugin.conformance.decode.borders import borders
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
@@ -29,7 +31,7 @@ REAL: dict[str, dict[str, Any]] = {
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
     """The small cases of a backend that accepts everything, or the large ones."""
-    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_size())
+    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_size(), *_every_extreme())
 
 
 def decode_cases_for(
@@ -39,15 +41,17 @@ def decode_cases_for(
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair, every fourth case of sizes, and the edges that cost little.
-        is_slow: every fourth case of sizes.
+        is_quick: every third pair, every fourth case of sizes and of extremes, and the edges that cost little.
+        is_slow: every fourth case of sizes and of extremes.
     """
-    pairs, of_sizes = _every_pair(), sizes.SPACE.cases(accepts)
-    if not all(map(accepts, (*_edges(), *pairs))):
-        pairs = SPACE.cases(accepts)
+    pairs, of_sizes, of_extremes = _every_pair(), sizes.SPACE.cases(accepts), _every_extreme()
+    if not all(map(accepts, (*_edges(), *pairs, *of_extremes))):
+        pairs, of_extremes = SPACE.cases(accepts), extremes.SPACE.cases(accepts)
     if is_quick:
-        return (*(case for case in _edges() if case.cost <= QUICK_COST), *pairs[::3], *of_sizes[::4])
-    return (*_edges(), *pairs, *of_sizes[:: 4 if is_slow else 1])
+        cheap = (case for case in _edges() if case.cost <= QUICK_COST)
+        return (*cheap, *pairs[::3], *of_sizes[::4], *of_extremes[::4])
+    step = 4 if is_slow else 1
+    return (*_edges(), *pairs, *of_sizes[::step], *of_extremes[::step])
 
 
 @functools.cache
@@ -58,6 +62,11 @@ def _every_pair() -> tuple[DecodeCase, ...]:
 @functools.cache
 def _every_size() -> tuple[DecodeCase, ...]:
     return sizes.SPACE.cases(lambda case: case.kv_cache_format == PLAIN)
+
+
+@functools.cache
+def _every_extreme() -> tuple[DecodeCase, ...]:
+    return extremes.SPACE.cases()
 
 
 @functools.cache

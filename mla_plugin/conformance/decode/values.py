@@ -37,7 +37,7 @@ def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]
         return (not case.return_lse, case.spare_pages, 0 if suite.is_slow else len(case.tags), case.cost)
 
     for case in sorted(suite.cases(), key=order):
-        if case.is_large or case.kv_cache_format != PLAIN or (case.page_size is None) in found:
+        if case.is_large or not case.lengths or case.kv_cache_format != PLAIN or (case.page_size is None) in found:
             continue
         request = case.request(suite.device)
         if isinstance(suite._answer(request), Accepted):
