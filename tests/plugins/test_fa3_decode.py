@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mla_plugin import reference
+from mla_plugin.arguments import decode_layout
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
@@ -92,7 +93,7 @@ class Emulated(DecodeConformance):
     refuses = MappingProxyType(
         {
             **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("128/64", "96/16", "320/64", "72/8", "72/24", "13/7")},
-            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("40/56", "64/16", "136/0")},
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("64/16", "136/0", "24/24", "8/8", "24/0")},
             "ranks=512/0": "qk_rope_head_dim=0",
             "ranks=128/0": "kv_lora_rank=128",
             "leftpad": "has_leftpad_kv=True",
@@ -194,3 +195,25 @@ def test_queries_that_do_not_start_on_16_bytes(monkeypatch: pytest.MonkeyPatch) 
 def test_an_operator_of_another_shape_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"relu.* has no argument q, k, v, q_v, seqused_k"):
         decode._vllm_operator(torch.ops.aten.relu.default)
+
+
+def test_the_lengths_of_a_whole_cache_are_made_once_for_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And others for another length, as at the next token."""
+    lengths: list[torch.Tensor] = []
+
+    def remembering(*tensors: torch.Tensor, **options: Any) -> Any:
+        lengths.append(options["cache_seqlens"])
+        return with_kvcache(*tensors, **options)
+
+    install(monkeypatch, "flash_attn_interface", flash_attn_with_kvcache=remembering)
+    monkeypatch.setattr(decode_layout, "_known", {})
+    plan = DecodePlan(request(), hopper("flash-attn-3"), "fa3")
+    for keys in (9, 9, 10):
+        q, cache = torch.randn(2, 1, 16, 576).half(), torch.randn(2, keys, 576).half()
+        given = DecodeTensors(
+            q[..., :512].contiguous(), q[..., 512:].contiguous(), cache[..., :512], cache[..., 512:], 0.1
+        )
+        exact = reference.decode(given).out
+        torch.testing.assert_close(fa3.forward(plan, given).out.double(), exact, atol=2e-3, rtol=2e-3)
+    assert [x.tolist() for x in lengths] == [[9, 9], [9, 9], [10, 10]]
+    assert lengths[0] is lengths[1]

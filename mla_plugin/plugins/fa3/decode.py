@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.layout import aligned
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import providers
+from mla_plugin.plugins.shared.dense import key_of_stream
 from mla_plugin.plugins.shared.refusals import batch_dependence
 
 RANKS = (256, 512)
@@ -56,9 +58,7 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     provider = providers.installed(platform)
     q_nope_abs, q_rope = aligned(tensors.q_nope_abs), aligned(tensors.q_rope)
     c_kv, k_rope = tensors.c_kv.unsqueeze(2), tensors.k_rope.unsqueeze(2)  # [pages or B, rows, 1, columns]
-    seqlens_kv = tensors.seqlens_kv
-    if seqlens_kv is None:
-        seqlens_kv = torch.full(c_kv.shape[:1], c_kv.shape[1], dtype=torch.int32, device=c_kv.device)
+    seqlens_kv = _whole_cache(tensors) if tensors.seqlens_kv is None else tensors.seqlens_kv
     library = provider.library()
     if isinstance(provider, providers.Vllm):
         queries_and_cache = (q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors.page_table)
@@ -79,6 +79,18 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     if not tensors.return_lse:
         return DecodeOutput(result[0] if isinstance(result, tuple) else result, None)
     return DecodeOutput(result[0], _lse(result[1]))
+
+
+def _whole_cache(tensors: DecodeTensors) -> torch.Tensor:
+    """The lengths [B], int32, of sequences that fill a contiguous cache: one launch for all layers of a step."""
+    c_kv, kept = tensors.c_kv, known_of(tensors).kept
+    key = key_of_stream("fa3 lengths", c_kv)
+    found = None if key is None else kept.get(key)
+    if found is None:
+        found = torch.full(c_kv.shape[:1], c_kv.shape[1], dtype=torch.int32, device=c_kv.device)
+        if key is not None:
+            kept[key] = found
+    return found
 
 
 def _lse(lse: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def kept_concatenated_forward(
     backend: str, tensors: AttentionTensors
 ) -> Callable[[AttentionTensors], AttentionOutput] | None:
     """``kept_forward`` for a library that takes packed sequences only."""
-    key = _of_stream(backend, tensors.q)
+    key = key_of_stream(backend, tensors.q)
     kept = tensors.kept
     forward = None if kept is None or key is None else kept.get(key)
     return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
@@ -55,12 +55,15 @@ def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Call
         return
     if rows.q is None:
         kept[backend] = _forward(make(), rows)
-    elif (key := _of_stream(backend, tensors.q)) is not None:
+    elif (key := key_of_stream(backend, tensors.q)) is not None:
         kept[key] = _concatenated_forward(make(), rows)
 
 
-def _of_stream(backend: str, x: torch.Tensor) -> str | None:
-    """The key of the current stream; None while it is captured in a CUDA graph, which must own what it reads."""
+def key_of_stream(backend: str, x: torch.Tensor) -> str | None:
+    """The key under which tensors are kept for later calls on the current stream, which sees them written.
+
+    None while the stream is captured in a CUDA graph, which must own what it reads.
+    """
     if not x.is_cuda:
         return f"{backend} on the CPU"
     if torch.cuda.is_current_stream_capturing():
