@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,11 @@ from mla_plugin.variables import VARIABLES, Value
 DESCRIPTION = "Report what is installed, missing or broken, with commands that fix it."
 
 EPILOG = """\
-exit status: 1 if something is broken; a missing optional package does not count.
+exit status: 1 if something is broken; a missing optional package does not
+count.
 
-example: mla-plugin doctor"""
+example: mla-plugin doctor
+         mla-plugin doctor --json"""
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ SECTIONS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command; it takes no arguments."""
+    """Add the command and its argument."""
     parser = commands.add_parser(
         "doctor",
         help="what is installed, missing or broken",
@@ -213,19 +216,24 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 when something is broken."""
-    print(
-        f"mla-plugin {mla_plugin.__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}"
-    )
-    broken = 0
-    for title, section in SECTIONS.items():
+    versions = {"mla-plugin": mla_plugin.__version__, "python": platform.python_version()}
+    versions["platform"] = f"{sys.platform} {platform.machine()}"
+    found = {title: list(section()) for title, section in SECTIONS.items()}
+    broken = sum(finding.state == "broken" for findings in found.values() for finding in findings)
+    if arguments.json:
+        sections = {title: [asdict(finding) for finding in findings] for title, findings in found.items()}
+        print(json.dumps({**versions, "broken": broken, "sections": sections}, indent=1))
+        return 1 if broken else 0
+    print("mla-plugin {mla-plugin}, Python {python}, {platform}".format(**versions))
+    for title, findings in found.items():
         print(f"\n{title}")
-        for finding in section():
-            broken += finding.state == "broken"
+        for finding in findings:
             print(f"  {finding.state:<8} {finding.text}")
             if finding.remedy:
                 print(f"  {'':<8} -> {finding.remedy}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from pathlib import Path
 
@@ -27,6 +28,21 @@ def test_the_report_has_every_section(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"torch {importlib.metadata.version('torch')}" in out
     assert "no variable is set" in out
     assert out.endswith("nothing is broken\n")
+
+
+def test_the_report_as_json_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BACKENDS", "sdpa")
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["broken"] == 1
+    assert list(report["sections"]) == list(doctor.SECTIONS)
+    findings = [finding for section in report["sections"].values() for finding in section]
+    assert all(f"{finding['state']:<8} {finding['text']}" in shown for finding in findings)
+    assert {"state", "text", "remedy"} == findings[0].keys()
+    (broken,) = (finding for finding in findings if finding["state"] == "broken")
+    assert broken["remedy"] == "unset MLA_PLUGIN_BACKENDS"
 
 
 DECLARED = ("fa2", "fa4", "flashinfer", "megatron", "transformers", "demo")
