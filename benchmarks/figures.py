@@ -35,6 +35,13 @@ NAMES = {
     "flashinfer": "FlashInfer",
 }
 """Backend to what people know it as."""
+VLLM_NAMES = {
+    "CUSTOM": OURS,
+    "TRITON_MLA": "vLLM's Triton kernel",
+    "FLASHMLA": "FlashMLA",
+    "FLASH_ATTN_MLA": "FlashAttention 3",
+}
+"""vLLM's names."""
 COLORS = {
     OURS: "#e4572e",
     KERNELS: "#f2a65a",
@@ -45,6 +52,7 @@ COLORS = {
     "PyTorch, memory-efficient": "#b08968",
     "FlashMLA": "#1f9e9e",
     "FlashInfer": "#c2508f",
+    "vLLM's Triton kernel": "#8a8f98",
     "mla_plugin": "#e4572e",
     "sdpa": "#3b82c4",
     "eager": "#8a8f98",
@@ -226,6 +234,18 @@ def _transformers(record: Record, axes: Iterable[Any]) -> None:
         _lines(axis, curves, unit, "tokens of context", title)
 
 
+def _vllm(record: Record, axes: Iterable[Any]) -> None:
+    contexts = sorted({cell["context"] for engine in record["engines"] for cell in engine["decode"]})[-2:]
+    for axis, context in zip(axes, contexts, strict=True):
+        groups: dict[str, dict[str, float]] = {}
+        for engine in record["engines"]:
+            name = VLLM_NAMES.get(engine["backend"], engine["backend"])
+            for cell in engine["decode"] if not engine["drafts"] else ():
+                if cell["context"] == context:
+                    groups.setdefault(f"batch {cell['batch']}", {})[name] = cell["tokens_per_s"] / cell["batch"]
+        _bars(axis, groups, "tokens/s of a request", f"vLLM, {context // 1024}k tokens of context")
+
+
 def _context_parallel(two: Record, four: Record, axes: Iterable[Any]) -> None:
     for axis, record in zip(axes, (two, four), strict=True):
         groups: dict[str, dict[str, float]] = {}
@@ -244,6 +264,7 @@ FIGURES_BY_NAME = {
     "decode": Figure(("decode_preference",), _decode),
     "decode_128_heads": Figure(("decode_preference",), _decode_of_many_heads),
     "transformers": Figure(("transformers_decode",), _transformers),
+    "vllm": Figure(("vllm_engine",), _vllm),
     "context_parallel": Figure(("context_parallel_x2", "context_parallel_x4"), _context_parallel),
 }
 
@@ -252,7 +273,7 @@ def versions(records: Iterable[Record]) -> str:
     """What was measured with what, a line a record."""
     lines = []
     for record in records:
-        packages = [f"{name} {record[name]}" for name in ("torch", "triton", "transformers") if name in record]
+        packages = [f"{name} {record[name]}" for name in ("vllm", "torch", "triton", "transformers") if name in record]
         lines.append(f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}")
     return "; ".join(dict.fromkeys(lines))
 

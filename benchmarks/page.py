@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures
+from benchmarks import figures, vllm_engine
 from benchmarks.measured_calls import attention_choice
 from mla_plugin.resolver.attention_measured import BACKENDS
 
@@ -32,6 +32,7 @@ CAPTIONS = {
     "decode_128_heads": "Rate at which the latent cache is read against the batch, 128 heads",
     "context_parallel": "Speedup over several GPUs",
     "transformers": "Tokens per second and memory in Hugging Face transformers",
+    "vllm": "Tokens per second of vLLM's engine, by decode backend",
 }
 """What each figure shows, for those who do not see it."""
 
@@ -54,7 +55,7 @@ def load(name: str, gpu: str = GPU) -> Record:
 
 def versions(record: Record) -> str:
     """What it was measured with."""
-    packages = [f"{name} {record[name]}" for name in ("torch", "triton", "transformers") if name in record]
+    packages = [f"{name} {record[name]}" for name in ("vllm", "torch", "triton", "transformers") if name in record]
     return f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}."
 
 
@@ -184,6 +185,20 @@ def transformers(record: Record) -> str:
         for row in record["rows"]
     ]
     return markdown(["context", *(f"{name} tokens/s" for name in names), *(f"{name} GiB" for name in names)], rows)
+
+
+def engines(record: Record) -> dict[str, object]:
+    """Tokens per second and milliseconds of a step, how greedy tokens agree, and a step of several query tokens."""
+    found = [vllm_engine.named(engine) for engine in record["engines"]]
+    drafted = [engine for engine in found if engine["drafts"]]
+    return {
+        "decode": vllm_engine.decode_table(found, 0),
+        "drafted": vllm_engine.decode_table(found, drafted[0]["drafts"]),
+        "agreement": "\n".join(f"- {line}" for line in list(vllm_engine.agreement_lines(found))[1:]),
+        "layers": record["model"]["layers"] or 27,
+        "kind": "dense MLPs" if record["model"]["dense"] else "a mixture of experts",
+        "queries": drafted[0]["drafts"] + 1,
+    }
 
 
 def padding(record: Record) -> str:
@@ -460,6 +475,33 @@ sequence, `generate`, tokens per second, and the peak of memory that `generate` 
             "transformers": transformers(record),
             "layers": record["model"]["num_hidden_layers"],
         },
+    ),
+    Section(
+        ("vllm_engine",),
+        """\
+## vLLM's engine
+
+{versions}
+
+`python -m benchmarks.vllm_engine`: DeepSeek-V2-Lite's shape with {layers} layers and {kind}, random weights, CUDA
+graphs; tokens per second, in brackets milliseconds of an engine's step and of the graph that it replays. The backends
+are vLLM's own and `{ours}`, this library. Requests decode over a cache of random latents.
+
+{vllm_figure}
+
+{decode}
+
+Steps of {queries} query tokens a request, as in speculative decoding. The n-grams of a random model are not accepted,
+and are searched on the host; compare the graphs:
+
+{drafted}
+
+Greedy tokens of five prompts of 5 to 8000 tokens, random weights: how many of 48 are equal before the first that
+differs, after which the contexts differ too. Every two backends differ like this:
+
+{agreement}
+""",
+        lambda record: {**engines(record), "ours": vllm_engine.OURS},
     ),
     Section(
         ("flash_padding",),
