@@ -15,6 +15,7 @@ import torch
 
 from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
+from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
@@ -42,7 +43,8 @@ def _nan_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decode_layout, "_known", {})
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
+    with products_by_row():
+        yield
     torch.use_deterministic_algorithms(False)
 
 

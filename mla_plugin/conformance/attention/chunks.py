@@ -12,6 +12,7 @@ import torch
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance import checks
+from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan
 from mla_plugin.hooks.types import Accepted
 
@@ -73,6 +74,7 @@ class _Prefill:
         )
 
 
+@products_by_row()
 def check_batch_invariance(suite: BackendConformance) -> None:
     """In each dtype, layout, width and with grouped heads, as far as the backend takes them; in one of each if slow."""
     for whole in _prefills(suite):

@@ -13,6 +13,7 @@ from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, VALUE_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted
 
@@ -27,6 +28,7 @@ BATCHES = ((1, 1, 16), (8, 1, 256), (16, 8, 64), (24, 2, 40), (48, 4, 64), (64, 
 _AT_MOST = 12
 
 
+@products_by_row()
 def check_batch_invariance(suite: DecodeConformance) -> None:
     """For accepted cases, cheap ones first, until each level of what matters was there; a slow backend gets four.
 
