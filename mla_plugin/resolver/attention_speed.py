@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
+from mla_plugin.kernels.hopper.rule import plain_kernel_because
 from mla_plugin.resolver.attention_measured import BACKENDS, MEASURED
 
 _BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
@@ -32,6 +33,16 @@ _OTHER_GPU = 0.1
 
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
+
+_PLAIN_KERNELS: Mapping[tuple[int, int], Mapping[str, float]] = {
+    (192, 128): {"forward": 1.42, "backward": 1.27},
+    (128, 128): {"forward": 1.40, "backward": 1.37},
+    (256, 256): {"forward": 1.37, "backward": 1.83},
+    (64, 64): {"forward": 1.07, "backward": 1.31},
+    (96, 64): {"forward": 1.07, "backward": 1.34},
+}
+"""Head dims of our Hopper kernels, and how many times as long our plain kernels take, which run under versions of
+Triton that the Hopper kernels do not support: geometric means on an H200, relative to the other backends."""
 
 
 def known_order(request: AttentionRequest, platform: Platform) -> tuple[str, ...]:
@@ -105,6 +116,7 @@ class _Measured(NamedTuple):
     """One line of the table: its coordinates, and each backend's log time relative to the fastest."""
 
     gpu: str
+    widths: tuple[int, int]
     place: tuple[float, ...]
     behind: dict[str, dict[str, float]]
 
@@ -115,7 +127,7 @@ def _parsed(gpu: str, line: str) -> _Measured:
     dim_qk, dim_v, heads, kv_heads, batch, seqlen = map(int, sizes)
     flags = (layout == "packed", repeats == "deterministic")
     call = _Call(dim_qk, dim_v, heads, kv_heads, batch, seqlen, seqlen, mask, *flags)
-    return _Measured(gpu, call.place, {"forward": _behind(forward), "backward": _behind(backward)})
+    return _Measured(gpu, (dim_qk, dim_v), call.place, {"forward": _behind(forward), "backward": _behind(backward)})
 
 
 def _behind(milliseconds: str) -> dict[str, float]:
@@ -130,18 +142,38 @@ def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
     return tuple(_parsed(gpu, line) for gpu, lines in gpus.items() for line in lines.split("\n") if line)
 
 
-def _estimates(platform: Platform, place: Sequence[float], direction: str) -> dict[str, float]:
-    """Each backend's log time relative to the fastest, interpolated from measured calls, nearest weighted most."""
+def _runs_plain_kernels(request: AttentionRequest, platform: Platform) -> bool:
+    widths = request.head_dim_qk, request.head_dim_v
+    given = (platform.compute_capability, platform.version("triton"), request.dtype, *widths)
+    return plain_kernel_because(*given, batch_invariant=request.batch_invariant) is not None
+
+
+def _estimates(platform: Platform, place: Sequence[float], direction: str, is_plain: bool = False) -> dict[str, float]:
+    """Each backend's log time relative to the fastest, interpolated from measured calls, nearest weighted most.
+
+    Args:
+        platform: whose own measurements count most.
+        place: of the call.
+        direction: ``"forward"`` or ``"backward"``.
+        is_plain: whether our plain kernels run where measured calls had the Hopper kernels.
+    """
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for row in _table(platform.compute_capability or (0, 0)):
         distance = 0.0 if row.gpu in (platform.device_name or "").split() else _OTHER_GPU
         distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 3
+        slower = _PLAIN_KERNELS.get(row.widths) if is_plain else None
         for name, value in row.behind[direction].items():
+            if name == "triton" and slower is not None:
+                value += math.log(slower[direction])
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0.0) + weight
     return {name: sums[name] / weights[name] for name in sums}
+
+
+def _estimates_of(request: AttentionRequest, platform: Platform, direction: str) -> dict[str, float]:
+    return _estimates(platform, _Call.of(request).place, direction, _runs_plain_kernels(request, platform))
 
 
 def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence[str], direction: str) -> list[str]:
@@ -156,7 +188,7 @@ def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence
         direction: ``"forward"`` or ``"backward"``.
     """
     known = known_order(request, platform)
-    behind = _estimates(platform, _Call.of(request).place, direction)
+    behind = _estimates_of(request, platform, direction)
 
     def rank(name: str) -> tuple[float, int]:
         return behind.get(name, math.inf), known.index(name) if name in known else len(known)
@@ -169,5 +201,5 @@ def relative_times(request: AttentionRequest, platform: Platform, direction: str
 
     Arguments and order as ``fastest_first``; a backend that was not measured for the pass is left out.
     """
-    behind = _estimates(platform, _Call.of(request).place, direction)
+    behind = _estimates_of(request, platform, direction)
     return {name: math.exp(value - min(behind.values())) for name, value in behind.items()}

@@ -7,10 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from mla_plugin import environment
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
+from mla_plugin.kernels.decode.hopper import rule
+from mla_plugin.plugins.triton.decode import plain_kernel_because
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
 from mla_plugin.resolver.preference import by_priority
 
@@ -25,6 +29,9 @@ _OTHER_PAGES = 4.0
 """Distance between the two kinds of pages: as much as four doublings of the length."""
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
+_PLAIN_KERNEL = 1.15
+"""How many times as long our plain kernel takes as the Hopper kernel: geometric mean of 162 calls on an H200, relative
+to the other backends."""
 
 
 def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,10 +63,13 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     place = _Call.of(request).place
+    is_plain = plain_kernel_because(request, platform) is not None
     for row in _table(platform.compute_capability or (0, 0)):
         distance = sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 2
         for name, value in row.behind.items():
+            if name == "triton" and is_plain and row.has_hopper_kernel:
+                value += math.log(_PLAIN_KERNEL)
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0.0) + weight
     behind = {name: sums[name] / weights[name] for name in sums}
@@ -98,10 +108,17 @@ class _Call(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One line of the table: its coordinates, and each backend's log time relative to the fastest."""
+    """One line of the table.
+
+    Attributes:
+        place: its coordinates.
+        behind: each backend's log time relative to the fastest.
+        has_hopper_kernel: whether ``triton`` was measured with the Hopper kernel.
+    """
 
     place: tuple[float, ...]
     behind: dict[str, float]
+    has_hopper_kernel: bool
 
 
 def _parsed(line: str) -> _Measured:
@@ -111,7 +128,9 @@ def _parsed(line: str) -> _Measured:
     found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
     fastest = min(found.values())
     behind = {name: math.log(value / fastest) for name, value in found.items()}
-    return _Measured(_Call(batch, heads, seqlen_q, profile, page_size).place, behind)
+    call = _Call(batch, heads, seqlen_q, profile, page_size)
+    given = (torch.bfloat16, rule.RANK, rule.ROPE, seqlen_q * heads, page_size)
+    return _Measured(call.place, behind, rule.plain_kernel_because(*given) is None)
 
 
 @functools.cache

@@ -224,6 +224,27 @@ def test_the_name_of_the_gpu_prefers_what_it_measured() -> None:
         assert row.behind["backward"][min(estimates, key=estimates.__getitem__)] < 0.001
 
 
+def with_triton(version: str, platform: Platform) -> Platform:
+    packages = tuple((name, version if name == "triton" else other) for name, other in platform.packages)
+    return replace(platform, packages=packages)
+
+
+@pytest.mark.parametrize("direction", PASSES)
+def test_without_hopper_kernels_ours_count_as_slow_as_the_plain_ones(direction: str) -> None:
+    """The table has the times of the Hopper kernels, which a newer Triton does not compile."""
+    request, platform = mla_request(max_seqlen_q=8192, max_seqlen_kv=8192), with_libraries(tuple(LIBRARIES))
+    times, newer = (
+        speed.relative_times(request, with_triton(version, platform), direction) for version in ("3.7.1", "3.9.0")
+    )
+    slower = newer["triton"] / newer["cudnn"] / (times["triton"] / times["cudnn"])
+    assert slower == pytest.approx(speed._PLAIN_KERNELS[192, 128][direction], rel=5e-2)
+    assert newer["triton"] > 1.2
+    other = request.replace(head_dim_qk=96, head_dim_v=96)  # has no Hopper kernel
+    assert speed.relative_times(other, platform, direction)["triton"] == pytest.approx(
+        speed.relative_times(other, with_triton("3.9.0", platform), direction)["triton"], rel=2e-2
+    )
+
+
 def test_where_nothing_was_measured_the_generation_decides() -> None:
     blackwell = replace(H100, compute_capability=(10, 0))
     assert tried(mla_request(), {}, blackwell)[:3] == ["cudnn", "fa4", "triton"]

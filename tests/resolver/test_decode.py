@@ -256,6 +256,24 @@ def fastest(**changes: Any) -> str:
     return decode_preference.measured_order(request(**changes), gpu())[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "slower"),
+    [({"num_heads": 64}, 1.15), ({"num_heads": 16}, 1.0), ({"num_heads": 64, "page_size": 16}, 1.0)],
+    ids=str,
+)
+def test_without_the_hopper_kernel_ours_counts_as_slow_as_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], slower: float
+) -> None:
+    """The table has the times of the Hopper kernel wherever it takes the call."""
+    heads, page_size = changes["num_heads"], changes.get("page_size", 64)
+    with_table(monkeypatch, f"32 {heads} 1 4096 4096 {page_size} | 1 1 1 1")
+    newer = gpu(packages=tuple((name, {"triton": "3.9.0"}.get(name, version)) for name, version in PACKAGES))
+    assert "triton" in dict(newer.packages)
+    for platform, expected in ((gpu(), 1.0), (newer, slower)):
+        times = decode_preference.measured_times(request(**changes), platform)
+        assert times["triton"] / times["fa3"] == pytest.approx(expected)
+
+
 def test_heads_between_those_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as both sides of them make them, the near one counting most."""
     with_table(monkeypatch, "32 16 1 4096 4096 64 | 1 4 3 2", "32 64 1 4096 4096 64 | 2 1 3 4")

@@ -65,28 +65,33 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are two; the strides of the queries are known in the call alone."""
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
-    reason = unfit_device_because(CAPABILITY, platform.version("triton")) or _plain_because(request, platform)
+    reason = plain_kernel_because(request, platform) or _few_tiles_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
 
 
-def _plain_because(request: DecodeRequest, platform: Platform) -> str | None:
-    rows = request.seqlen_q * request.num_heads
-    reason = rule.plain_kernel_because(
+def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
+    """Why the plain kernel computes such calls, whatever the batch; None: the Hopper kernel may."""
+    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
+    if reason is not None:
+        return reason
+    return rule.plain_kernel_because(
         request.dtype,
         request.kv_lora_rank,
         request.qk_rope_head_dim,
-        rows,
+        request.seqlen_q * request.num_heads,
         request.page_size,
         kv_cache_format=request.kv_cache_format,
         has_leftpad_kv=request.has_leftpad_kv,
         has_aligned_rows=request.has_aligned_rows,
         batch_invariant=request.batch_invariant,
     )
-    if reason is not None:
-        return reason
+
+
+def _few_tiles_because(request: DecodeRequest, platform: Platform) -> str | None:
+    """Why the plain kernel, which is then as fast, computes a small batch."""
     tiles = request.batch_size * max(1, -(-request.max_seqlen_kv // rule.TILE))
-    processors = platform.multi_processor_count or MULTI_PROCESSORS
-    return rule.few_tiles_because(tiles, choose_parts(-(-rows // rule.TILE), processors))
+    row_tiles = -(-request.seqlen_q * request.num_heads // rule.TILE)
+    return rule.few_tiles_because(tiles, choose_parts(row_tiles, platform.multi_processor_count or MULTI_PROCESSORS))
 
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
