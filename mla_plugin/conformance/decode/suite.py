@@ -78,7 +78,7 @@ class DecodeConformance(Suite):
 
         Each call's results are kept while the next ones run. The second has other data and other lengths, the last one
         has them in the memory of the first, as the next step of a generation has, and then fills the cache; one query
-        has NaN there.
+        has NaN there, first in its rope and then in the rest.
         """
         plan = self._plan(decode_case)
         if plan is None:
@@ -102,9 +102,12 @@ class DecodeConformance(Suite):
             for call in calls:
                 self._check_library(*call)
         longer = _with_lengths(decode_case, (decode_case.capacity,) * len(decode_case.lengths))
-        for case in (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,):
+        cases = (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,)
+        for case, q in zip(
+            cases, (first.q_rope if decode_case.rope else first.q_nope_abs, first.q_nope_abs), strict=False
+        ):
             _copy(first, case.tensors(self.device, generator, self.padding_poison))
-            self._check_spoilt(plan, case, first, generator)
+            self._check_spoilt(plan, case, first, q, generator)
         kept.check()
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
@@ -165,12 +168,10 @@ class DecodeConformance(Suite):
         _check_output(case, output, expected(tensors))
 
     def _check_spoilt(
-        self, plan: DecodePlan, case: DecodeCase, tensors: DecodeTensors, generator: torch.Generator
+        self, plan: DecodePlan, case: DecodeCase, tensors: DecodeTensors, q: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """A call one of whose queries gets NaN, if that is possible."""
+        """A call one of whose queries gets NaN in ``q``, if that is possible."""
         wanted, layout = expected(tensors), LAYOUTS["bshd"]
-        has_rope = case.rope > 0 and float(torch.rand((), generator=generator)) < 0.5
-        q = tensors.q_rope if has_rope else tensors.q_nope_abs
         place = spoilt.spoil(q, wanted[1].exact, layout, generator)
         output = self.forward(plan, tensors)
         if place is not None:
