@@ -17,7 +17,6 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
-from mla_plugin.kernels.hopper.rule import CAPABILITY, unfit_device_because
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 from mla_plugin.variables import VARIABLES, Value
 
@@ -125,6 +124,8 @@ def _flashinfer_compiler() -> Iterator[Finding]:
 
 def hardware() -> Iterator[Finding]:
     """The devices that PyTorch finds, and a driver that it cannot use."""
+    from mla_plugin.kernels.hopper.device import CAPABILITY, unfit_device_because
+
     driver = device.nvidia_driver_version()
     for index in range(torch.cuda.device_count()):
         found = device.platform("cuda", index)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.kernels.hopper.rule import plain_kernel_because
 from mla_plugin.resolver.attention_measured import BACKENDS, MEASURED
 
 _BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
@@ -142,10 +141,11 @@ def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
     return tuple(_parsed(gpu, line) for gpu, lines in gpus.items() for line in lines.split("\n") if line)
 
 
-def _runs_plain_kernels(request: AttentionRequest, platform: Platform) -> bool:
-    widths = request.head_dim_qk, request.head_dim_v
-    given = (platform.compute_capability, platform.version("triton"), request.dtype, *widths)
-    return plain_kernel_because(*given, batch_invariant=request.batch_invariant) is not None
+def lacks_hopper_kernels(platform: Platform) -> bool:
+    """Whether our plain kernels run there where calls were measured with the Hopper kernels."""
+    from mla_plugin.kernels.hopper.device import unfit_device_because
+
+    return unfit_device_because(platform.compute_capability, platform.version("triton")) is not None
 
 
 def _estimates(platform: Platform, place: Sequence[float], direction: str, is_plain: bool = False) -> dict[str, float]:
@@ -173,7 +173,9 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str, is_pl
 
 
 def _estimates_of(request: AttentionRequest, platform: Platform, direction: str) -> dict[str, float]:
-    return _estimates(platform, _Call.of(request).place, direction, _runs_plain_kernels(request, platform))
+    has_hopper_kernels = (request.head_dim_qk, request.head_dim_v) in _PLAIN_KERNELS
+    is_plain = has_hopper_kernels and lacks_hopper_kernels(platform)
+    return _estimates(platform, _Call.of(request).place, direction, is_plain)
 
 
 def fastest_first(request: AttentionRequest, platform: Platform, names: Sequence[str], direction: str) -> list[str]:

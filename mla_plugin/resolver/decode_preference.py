@@ -13,8 +13,7 @@ from mla_plugin import environment
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.kernels.decode.hopper import rule
-from mla_plugin.plugins.triton.decode import plain_kernel_because
+from mla_plugin.resolver.attention_speed import lacks_hopper_kernels
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
 from mla_plugin.resolver.preference import by_priority
 
@@ -63,7 +62,7 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     place = _Call.of(request).place
-    is_plain = plain_kernel_because(request, platform) is not None
+    is_plain = lacks_hopper_kernels(platform)
     for row in _table(platform.compute_capability or (0, 0)):
         distance = sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 2
@@ -122,6 +121,8 @@ class _Measured(NamedTuple):
 
 
 def _parsed(line: str) -> _Measured:
+    from mla_plugin.kernels.decode.hopper import rule
+
     sizes, milliseconds = line.split("|")
     batch, heads, seqlen_q, mean, longest, page_size = map(int, sizes.split())
     profile = Profile.rounded(mean, longest / mean)

@@ -3,7 +3,7 @@
 import pytest
 import triton
 
-from mla_plugin.kernels.hopper.rule import CAPABILITY, TRITON_VERSIONS, unfit_device_because
+from mla_plugin.kernels.hopper.device import CAPABILITY, TRITON_VERSIONS, unfit_device_because
 
 needs_hopper_kernels = pytest.mark.skipif(
     unfit_device_because(CAPABILITY, triton.__version__) is not None, reason="the rule leaves this Triton out"

@@ -20,11 +20,17 @@ ENTRIES = {f"{passes}.api" for passes in PASSES}
 OPERATIONS = {"operations", *SHARED, *PASSES, *ENTRIES}
 """The operations: their entries are above context parallelism, which is above their passes."""
 
+RULES = {"kernels.hopper.device", "kernels.decode.hopper.rule"}
+"""Which devices and calls have kernels of their own."""
+
 ALLOWED: dict[str, set[str]] = {
     "mla_plugin.variables": set(),
     "mla_plugin.environment": {"variables"},
     "mla_plugin.arguments": {"environment"},
-    "mla_plugin.kernels": {"arguments"},
+    "mla_plugin.kernels": {"arguments", "kernels.decode.tiles", *RULES},
+    "mla_plugin.kernels.hopper.device": set(),
+    "mla_plugin.kernels.decode.tiles": set(),
+    "mla_plugin.kernels.decode.hopper.rule": {"arguments", "kernels.decode.tiles"},
     "mla_plugin.hooks": set(),
     "mla_plugin.hooks.types": set(),
     "mla_plugin.hooks.attention": {"arguments", "hooks.types"},
@@ -36,9 +42,17 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.device": {"environment", "hooks.types"},
     "mla_plugin.plugins.shared": {"kernels", *VALUES},
     "mla_plugin.plugins": {"hooks", "kernels", "device", "plugins.shared", *VALUES},
-    "mla_plugin.plugins.triton": {"hooks", "kernels", "environment", "plugins.shared", *VALUES},
+    "mla_plugin.plugins.triton": {
+        "hooks",
+        "kernels",
+        "kernels.decode.tiles",
+        *RULES,
+        "environment",
+        "plugins.shared",
+        *VALUES,
+    },
     "mla_plugin.reference": VALUES,
-    "mla_plugin.resolver": {"hooks.manager", "environment", "device", *VALUES},
+    "mla_plugin.resolver": {"hooks.manager", "environment", "device", *RULES, *VALUES},
     "mla_plugin.layers": VALUES,
     **{f"mla_plugin.{shared}": set() for shared in SHARED},
     "mla_plugin.operations.attention": {*SHARED, "resolver", "hooks.manager", "environment", *VALUES},
@@ -71,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {
         *(API, "operations", "context_parallel"),
-        *("resolver", "hooks.manager", "environment", "variables", "device", *VALUES),
+        *("resolver", "hooks.manager", "environment", "variables", "device", *RULES, *VALUES),
     },
 }
 THIRD_PARTY: dict[str, set[str]] = {"mla_plugin.kernels": {"torch", "triton"}}

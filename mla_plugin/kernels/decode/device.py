@@ -9,7 +9,7 @@ import torch
 import triton
 
 from mla_plugin.kernels.decode.kernel import decode_kernel
-from mla_plugin.kernels.hopper.rule import unfit_device_because
+from mla_plugin.kernels.hopper.device import unfit_device_because
 from mla_plugin.kernels.tiles import gpu_class
 
 _INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)

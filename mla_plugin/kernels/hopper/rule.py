@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from mla_plugin.kernels.hopper.device import unfit_device_because
+
 if TYPE_CHECKING:
     from mla_plugin.kernels.prefill.packing import Kind
 
-TRITON_VERSIONS = ("3.6", "3.7")
-"""Gluon is experimental and changes: these are the versions that the kernels were tested with."""
-CAPABILITY = (9, 0)
 QUERIES = 128
 """Queries of a tile: two warpgroups of 64."""
 
@@ -37,20 +36,6 @@ TILES: dict[tuple[int, int], Tile] = {
     (96, 64): Tile(128, 2),
 }
 """The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
-
-
-def unfit_device_because(capability: tuple[int, int] | None, version: str | None) -> str | None:
-    """Why no Gluon kernel runs on a device; None: they do.
-
-    Args:
-        capability: of the device; None without one.
-        version: Triton's; None without it.
-    """
-    if capability != CAPABILITY:
-        return f"compute capability {capability}, the Hopper kernel needs {CAPABILITY}"
-    if version is None or ".".join(version.split(".")[:2]) not in TRITON_VERSIONS:
-        return f"Triton {version}, the Hopper kernel needs {' or '.join(TRITON_VERSIONS)}"
-    return None
 
 
 def plain_kernel_because(

@@ -82,7 +82,8 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Which kernels run, on GPUs for which there is more than one set."""
-    from mla_plugin.kernels.hopper.rule import CAPABILITY, plain_dq_because, plain_kernel_because
+    from mla_plugin.kernels.hopper.device import CAPABILITY
+    from mla_plugin.kernels.hopper.rule import plain_dq_because, plain_kernel_because
 
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return

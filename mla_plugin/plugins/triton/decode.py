@@ -14,7 +14,7 @@ from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.kernels.decode.hopper import rule
 from mla_plugin.kernels.decode.tiles import choose_parts
-from mla_plugin.kernels.hopper.rule import CAPABILITY, unfit_device_because
+from mla_plugin.kernels.hopper.device import CAPABILITY, unfit_device_because
 from mla_plugin.plugins.triton import needs
 
 MAX_COLUMNS = 576
