@@ -17,6 +17,7 @@ from triton.language.extra import cuda
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from mla_plugin.kernels.decode import e4m3
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler
 from tests.kernels.gluon.values import Pointer, PointerType, Value, as_value, raw, torch_dtype
@@ -52,6 +53,8 @@ class Program:
                     pointer, mask, target
                 ),
                 mbarrier_arrive=self._arrive_after_copies,
+                commit_group=lambda: self._scheduler.current.commit_copies(),
+                wait_group=lambda most=0: self._scheduler.current.wait_for_copies(int(most)),
             ),
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
@@ -187,6 +190,7 @@ class Program:
             "sum": lambda x, axis=None: _reduced(torch.sum, x, axis),
             "max": lambda x, axis=None: _reduced(torch.amax, x, axis),
             "cast": lambda x, dtype: as_value(x).to(dtype),
+            "join": lambda a, b: Value(torch.stack([a.data, b.data], -1)),
             "convert_layout": lambda x, layout: Value(x.data, layout),
             "static_range": lambda *bounds: range(*(int(bound) for bound in bounds)),
             "pointer_type": PointerType,
@@ -271,6 +275,28 @@ def _atomic_add(pointer: Pointer, x: Any) -> Value:
     return before
 
 
-def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+def _halves_of_e4m3(x: torch.Tensor) -> tuple[Value, Value]:
+    values = x.contiguous().view(torch.float8_e4m3fn).half().unflatten(-1, (-1, 4))
+    low, high = (pair.contiguous().view(torch.int32)[..., 0] for pair in (values[..., :2], values[..., 2:]))
+    return Value(low), Value(high)
+
+
+def _bfloat16_of_float16(x: torch.Tensor, scale: torch.Tensor | None = None) -> Value:
+    values = x.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float()
+    scaled = values if scale is None else values * scale[..., None]
+    return Value(scaled.bfloat16().contiguous().view(torch.int32)[..., 0])
+
+
+_OF_WORDS: dict[str, Callable[..., Any]] = {
+    e4m3.BY_INSTRUCTION.value: _halves_of_e4m3,
+    e4m3.TO_BFLOAT16.value: _bfloat16_of_float16,
+    e4m3.TO_SCALED_BFLOAT16.value: _bfloat16_of_float16,
+}
+
+
+def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, is_pure: bool, pack: int) -> Any:
+    if assembly in _OF_WORDS:
+        assert all(x.data.dtype == torch.int32 for x in given[:1])
+        return _OF_WORDS[assembly](*(x.data for x in given))
     assert any(name in assembly for name in _CONVERSIONS), f"assembly that is not known here: {assembly}"
     return given[0].to(dtype)

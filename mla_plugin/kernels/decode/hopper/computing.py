@@ -215,6 +215,7 @@ def _store_piece(
     acc,
     row_max,
     row_sum,
+    KV_scale,
     rows,
     b,
     tile,
@@ -229,6 +230,7 @@ def _store_piece(
     num_parts,
     which: gl.constexpr,
     R: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Write a warpgroup's columns of a piece, and from warpgroup 0 the log-sum-exps; nothing of an empty piece.
 
@@ -239,6 +241,8 @@ def _store_piece(
     exists = (rows < num_rows) & (low < high)
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum))
+    if FORMAT == "fp8":
+        inverse *= gl.load(KV_scale)
     lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
     acc = acc * gl.convert_layout(inverse, _OUT_ROWS)[:, None]
     if count == 1:
@@ -269,8 +273,8 @@ def _list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num
 
 @gluon.jit
 def compute(
-    page_table,
     seqlens_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -287,6 +291,7 @@ def compute(
     R: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Computing warpgroup ``which`` over every piece of this program's part; writes half of the columns."""
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
@@ -296,6 +301,8 @@ def compute(
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
     scale_log2 = softmax_scale * LOG2_E
+    if FORMAT == "fp8":
+        scale_log2 *= gl.load(KV_scale)
     first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
     pieces = 0
     even = 0
@@ -353,8 +360,8 @@ def compute(
                 gdc_launch_dependents()
         # fmt: off
         _store_piece(
-            Parts, Out, Lse, acc, row_max, total, rows, b, tile, part, low, high, sequence_tiles, first_part, count,
-            num_heads, seqlen_q, num_parts, which, R,
+            Parts, Out, Lse, acc, row_max, total, KV_scale, rows, b, tile, part, low, high, sequence_tiles, first_part,
+            count, num_heads, seqlen_q, num_parts, which, R, FORMAT,
         )
         # fmt: on
         if which == 0:
