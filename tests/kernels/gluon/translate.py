@@ -53,8 +53,8 @@ class Program:
                     pointer, mask, target
                 ),
                 mbarrier_arrive=self._arrive_after_copies,
-                commit_group=lambda: self._scheduler.current.commit_copies(),
-                wait_group=lambda most=0: self._scheduler.current.wait_for_copies(int(most)),
+                commit_group=self._commit_copies,
+                wait_group=self._wait_for_copies,
             ),
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
@@ -127,6 +127,12 @@ class Program:
     def _arrive_after_copies(self, barrier: Barrier, increment_count: bool = True) -> None:
         assert not increment_count
         barrier.arrive_after(self._scheduler.current.taken_copies())
+
+    def _commit_copies(self) -> None:
+        self._scheduler.current.commit_copies()
+
+    def _wait_for_copies(self, most: int = 0) -> None:
+        self._scheduler.current.wait_for_copies(int(most))
 
     def _multiply(self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
         """acc + a b. ``acc`` may be in flight itself: products end in order."""

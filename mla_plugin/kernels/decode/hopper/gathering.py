@@ -138,20 +138,21 @@ def _store_words(x, k_tiles, panel):
 
 @gluon.jit
 def _load_chunk(C_kv, KV_scale, places, exists, chunk, FORMAT: gl.constexpr):
-    """A chunk of c_kv in e4m3, in words, and its scale; None of ``fp8``."""
+    """A chunk of c_kv in e4m3, in words, and its scale."""
     words = _load_words(C_kv, places, exists, chunk * (CHUNK // 4), CHUNK // 4)
-    scale = None
+    scale = places  # unused
     if FORMAT == "fp8_ds_mla":
         scale = gl.load(KV_scale + places * (UNIT // 4) + chunk, mask=exists, other=0.0)
     return words, scale
 
 
 @gluon.jit
-def _store_converted(words, scale, k_tiles, panel):
+def _store_converted(words, scale, k_tiles, panel, FORMAT: gl.constexpr):
     """Convert words of e4m3 and write them to the panels from ``panel`` on."""
-    if scale is not None:
-        scale = scale[:, None]
-    low, high = words_from_e4m3(words, scale, k_tiles.dtype)
+    if FORMAT == "fp8_ds_mla":
+        low, high = words_from_e4m3(words, scale[:, None], k_tiles.dtype)
+    else:
+        low, high = words_from_e4m3(words, None, k_tiles.dtype)
     _store_words(gl.join(low, high).reshape([KEYS, 2 * words.shape[1]]), k_tiles, panel)
 
 
@@ -201,13 +202,13 @@ def _convert_piece(
             mbarrier.wait(k_empty.index(2 * stage + half), free)
             panel = stage * PANELS + half * PANELS_OF_HALF
             chunk = (stage ^ 1) * (HALF // CHUNK)
-            _store_converted(c0, scale0, k_tiles, panel)
+            _store_converted(c0, scale0, k_tiles, panel, FORMAT)
             c0, scale0 = _load_chunk(C_kv, KV_scale, places, keys < end, chunk, FORMAT)
-            _store_converted(c1, scale1, k_tiles, panel + CHUNK // PANEL)
+            _store_converted(c1, scale1, k_tiles, panel + CHUNK // PANEL, FORMAT)
             c1, scale1 = _load_chunk(C_kv, KV_scale, places, keys < end, chunk + 1, FORMAT)
             if i == 0:
                 if FORMAT == "fp8":
-                    _store_converted(rope, None, k_tiles, stage * PANELS + PANELS - 1)
+                    _store_converted(rope, places, k_tiles, stage * PANELS + PANELS - 1, FORMAT)
                 else:
                     _store_words(rope, k_tiles, stage * PANELS + PANELS - 1)
             else:
