@@ -11,7 +11,7 @@ from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, RANK, ROPE
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
+from tests.kernels.decode_cases import DEVICE, Inputs, assert_as_good_as_pytorch, contiguous, paged
 
 _SCALE = 0.0123
 Lengths = list[int]
@@ -31,14 +31,14 @@ def _nan_rows(*shape: int, kv_format: str) -> torch.Tensor:
 
 def _quantised(inputs: Inputs, kv_format: str) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The call with the numbers that a quantised cache holds for its tokens, and that cache, ``split_quantised``."""
-    scale = torch.tensor(_SCALE) if kv_format == FP8 else None
+    scale = torch.tensor(_SCALE, device=DEVICE) if kv_format == FP8 else None
     batch, seqlen_kv, width = inputs.tokens.shape
     # of unlike sizes, so that a wrong scale shows
-    tokens = inputs.tokens.float().view(-1, width) * torch.logspace(-1, 1, batch * seqlen_kv)[:, None]
-    tokens[:, :RANK] *= torch.tensor([0.5, 1, 2, 4]).repeat_interleave(RANK // 4)
+    tokens = inputs.tokens.float().view(-1, width) * torch.logspace(-1, 1, batch * seqlen_kv, device=DEVICE)[:, None]
+    tokens[:, :RANK] *= torch.tensor([0.5, 1, 2, 4], device=DEVICE).repeat_interleave(RANK // 4)
     c_rows, k_rows = cache_format.quantised_rows(tokens[:, :RANK], tokens[:, RANK:], scale, kv_format, False)
     rows = torch.cat([c_rows, k_rows], -1).view(batch, seqlen_kv, -1)
-    found = _nan_rows(*inputs.c_kv.shape[:2], kv_format=kv_format)
+    found = _nan_rows(*inputs.c_kv.shape[:2], kv_format=kv_format).to(DEVICE)
     for b, length in enumerate(inputs.lengths()):
         if inputs.page_table is None:
             found[b, :length] = rows[b, :length]
@@ -85,11 +85,15 @@ def call_of(
     return inputs, tensors
 
 
+def is_taken(tensors: DecodeTensors) -> bool:
+    """Whether the kernel that gathers computes a call."""
+    described = launch.make_launches(tensors, may_gather=True).described
+    return isinstance(described, launch.hopper.Descriptors) and described.gathers
+
+
 def check(inputs: Inputs, tensors: DecodeTensors) -> None:
     """As good as PyTorch over the same numbers, by the kernel that gathers."""
-    described = launch.make_launches(tensors, may_gather=True).described
-    assert isinstance(described, launch.hopper.Descriptors)
-    assert described.gathers
+    assert is_taken(tensors)
     out, lse = launch.decode(tensors, known_of(tensors), *launch.GATHERING)
     assert lse is not None
     assert_as_good_as_pytorch(out, lse, inputs, tensors.causal)

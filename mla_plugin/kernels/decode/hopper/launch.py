@@ -26,8 +26,7 @@ GIVEN = (
     *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
-GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
-"""Of each thread of the gathering warpgroup, by the format; the computing warpgroups share the rest."""
+_GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
 _DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 _NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
@@ -40,6 +39,12 @@ def _rows_of(queries: torch.Tensor) -> torch.Tensor | None:
     if seqlen_q > 1 and heads > 1 and of_query != heads * of_head:
         return None
     return queries.as_strided((batch, seqlen_q * heads, columns), (of_batch, of_head if heads > 1 else of_query, 1))
+
+
+def registers_of(kv_cache_format: str, page_size: int | None) -> int:
+    """Of each thread of the warp, or the warpgroup, that loads; the computing warpgroups have the rest."""
+    gathers = rule.must_gather(kv_cache_format, page_size)
+    return _GATHERING_REGISTERS[kv_cache_format] if gathers else LOADING_REGISTERS
 
 
 def _gathers(tensors: DecodeTensors) -> bool:
@@ -128,6 +133,5 @@ def attend_launch(
         fixed |= named_strides(letter, "bn", units if _gathers(tensors) else (0, 0))
     fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
     fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "FORMAT": tensors.kv_cache_format}
-    registers = GATHERING_REGISTERS[tensors.kv_cache_format] if _gathers(tensors) else LOADING_REGISTERS
-    fixed |= {"REGISTERS": registers}
+    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, page_size or None)}
     return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)
