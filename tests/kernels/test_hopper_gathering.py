@@ -45,6 +45,14 @@ def test_factors_in_combination(kv_format: str, seed: int, parts: int, monkeypat
     check(*call_of((batch, seqlen_q, heads, 300), page_size, kv_format, dtype, lengths, seed, draw.random() < 0.7))
 
 
+@pytest.mark.parametrize(("kv_format", "dtype"), [(FP8, BFLOAT16), (PLAIN, FLOAT16)])
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_c_kv_and_k_rope_of_unlike_strides(kv_format: str, dtype: torch.dtype, page_size: int) -> None:
+    inputs, tensors = call_of((2, 1, 20, 300), page_size, kv_format, dtype, [193, 300])
+    gap = torch.cat([tensors.k_rope, tensors.k_rope], -1)[..., :64]
+    check(inputs, tensors._replace(c_kv=tensors.c_kv.contiguous(), k_rope=gap))
+
+
 @pytest.mark.parametrize(("kv_format", "dtype"), [(FP8, FLOAT16), (FP8_DS_MLA, BFLOAT16), (PLAIN, FLOAT16)])
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 def test_no_entry_behind_the_last_page_is_read(kv_format: str, dtype: torch.dtype, page_size: int) -> None:

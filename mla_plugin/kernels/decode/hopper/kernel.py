@@ -101,14 +101,16 @@ def hopper_decode_kernel(
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
     Descriptors of tiles [1, 64, 64]: desc_q over q_nope_abs as [B, rows, R], desc_r over q_rope as [B, rows, 64],
-    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. The
-    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. With
+    C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
+    are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
+    written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
 
     Key tiles alternate between two stages, the even ones in stage 0. Barriers, and who arrives at them:
 
     - q_full, q_empty: TMA has copied the queries of a piece; both warpgroups have read them.
-    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage;
-      the warpgroup of that half, which reads it last, has multiplied with it.
+    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage,
+      or the gathering warpgroup has written it; the warpgroup of that half, which reads it last, has multiplied by it.
     - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
     - finished: both warpgroups have written the sums of a piece's rows.
     """
