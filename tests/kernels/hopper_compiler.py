@@ -217,7 +217,7 @@ def decode_program(job: DecodeJob) -> Program:
     if not job.page_size:
         constants["page_table"] = None
     options = {"num_warps": 4, "launch_pdl": True}
-    # the kernel is not compiled for any strides: it multiplies them by what it needs
+    # it is not compiled anew for strides of some kind, so the compiler knows nothing of them
     return Program(90, hopper_decode_kernel, types, constants, options, strides_are_aligned=not job.gathers)
 
 

@@ -11,11 +11,14 @@ from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.hopper import gathering
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.plugins.triton import decode
 from tests.kernels.gathered_cases import call_of, check, is_taken
 from tests.kernels.gluon.hopper import hopper as hopper
+from tests.kernels.gluon.translate import Program
+from tests.kernels.gluon.values import as_value
 from tests.requests import H100
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -60,6 +63,15 @@ def test_no_entry_behind_the_last_page_is_read(kv_format: str, dtype: torch.dtyp
     inputs, tensors = call_of((1, 1, 20, 192), page_size, kv_format, dtype, [192])
     assert tensors.page_table is not None
     check(inputs, tensors._replace(page_table=tensors.page_table[:, : 192 // page_size].clone()))
+
+
+def test_tiles_behind_the_longest_sequence_do_not_exist() -> None:
+    """The next tile of one of 2^31 - 1 keys begins beyond int32."""
+    exist = Program((1,), (0,), 0).translated(gathering._exist)
+    last = as_value(2**31 - 64)
+    assert exist(last, as_value(2**31 - 1), None).data.sum() == 63
+    for start in (last + 64, last + 128):
+        assert not exist(start, as_value(2**31 - 1), None).data.any()
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,25 @@ _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
 
 @gluon.jit
+def _exist(start, end, LAYOUT: gl.constexpr):
+    """Which keys of the tile from ``start`` on lie before ``end``, also where ``start`` has left int32."""
+    return gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)) < end - start
+
+
+@gluon.jit
 def _blocks_of(pages, b, start, end, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """The page of each key of a tile, or the sequence of a contiguous cache; entries from ``end`` on are not read."""
     keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     if PAGE_SIZE == 0:
         return gl.full([KEYS], 0, gl.int32, gl.SliceLayout(1, LAYOUT)) + b
     else:
-        return gl.load(pages + keys // PAGE_SIZE, mask=keys < end, other=0)
+        return gl.load(pages + keys // PAGE_SIZE, mask=_exist(start, end, LAYOUT), other=0)
 
 
 @gluon.jit
-def _places(blocks, keys, stride_block, stride_row, PAGE_SIZE: gl.constexpr):
-    """Where the rows of a tile begin, in units: int64 [KEYS]."""
+def _places(blocks, start, stride_block, stride_row, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the rows of the tile from key ``start`` on begin, in units: int64 [KEYS]."""
+    keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     rows = keys
     if PAGE_SIZE > 0:
         rows = keys % PAGE_SIZE
@@ -98,17 +105,17 @@ def _copy_piece(
         stage = n & 1
         free = ((gl.where(stage == 0, even, odd) + n // 2) & 1) ^ 1
         start = first + n * KEYS
-        keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, _COPIED))
-        places = _places(blocks, keys, stride_cb, stride_cn, PAGE_SIZE)
-        rope = _places(blocks, keys, stride_kb, stride_kn, PAGE_SIZE)
+        exists = _exist(start, end, _COPIED)
+        places = _places(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _COPIED)
+        rope = _places(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _COPIED)
         blocks = _blocks_of(pages, b, start + KEYS, end, PAGE_SIZE, _COPIED)
         for i in gl.static_range(2):
             half = stage ^ i
             mbarrier.wait(k_empty.index(2 * stage + half), free)
             panel = stage * PANELS + half * PANELS_OF_HALF
-            _copy(C_kv, places, keys < end, half * HALF, k_tiles, panel, HALF)
+            _copy(C_kv, places, exists, half * HALF, k_tiles, panel, HALF)
             if i == 0:
-                _copy(K_rope, rope, keys < end, 0, k_tiles, stage * PANELS + PANELS - 1, PANEL)
+                _copy(K_rope, rope, exists, 0, k_tiles, stage * PANELS + PANELS - 1, PANEL)
             async_copy.commit_group()
             async_copy.wait_group(1)
             if i == 1:
@@ -180,40 +187,41 @@ def _convert_piece(
 ):
     """The tiles of a piece, converted. A chunk of the next half is loaded where one of this half has been written."""
     ROPE_WORDS: gl.constexpr = PANEL // 4 if FORMAT == "fp8" else PANEL // 2
-    keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, _WORDS))
+    exists = _exist(first, end, _WORDS)
     blocks = _blocks_of(pages, b, first, end, PAGE_SIZE, _WORDS)
-    places = _places(blocks, keys, stride_cb, stride_cn, PAGE_SIZE)
-    c0, scale0 = _load_chunk(C_kv, KV_scale, places, keys < end, 0, FORMAT)
-    c1, scale1 = _load_chunk(C_kv, KV_scale, places, keys < end, 1, FORMAT)
-    rope = _load_words(K_rope, _places(blocks, keys, stride_kb, stride_kn, PAGE_SIZE), keys < end, 0, ROPE_WORDS)
+    places = _places(blocks, first, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
+    c0, scale0 = _load_chunk(C_kv, KV_scale, places, exists, 0, FORMAT)
+    c1, scale1 = _load_chunk(C_kv, KV_scale, places, exists, 1, FORMAT)
+    places = _places(blocks, first, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
+    rope = _load_words(K_rope, places, exists, 0, ROPE_WORDS)
     following = _blocks_of(pages, b, first + KEYS, end, PAGE_SIZE, _WORDS)
     for n in range(steps):
         stage = n & 1
         free = ((gl.where(stage == 0, even, odd) + n // 2) & 1) ^ 1
-        keys = first + n * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, _WORDS))
-        places = _places(blocks, keys, stride_cb, stride_cn, PAGE_SIZE)
+        start = first + n * KEYS
         for i in gl.static_range(2):
             half = stage ^ i
             if i == 1:  # the next half is the next tile's
-                keys += KEYS
+                start += KEYS
                 blocks = following
-                places = _places(blocks, keys, stride_cb, stride_cn, PAGE_SIZE)
-                following = _blocks_of(pages, b, first + (n + 2) * KEYS, end, PAGE_SIZE, _WORDS)
+                following = _blocks_of(pages, b, start + KEYS, end, PAGE_SIZE, _WORDS)
+            exists = _exist(start, end, _WORDS)
+            places = _places(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
             mbarrier.wait(k_empty.index(2 * stage + half), free)
             panel = stage * PANELS + half * PANELS_OF_HALF
             chunk = (stage ^ 1) * (HALF // CHUNK)
             _store_converted(c0, scale0, k_tiles, panel, FORMAT)
-            c0, scale0 = _load_chunk(C_kv, KV_scale, places, keys < end, chunk, FORMAT)
+            c0, scale0 = _load_chunk(C_kv, KV_scale, places, exists, chunk, FORMAT)
             _store_converted(c1, scale1, k_tiles, panel + CHUNK // PANEL, FORMAT)
-            c1, scale1 = _load_chunk(C_kv, KV_scale, places, keys < end, chunk + 1, FORMAT)
+            c1, scale1 = _load_chunk(C_kv, KV_scale, places, exists, chunk + 1, FORMAT)
             if i == 0:
                 if FORMAT == "fp8":
                     _store_converted(rope, places, k_tiles, stage * PANELS + PANELS - 1, FORMAT)
                 else:
                     _store_words(rope, k_tiles, stage * PANELS + PANELS - 1)
             else:
-                places = _places(blocks, keys, stride_kb, stride_kn, PAGE_SIZE)
-                rope = _load_words(K_rope, places, keys < end, 0, ROPE_WORDS)
+                places = _places(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
+                rope = _load_words(K_rope, places, exists, 0, ROPE_WORDS)
             _publish(k_full, stage, half)
 
 
@@ -269,7 +277,7 @@ def gather(
             if PAGE_SIZE > 0:
                 pages = page_table + gl.cast(b, gl.int64) * stride_pt
             first = low * KEYS
-            end = gl.minimum(length, first + steps * KEYS)
+            end = first + gl.minimum(length - first, steps * KEYS)
             # fmt: off
             if FORMAT == "plain":
                 _copy_piece(
