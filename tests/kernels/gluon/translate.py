@@ -294,9 +294,9 @@ def _bfloat16_of_float16(x: torch.Tensor, scale: torch.Tensor | None = None) -> 
 
 
 _OF_WORDS: dict[str, Callable[..., Any]] = {
-    e4m3.BY_INSTRUCTION.value: _halves_of_e4m3,
-    e4m3.TO_BFLOAT16.value: _bfloat16_of_float16,
-    e4m3.TO_SCALED_BFLOAT16.value: _bfloat16_of_float16,
+    e4m3._BY_INSTRUCTION.value: _halves_of_e4m3,
+    e4m3._TO_BFLOAT16.value: _bfloat16_of_float16,
+    e4m3._TO_SCALED_BFLOAT16.value: _bfloat16_of_float16,
 }
 
 

@@ -29,7 +29,7 @@ words_from_e4m3 = gluon.jit(e4m3.words_from_e4m3.fn)
 
 UNIT = gl.constexpr(16)
 """Bytes that a thread loads at once; strides of the cache are in these, so that the compiler knows they are aligned."""
-CHUNK = gl.constexpr(cache_format.TILE)
+_CHUNK = gl.constexpr(cache_format.TILE)
 """Columns of e4m3 that are converted at a time: those under one scale of ``fp8_ds_mla``."""
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """A panel that is copied as it is: 16 bytes a thread, a row of it 8 threads."""
@@ -146,7 +146,7 @@ def _store_words(x, k_tiles, panel):
 @gluon.jit
 def _load_chunk(C_kv, KV_scale, places, exists, chunk, FORMAT: gl.constexpr):
     """A chunk of c_kv in e4m3, in words, and its scale."""
-    words = _load_words(C_kv, places, exists, chunk * (CHUNK // 4), CHUNK // 4)
+    words = _load_words(C_kv, places, exists, chunk * (_CHUNK // 4), _CHUNK // 4)
     scale = places  # unused
     if FORMAT == "fp8_ds_mla":
         scale = gl.load(KV_scale + places * (UNIT // 4) + chunk, mask=exists, other=0.0)
@@ -209,10 +209,10 @@ def _convert_piece(
             places = _places(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
             mbarrier.wait(k_empty.index(2 * stage + half), free)
             panel = stage * PANELS + half * PANELS_OF_HALF
-            chunk = (stage ^ 1) * (HALF // CHUNK)
+            chunk = (stage ^ 1) * (HALF // _CHUNK)
             _store_converted(c0, scale0, k_tiles, panel, FORMAT)
             c0, scale0 = _load_chunk(C_kv, KV_scale, places, exists, chunk, FORMAT)
-            _store_converted(c1, scale1, k_tiles, panel + CHUNK // PANEL, FORMAT)
+            _store_converted(c1, scale1, k_tiles, panel + _CHUNK // PANEL, FORMAT)
             c1, scale1 = _load_chunk(C_kv, KV_scale, places, exists, chunk + 1, FORMAT)
             if i == 0:
                 if FORMAT == "fp8":
