@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,7 @@ class GatheringLoop:
         copies, loads, stores: asynchronous copies, loads, and stores to shared memory, of 16 bytes each.
         conversions: of e4m3, two numbers each.
         local: loads and stores of spilled registers.
+        order: of proxy fences (f), barriers of the warpgroup (b) and arrivals (a), repeated ones once.
     """
 
     copies: int
@@ -113,6 +115,7 @@ class GatheringLoop:
     stores: int
     conversions: int
     local: int
+    order: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,10 @@ def gathering(program: list[Instruction]) -> list[GatheringLoop]:
             continue
         names = [x.opcode for x in body]
         wide = [sum(x.startswith(kind) and ".128" in x for x in names) for kind in ("LDGSTS", "LDG.", "STS")]
-        found.append(GatheringLoop(*wide, _count(body, "F2FP.F16.E4M3"), _count(body, "STL", "LDL")))
+        letters = {"FENCE.VIEW": "f", "BAR.SYNC": "b", "SYNCS.ARRIVE": "a"}
+        steps = [letter for name in names for kind, letter in letters.items() if name.startswith(kind)]
+        order = "".join(letter for letter, _ in itertools.groupby(steps))
+        found.append(GatheringLoop(*wide, _count(body, "F2FP.F16.E4M3"), _count(body, "STL", "LDL"), order))
     return found
 
 

@@ -150,3 +150,5 @@ def test_tiles_are_gathered_by_16_bytes(job: DecodeJob, compiled: dict[str, Any]
         counts = (loop["copies"], loop["loads"], loop["stores"], loop["conversions"])
         assert counts == GATHERED[job.kv_cache_format]
         assert loop["local"] <= GATHERED_LOCAL[job.kv_cache_format]
+        # one arrival for all threads of the warpgroup, after the fence of each: the interpreter cannot see that
+        assert loop["order"].count("a") == loop["order"].count("fba") == 2
