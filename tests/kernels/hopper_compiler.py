@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from mla_plugin.kernels.decode.hopper.rule import must_gather
 from tests.kernels.assembly import Instruction, programs, undefined_reads
 from tests.kernels.compiler import Program, built, print_results
 
@@ -55,15 +57,29 @@ class DecodeJob:
     dtype: str = "bf16"
     page_size: int = 64
     is_causal: bool = False
+    kv_cache_format: str = "plain"
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
+        if self.kv_cache_format != "plain":
+            cache = f"{self.kv_cache_format} {cache}"
         return f"decode {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it has a gathering warpgroup in place of the loading warp."""
+        return must_gather(self.kv_cache_format, self.page_size or None)
 
-DECODE_JOBS = (DecodeJob(), DecodeJob(is_causal=True), DecodeJob("fp16", 0))
+
+DECODE_JOBS = (
+    *(DecodeJob(), DecodeJob(is_causal=True), DecodeJob("fp16", 0)),
+    *(DecodeJob(page_size=16), DecodeJob("fp16", 1, True), DecodeJob(page_size=48)),
+    *(DecodeJob("bf16", page_size, kv_cache_format="fp8") for page_size in (0, 64)),
+    DecodeJob("fp16", 16, True, kv_cache_format="fp8"),
+    *(DecodeJob("bf16", page_size, bool(page_size), kv_cache_format="fp8_ds_mla") for page_size in (0, 1, 64)),
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,25 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class GatheringLoop:
+    """The gathering warpgroup's loop over key tiles: counts of its instructions.
+
+    Attributes:
+        copies, loads, stores: asynchronous copies, loads, and stores to shared memory, of 16 bytes each.
+        conversions: of e4m3, two numbers each.
+        local: loads and stores of spilled registers.
+        order: of proxy fences (f), barriers of the warpgroup (b) and arrivals (a), repeated ones once.
+    """
+
+    copies: int
+    loads: int
+    stores: int
+    conversions: int
+    local: int
+    order: str
+
+
+@dataclass(frozen=True)
 class Found:
     """The resources and instructions of a compiled kernel.
 
@@ -94,6 +129,7 @@ class Found:
         undefined_reads: see assembly.py.
         loops: those over key tiles, or over query tiles for dK and dV.
         columns: for each descriptor in the order of its first use, the first column of each copy.
+        gathering: the gathering warpgroup's loops.
     """
 
     shared: int
@@ -103,6 +139,7 @@ class Found:
     undefined_reads: list[str]
     loops: list[Loop]
     columns: list[list[int]]
+    gathering: list[GatheringLoop]
 
 
 def _count(instructions: list[Instruction], *opcodes: str) -> int:
@@ -132,6 +169,24 @@ def loops(program: list[Instruction]) -> list[Loop]:
     ]
 
 
+def gathering(program: list[Instruction]) -> list[GatheringLoop]:
+    """The gathering warpgroup's loops over tiles; that over pieces has TMA copies, of the queries."""
+    found = []
+    for end in program:
+        if end.target is None or end.target >= end.address:
+            continue
+        body = [x for x in program if end.target <= x.address <= end.address]
+        if not _count(body, "LDGSTS", "F2FP.F16.E4M3") or _count(body, "HGMMA", "UTMALDG"):
+            continue
+        names = [x.opcode for x in body]
+        wide = [sum(x.startswith(kind) and ".128" in x for x in names) for kind in ("LDGSTS", "LDG.", "STS")]
+        letters = {"FENCE.VIEW": "f", "BAR.SYNC": "b", "SYNCS.ARRIVE": "a"}
+        steps = [letter for name in names for kind, letter in letters.items() if name.startswith(kind)]
+        order = "".join(letter for letter, _ in itertools.groupby(steps))
+        found.append(GatheringLoop(*wide, _count(body, "F2FP.F16.E4M3"), _count(body, "STL", "LDL"), order))
+    return found
+
+
 def columns(ptx: str) -> list[list[int]]:
     """See ``Found.columns``; columns are constants, held in registers."""
     constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
@@ -146,17 +201,30 @@ def decode_program(job: DecodeJob) -> Program:
     from triton.experimental.gluon import language as gl
 
     from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
-    from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+    from mla_plugin.kernels.decode.hopper.launch import registers_of
 
     described = f"tensordesc<{job.dtype}[1, 64, 64],{gl.NVMMASharedLayout(128, 16, 3)!r}>"
     types = dict.fromkeys(("desc_q", "desc_r", "desc_c", "desc_k"), described)
     types |= {"Parts": f"*{job.dtype}", "Out": f"*{job.dtype}", "Lse": "*fp32"}
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
-    constants |= {"DEPENDENT": True, "REGISTERS": LOADING_REGISTERS}
+    registers = registers_of(job.kv_cache_format, job.page_size or None)
+    constants |= {"DEPENDENT": True, "FORMAT": job.kv_cache_format, "REGISTERS": registers}
+    if job.gathers:
+        element = job.dtype if job.kv_cache_format == "plain" else "u8"
+        rope = "bf16" if job.kv_cache_format == "fp8_ds_mla" else element
+        types |= {"C_kv": f"*{element}", "K_rope": f"*{rope}", "KV_scale": "*fp32"}
+        units = {"plain": 72, "fp8": 36, "fp8_ds_mla": 41}[job.kv_cache_format]  # of a token
+        constants |= {"stride_cn": units, "stride_kn": units, "desc_c": None, "desc_k": None}
+    else:
+        constants |= dict.fromkeys(("C_kv", "K_rope"), None) | dict.fromkeys(("stride_cn", "stride_kn"), 0)
+    if job.kv_cache_format == "plain":
+        constants["KV_scale"] = None
     if not job.page_size:
         constants["page_table"] = None
-    return Program(90, hopper_decode_kernel, types, constants, {"num_warps": 4, "launch_pdl": True})
+    options = {"num_warps": 4, "launch_pdl": True}
+    # it is not compiled anew for strides of some kind, so the compiler knows nothing of them
+    return Program(90, hopper_decode_kernel, types, constants, options, strides_are_aligned=not job.gathers)
 
 
 def program(job: Job | DecodeJob) -> Program:
@@ -227,6 +295,7 @@ def measured(program: Program) -> Found:
         undefined_reads(assembly),
         loops(instructions),
         columns(compiled.asm["ptx"]),
+        gathering(instructions),
     )
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
+from mla_plugin.kernels.decode import e4m3
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler, StuckError
 from tests.kernels.gluon.translate import Program
-from tests.kernels.gluon.values import Pointer, Value
+from tests.kernels.gluon.values import Pointer, Value, torch_dtype
 
 PANELS = gl.NVMMASharedLayout(128, 16, 2)
 SEEDS = pytest.mark.parametrize("seed", range(8))
@@ -152,6 +153,60 @@ def test_a_product_needs_a_fence_and_a_wait() -> None:
     b.write(torch.full((64, 64), 2.0))
     with pytest.raises(RuntimeError, match="changes while a product reads it"):
         interpreted._wait_for_products(0, [found])
+
+
+def test_copies_by_threads_need_a_wait_and_then_a_fence() -> None:
+    interpreted = program()
+    current = interpreted._scheduler.current
+    a, zeros = written(interpreted, 64, 64), Value(torch.zeros(64, 64))
+    target = interpreted._allocate(gl.bfloat16, [64, 64], PANELS)
+    source = Pointer.of(torch.ones(64, 64, dtype=torch.bfloat16)) + Value(torch.arange(4096).view(64, 64))
+    exists = Value(torch.arange(64) < 63)[:, None]
+    for _ in range(2):
+        current.copy(source, exists, target)
+        interpreted._commit_copies()
+    interpreted._fence()  # too early
+    interpreted._wait_for_copies(2)
+    assert target.read().isnan().all()  # none has landed yet
+    with pytest.raises(RuntimeError, match="copies in flight"):
+        current.check_idle()
+    interpreted._wait_for_copies(0)
+    assert (target.read()[:63] == 1).all()
+    assert target.read()[63].isnan().all()  # left out: undefined
+    with pytest.raises(RuntimeError, match="without fence_async_shared"):
+        interpreted._multiply(target, a, zeros)
+    interpreted._fence()
+    assert (interpreted._multiply(target, a, zeros).data[:63] == 64).all()
+    current.check_idle()
+
+
+def test_words_of_four_bytes() -> None:
+    """They are written where their halves lie."""
+    x = torch.randn(64, 128).bfloat16()
+    panels = shared(2, 64, 64)
+    words = gl.NVMMASharedLayout(128, 32, 2)
+    panels.index(0)._reinterpret(gl.int32, [64, 64], words).store(Value(x.view(torch.int32)))
+    assert torch.equal(panels.index(0).read(), x[:, :64])
+    assert torch.equal(panels.index(1).read(), x[:, 64:])
+    assert not panels.index(1).is_fenced()
+    with pytest.raises(AssertionError):
+        panels.index(0)._reinterpret(gl.int32, [64, 32], PANELS)
+
+
+@pytest.mark.parametrize("dtype", [gl.bfloat16, gl.float16])
+def test_words_of_e4m3(dtype: Any) -> None:
+    """Every byte."""
+    found = torch_dtype(dtype)
+    x = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    convert = program().translated(e4m3.words_from_e4m3)
+    scale = torch.tensor([[1.0], [3.0], [0.7], [1e-3]])
+    values = x.view(torch.float8_e4m3fn).float()
+    cases = [(None, values), (Value(scale), values * scale)]
+    for factor, expected in cases[: 1 + (dtype == gl.bfloat16)]:
+        low, high = convert(Value(x.view(torch.int32)), factor, dtype)
+        halves = torch.stack([low.data, high.data], -1).view(4, -1).view(found)
+        assert torch.equal(halves.nan_to_num(7.0), expected.to(found).nan_to_num(7.0))
+        assert halves.isnan().sum() == 2
 
 
 def test_views_of_shared_memory() -> None:

@@ -36,17 +36,39 @@ def test_the_hopper_kernel(changes: dict) -> None:
             "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly",
         ),
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
-        ({"kv_cache_format": "fp8"}, "kv_cache_format='fp8', the Hopper kernel needs 'plain'"),
+        (
+            {"kv_cache_format": "fp8"},
+            "kv_cache_format='fp8', the Hopper kernel needs kv_cache_format='plain', or MLA_PLUGIN_HOPPER_GATHER=1, "
+            "which nobody has timed",
+        ),
+        (
+            {"page_size": 96},
+            "page_size=96, the Hopper kernel needs a multiple of 64, or MLA_PLUGIN_HOPPER_GATHER=1, which nobody has "
+            "timed",
+        ),
         ({"kv_lora_rank": 256}, "kv_lora_rank=256, qk_rope_head_dim=64, the Hopper kernel needs 512 and 64"),
         ({"qk_rope_head_dim": 0}, "kv_lora_rank=512, qk_rope_head_dim=0, the Hopper kernel needs 512 and 64"),
         ({"has_leftpad_kv": True}, "leftpad_kv, which the Hopper kernel does not take"),
-        ({"page_size": 96}, "page_size=96, the Hopper kernel needs a multiple of 64"),
-        ({"has_aligned_rows": False}, "rows of the cache that do not start on 16 bytes, TMA needs them to"),
+        (
+            {"has_aligned_rows": False},
+            "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to",
+        ),
         ({"num_heads": 16}, "16 (query, head) pairs of a sequence, the Hopper kernel needs more than 16"),
     ],
 )
 def test_the_plain_kernel_and_why(changes: dict, reason: str) -> None:
     assert note(H100, **changes) == f"by the plain kernel: {reason}"
+
+
+GATHERED = [{"kv_cache_format": "fp8"}, {"kv_cache_format": "fp8_ds_mla", "page_size": None}, {"page_size": 1}]
+
+
+@pytest.mark.parametrize("changes", GATHERED)
+def test_the_variable_lets_it_gather(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "MLA_PLUGIN_HOPPER_GATHER=1" in note(H100, **changes)
+    monkeypatch.setenv("MLA_PLUGIN_HOPPER_GATHER", "1")
+    assert note(H100, **changes) == "by the Hopper kernel"
+    assert "leftpad_kv" in note(H100, **changes, has_leftpad_kv=True)
 
 
 def test_another_triton() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -258,8 +259,8 @@ def launches_of(
     )
 
 
-def make_launches(tensors: DecodeTensors) -> Launches:
-    """The launches of the kernels that divide the tiles of all sequences evenly."""
+def make_launches(tensors: DecodeTensors, may_gather: bool = False) -> Launches:
+    """The launches of the kernels that divide the tiles of all sequences evenly; may_gather: as in ``hopper_rule``."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     tile = tile_of(tensors, device, rows)
@@ -269,7 +270,7 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     parts = min(slots, batch * key_tiles)
     can_describe = can_use_descriptors(tensors, device, tile, page_size_of(tensors))
     few = hopper_rule.few_tiles_because(batch * key_tiles, slots)
-    is_hopper = can_describe and few is None and hopper.takes(tensors, device)
+    is_hopper = few is None and hopper.takes(tensors, device, can_describe, may_gather)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: CacheDescriptors | hopper.Descriptors | None = None
@@ -292,6 +293,10 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
     code = (is_hopper, combine and combine.arguments[-4:-1], *constants.values())
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
+
+
+GATHERING = (functools.partial(make_launches, may_gather=True), f"{_KEPT}, may gather on Hopper")
+"""The last arguments of ``decode`` with may_gather."""
 
 
 def decode(
@@ -322,7 +327,8 @@ def decode(
     parts = q_nope_abs.new_empty(launches.workspace)
     descriptors = _NO_DESCRIPTORS if launches.described is None else launches.described.of(tensors)
     if isinstance(launches.described, hopper.Descriptors):
-        attended: tuple[object, ...] = (parts, out, lse, page_table, seqlens_kv, *descriptors, scale)
+        cache = (c_kv, k_rope, tensors.kv_scale) if launches.described.gathers else (None, None, None)
+        attended: tuple[object, ...] = (parts, out, lse, *cache, page_table, seqlens_kv, *descriptors, scale)
     else:
         attended = (*inputs, parts, out, lse, *descriptors, scale)
     given = ((parts, seqlens_kv, leftpad_kv), attended, (parts, out, lse))

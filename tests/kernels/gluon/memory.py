@@ -31,17 +31,25 @@ def _places(shape: tuple[int, ...], columns: int) -> torch.Tensor:
 class Shared:
     """A view of an allocation in shared memory, from element ``start`` on.
 
-    ``places`` are its elements' positions, [*shape]; None: in the order of the layout.
+    ``places`` are its elements' positions, [*shape]; None: in the order of the layout. ``words``: threads write it in
+    elements of this dtype, which are several of the memory's.
     """
 
     def __init__(
-        self, owner: Allocation, start: int, shape: list[int], layout: Any, places: torch.Tensor | None = None
+        self,
+        owner: Allocation,
+        start: int,
+        shape: list[int],
+        layout: Any,
+        places: torch.Tensor | None = None,
+        words: torch.dtype | None = None,
     ) -> None:
         self.owner = owner
         self.start = start
         self.shape = shape
         self.layout = layout
         self._places = places
+        self._words = words
 
     @property
     def dtype(self) -> Any:
@@ -81,10 +89,14 @@ class Shared:
             IndexError: it ends behind the allocation.
         """
         assert self._places is None
-        assert torch_dtype(dtype) == self.owner.data.dtype
+        words = torch_dtype(dtype)
+        shape = [int(size) for size in shape]
+        if words != self.owner.data.dtype:
+            assert layout.element_bitwidth == 8 * words.itemsize
+            shape[-1] *= words.itemsize // self.owner.data.element_size()
         if self.start + math.prod(shape) > self.owner.data.numel():
             raise IndexError(f"{shape} from element {self.start} ends behind {self.owner.data.numel()} elements")
-        return Shared(self.owner, self.start, [int(size) for size in shape], layout)
+        return Shared(self.owner, self.start, shape, layout, None, None if words == self.owner.data.dtype else words)
 
     def slice(self, start: int, length: int, dim: int) -> Shared:
         """Leading columns of one panel."""
@@ -98,6 +110,7 @@ class Shared:
 
     def read(self) -> torch.Tensor:
         """The elements."""
+        assert self._words is None
         return self.owner.data[self._positions()]
 
     def write(self, x: torch.Tensor) -> None:
@@ -110,12 +123,22 @@ class Shared:
 
     def store(self, x: Value) -> None:
         self.owner.before_access()
-        positions, unfenced = self._positions(), self.owner.unfenced
-        before = self.read()
-        self.write(x.data)
-        is_changed = ~(before.eq(self.read()) | (before.isnan() & self.read().isnan()))
+        data = x.data
+        if self._words is not None:
+            assert data.dtype == self._words
+            data = data.contiguous().view(self.owner.data.dtype)
+        assert list(data.shape) == self.shape
+        self.write_by(self.owner.writer(), data)
+
+    def write_by(self, writer: int, x: torch.Tensor) -> None:
+        """Set the elements by threads, whose bit is ``writer``: products see them after a fence."""
+        positions, data, unfenced = self._positions(), self.owner.data, self.owner.unfenced
+        before = data[positions]
+        self.write(x)
+        after = data[positions]
+        is_changed = ~(before.eq(after) | (before.isnan() & after.isnan()))
         others = torch.where(is_changed, 0, unfenced[positions])
-        unfenced[positions] = torch.where(is_changed | (others != 0), others | self.owner.writer(), 0)
+        unfenced[positions] = torch.where(is_changed | (others != 0), others | writer, 0)
 
     def is_fenced(self) -> bool:
         """Whether its writers have called ``fence_async_shared`` since."""

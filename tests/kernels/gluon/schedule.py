@@ -110,11 +110,22 @@ class Partition:
         self._run = run
         self._products: list[tuple[Value, Callable[[], torch.Tensor]]] = []
         self._copies: list[Callable[[], None]] = []
+        self._groups: list[list[Callable[[], None]]] = []
 
     def copy(self, pointer: Pointer, mask: Any, target: Shared) -> None:
-        """Start an asynchronous copy of its own threads; what is masked stays as it is."""
+        """Start an asynchronous copy of its own threads; what is masked is NaN then."""
         target.write(torch.full(target.shape, torch.nan))
-        self._copies.append(lambda: target.write(pointer.load(mask, torch.nan).data))
+        self._copies.append(lambda: target.write_by(self.bit, pointer.load(mask, torch.nan).data))
+
+    def commit_copies(self) -> None:
+        """Those that are in no group are one."""
+        self._groups.append(self.taken_copies())
+
+    def wait_for_copies(self, most: int) -> None:
+        """Until at most so many groups are in flight; they end in order, and as late as this allows."""
+        while len(self._groups) > most:
+            for copy in self._groups.pop(0):
+                copy()
 
     def taken_copies(self) -> list[Callable[[], None]]:
         """Those that no barrier counts yet."""
@@ -134,9 +145,11 @@ class Partition:
             found.complete(product())
 
     def check_idle(self) -> None:
-        """Raises: it ends with a product in flight."""
+        """Raises: it ends with a product or a copy in flight."""
         if self._products:
             raise RuntimeError(f"{self.name} ends with {len(self._products)} products in flight")
+        if self._groups or self._copies:
+            raise RuntimeError(f"{self.name} ends with copies in flight")
 
     def can_run(self) -> bool:
         """Whether what it waits for has happened; lands copies that it waits for."""

@@ -17,6 +17,7 @@ from triton.language.extra import cuda
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+from mla_plugin.kernels.decode import e4m3
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler
 from tests.kernels.gluon.values import Pointer, PointerType, Value, as_value, raw, torch_dtype
@@ -52,6 +53,8 @@ class Program:
                     pointer, mask, target
                 ),
                 mbarrier_arrive=self._arrive_after_copies,
+                commit_group=self._commit_copies,
+                wait_group=self._wait_for_copies,
             ),
             id(hopper.fence_async_shared): self._fence,
             id(hopper.warpgroup_mma): self._multiply,
@@ -125,6 +128,12 @@ class Program:
         assert not increment_count
         barrier.arrive_after(self._scheduler.current.taken_copies())
 
+    def _commit_copies(self) -> None:
+        self._scheduler.current.commit_copies()
+
+    def _wait_for_copies(self, most: int = 0) -> None:
+        self._scheduler.current.wait_for_copies(int(most))
+
     def _multiply(self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
         """acc + a b. ``acc`` may be in flight itself: products end in order."""
         left = a if isinstance(a, Shared) else Value(a.data, a.layout)  # registers are read when it is issued
@@ -187,6 +196,7 @@ class Program:
             "sum": lambda x, axis=None: _reduced(torch.sum, x, axis),
             "max": lambda x, axis=None: _reduced(torch.amax, x, axis),
             "cast": lambda x, dtype: as_value(x).to(dtype),
+            "join": lambda a, b: Value(torch.stack([a.data, b.data], -1)),
             "convert_layout": lambda x, layout: Value(x.data, layout),
             "static_range": lambda *bounds: range(*(int(bound) for bound in bounds)),
             "pointer_type": PointerType,
@@ -271,6 +281,28 @@ def _atomic_add(pointer: Pointer, x: Any) -> Value:
     return before
 
 
-def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, is_pure: bool, pack: int) -> Value:
+def _halves_of_e4m3(x: torch.Tensor) -> tuple[Value, Value]:
+    values = x.contiguous().view(torch.float8_e4m3fn).half().unflatten(-1, (-1, 4))
+    low, high = (pair.contiguous().view(torch.int32)[..., 0] for pair in (values[..., :2], values[..., 2:]))
+    return Value(low), Value(high)
+
+
+def _bfloat16_of_float16(x: torch.Tensor, scale: torch.Tensor | None = None) -> Value:
+    values = x.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float()
+    scaled = values if scale is None else values * scale[..., None]
+    return Value(scaled.bfloat16().contiguous().view(torch.int32)[..., 0])
+
+
+_OF_WORDS: dict[str, Callable[..., Any]] = {
+    e4m3._BY_INSTRUCTION.value: _halves_of_e4m3,
+    e4m3._TO_BFLOAT16.value: _bfloat16_of_float16,
+    e4m3._TO_SCALED_BFLOAT16.value: _bfloat16_of_float16,
+}
+
+
+def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, is_pure: bool, pack: int) -> Any:
+    if assembly in _OF_WORDS:
+        assert all(x.data.dtype == torch.int32 for x in given[:1])
+        return _OF_WORDS[assembly](*(x.data for x in given))
     assert any(name in assembly for name in _CONVERSIONS), f"assembly that is not known here: {assembly}"
     return given[0].to(dtype)

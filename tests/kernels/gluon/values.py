@@ -66,6 +66,9 @@ class Value:
     def to(self, dtype: Any) -> Value:
         return Value(self.data.to(torch_dtype(dtype)), self.layout)
 
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.data.reshape([int(size) for size in shape]))
+
     def __getitem__(self, key: Any) -> Value:
         return Value(self.data[key], self.layout)
 
@@ -182,7 +185,8 @@ class Pointer:
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.memory, self.offset[key], self.dtype.element_ty)
 
-    def to(self, kind: PointerType) -> Pointer:
+    def to(self, kind: PointerType, bitcast: bool = True) -> Pointer:
+        assert bitcast
         return Pointer(self.memory, self.offset, kind.element_ty)
 
     def _elements(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Absorbed decode for Hopper in Gluon: one warp loads, two warpgroups compute. See kernels/README.md."""
+"""Absorbed decode for Hopper in Gluon: one warp or warpgroup loads, two compute. See kernels/README.md."""

@@ -86,10 +86,13 @@ def _zero_rows(k_tiles, stage: gl.constexpr, half: gl.constexpr, first):
 
 
 @gluon.jit
-def _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, stage: gl.constexpr, half: gl.constexpr):
+def _accumulate(
+    acc, p, rescale, start, length, k_tiles, k_empty, stage: gl.constexpr, half: gl.constexpr, FORMAT: gl.constexpr
+):
     """acc * rescale + p V: [ROWS, HALF]; V is the half's columns of the tile in ``stage``, which is free afterwards."""
-    if start + KEYS > length:
-        _zero_rows(k_tiles, stage, half, length - start)
+    if FORMAT == "plain":  # of other formats the gathering warpgroup writes zeros
+        if start + KEYS > length:
+            _zero_rows(k_tiles, stage, half, length - start)
     acc = acc * gl.convert_layout(rescale, _OUT_ROWS)[:, None]
     v = panels_as_matrix(k_tiles, stage * PANELS + half * PANELS_OF_HALF, HALF)
     acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -134,7 +137,19 @@ def _take(row_max, row_sum, uses, p_tile, maxima, published, other: gl.constexpr
 
 @gluon.jit
 def _own_tile(
-    acc, row_max, row_sum, start, uses, length, seen_by_all, visible, scale_log2, tiles, barriers, which: gl.constexpr
+    acc,
+    row_max,
+    row_sum,
+    start,
+    uses,
+    length,
+    seen_by_all,
+    visible,
+    scale_log2,
+    tiles,
+    barriers,
+    which: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Fold an own tile into acc [ROWS, HALF] and into the maximum and sum of each row."""
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
@@ -143,19 +158,21 @@ def _own_tile(
     p, row_max, row_sum, rescale = _weights(s, row_max, row_sum, start, seen_by_all, visible, scale_log2)
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
     _publish(p, row_max, p_tile, maxima, published, which)
-    acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which)
+    acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which, FORMAT)
     return acc, row_max, row_sum
 
 
 @gluon.jit
-def _others_tile(acc, row_max, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr):
+def _others_tile(
+    acc, row_max, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
+):
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
     _q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     other: gl.constexpr = 1 - which
     p, row_max, row_sum, rescale = _take(row_max, row_sum, uses, p_tile, maxima, published, other)
     mbarrier.wait(k_full.index(2 * other + which), uses & 1)
-    acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which)
+    acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which, FORMAT)
     return acc, row_max, row_sum
 
 
@@ -174,15 +191,18 @@ def _two_tiles(
     tiles,
     barriers,
     which: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``."""
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     if which == 0:
         acc, row_max, row_sum = _own_tile(
-            acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers, 0
+            acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers, 0, FORMAT
         )
-        acc, row_max, row_sum = _others_tile(acc, row_max, row_sum, start + KEYS, odd, length, tiles, barriers, 0)
+        acc, row_max, row_sum = _others_tile(
+            acc, row_max, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
+        )
     else:
         # its own weights first: the other warpgroup waits for them
         s = _scores(q_tiles, k_tiles, k_full, odd, 1)
@@ -191,8 +211,8 @@ def _two_tiles(
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
         _publish(p1, row_max, p_tile, maxima, published, 1)
         mbarrier.wait(k_full.index(1), even & 1)
-        acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1)
-        acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1)
+        acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1, FORMAT)
+        acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1, FORMAT)
     return acc, row_max, row_sum
 
 
@@ -215,6 +235,7 @@ def _store_piece(
     acc,
     row_max,
     row_sum,
+    KV_scale,
     rows,
     b,
     tile,
@@ -229,6 +250,7 @@ def _store_piece(
     num_parts,
     which: gl.constexpr,
     R: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Write a warpgroup's columns of a piece, and from warpgroup 0 the log-sum-exps; nothing of an empty piece.
 
@@ -239,6 +261,8 @@ def _store_piece(
     exists = (rows < num_rows) & (low < high)
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum))
+    if FORMAT == "fp8":
+        inverse *= gl.load(KV_scale)
     lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
     acc = acc * gl.convert_layout(inverse, _OUT_ROWS)[:, None]
     if count == 1:
@@ -269,8 +293,8 @@ def _list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num
 
 @gluon.jit
 def compute(
-    page_table,
     seqlens_kv,
+    KV_scale,
     Parts,
     Out,
     Lse,
@@ -287,6 +311,7 @@ def compute(
     R: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Computing warpgroup ``which`` over every piece of this program's part; writes half of the columns."""
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
@@ -296,6 +321,8 @@ def compute(
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
     scale_log2 = softmax_scale * LOG2_E
+    if FORMAT == "fp8":
+        scale_log2 *= gl.load(KV_scale)
     first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
     pieces = 0
     even = 0
@@ -324,19 +351,24 @@ def compute(
                 # fmt: off
                 acc, row_max, row_sum = _two_tiles(
                     acc, row_max, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
-                    which,
+                    which, FORMAT,
                 )
                 # fmt: on
                 even += 1
                 odd += 1
             if steps % 2 == 1:
                 start = (low + steps - 1) * KEYS
+                # fmt: off
                 if which == 0:
                     acc, row_max, row_sum = _own_tile(
-                        acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers, 0
+                        acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
+                        0, FORMAT,
                     )
                 else:
-                    acc, row_max, row_sum = _others_tile(acc, row_max, row_sum, start, even, length, tiles, barriers, 1)
+                    acc, row_max, row_sum = _others_tile(
+                        acc, row_max, row_sum, start, even, length, tiles, barriers, 1, FORMAT
+                    )
+                # fmt: on
                 even += 1
             mbarrier.arrive(q_empty.index(0))
             # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
@@ -353,8 +385,8 @@ def compute(
                 gdc_launch_dependents()
         # fmt: off
         _store_piece(
-            Parts, Out, Lse, acc, row_max, total, rows, b, tile, part, low, high, sequence_tiles, first_part, count,
-            num_heads, seqlen_q, num_parts, which, R,
+            Parts, Out, Lse, acc, row_max, total, KV_scale, rows, b, tile, part, low, high, sequence_tiles, first_part,
+            count, num_heads, seqlen_q, num_parts, which, R, FORMAT,
         )
         # fmt: on
         if which == 0:

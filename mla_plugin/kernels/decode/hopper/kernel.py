@@ -11,15 +11,68 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, gdc_wait, list_of_split
 from mla_plugin.kernels.decode.hopper.computing import compute
+from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout
 
+_REGISTERS = gl.constexpr(504)
+"""Of a thread of each of the three groups of four warps, together: 65,536 in a multiprocessor, in eights."""
 
-@gluon.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"])
+
+@gluon.jit
+def _produce(
+    desc_q,
+    desc_r,
+    desc_c,
+    desc_k,
+    C_kv,
+    K_rope,
+    KV_scale,
+    page_table,
+    seqlens_kv,
+    Parts,
+    tiles,
+    barriers,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_pt,
+    stride_cb,
+    stride_cn: gl.constexpr,
+    stride_kb,
+    stride_kn: gl.constexpr,
+    R: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
+    """The loading warp, or the gathering warpgroup."""
+    # fmt: off
+    if C_kv is None:
+        load(
+            desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, R, PAGE_SIZE, CAUSAL,
+        )
+    else:
+        gather(
+            desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, Parts, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb,
+            stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT,
+        )
+    # fmt: on
+
+
+@gluon.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt", "stride_cb", "stride_kb"])
 def hopper_decode_kernel(
     Parts,
     Out,
     Lse,
+    C_kv,
+    K_rope,
+    KV_scale,
     page_table,
     seqlens_kv,
     desc_q,
@@ -34,23 +87,30 @@ def hopper_decode_kernel(
     num_parts,
     overhead,
     stride_pt,
+    stride_cb,
+    stride_cn: gl.constexpr,
+    stride_kb,
+    stride_kn: gl.constexpr,
     R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
     Descriptors of tiles [1, 64, 64]: desc_q over q_nope_abs as [B, rows, R], desc_r over q_rope as [B, rows, 64],
-    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. The
-    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. With
+    C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
+    are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
+    written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
 
     Key tiles alternate between two stages, the even ones in stage 0. Barriers, and who arrives at them:
 
     - q_full, q_empty: TMA has copied the queries of a piece; both warpgroups have read them.
-    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage;
-      the warpgroup of that half, which reads it last, has multiplied with it.
+    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage,
+      or the gathering warpgroup has written it; the warpgroup of that half, which reads it last, has multiplied by it.
     - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
     - finished: both warpgroups have written the sums of a piece's rows.
     """
@@ -58,7 +118,7 @@ def hopper_decode_kernel(
         gdc_wait()
     dtype: gl.constexpr = desc_q.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_c.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
     p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], row)
@@ -91,19 +151,20 @@ def hopper_decode_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                page_table, seqlens_kv, Parts, Out, Lse, tiles, barriers, softmax_scale,
-                batch, num_heads, seqlen_q, capacity, num_parts, overhead, 0, R, CAUSAL, DEPENDENT,
+                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                capacity, num_parts, overhead, 0, R, CAUSAL, DEPENDENT, FORMAT,
             )),
             (compute, (
-                page_table, seqlens_kv, Parts, Out, Lse, tiles, barriers, softmax_scale,
-                batch, num_heads, seqlen_q, capacity, num_parts, overhead, 1, R, CAUSAL, DEPENDENT,
+                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                capacity, num_parts, overhead, 1, R, CAUSAL, DEPENDENT, FORMAT,
             )),
-            (load, (
-                desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers,
-                batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, R, PAGE_SIZE, CAUSAL,
+            (_produce, (
+                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, Parts, tiles, barriers,
+                batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb,
+                stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT,
             )),
         ],
-        [4, 1],
-        [240, REGISTERS],
+        [4, 1 if C_kv is None else 4],
+        [(_REGISTERS - REGISTERS) // 2, REGISTERS],
     )
     # fmt: on

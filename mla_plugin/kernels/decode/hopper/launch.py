@@ -9,19 +9,26 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.kernels.decode.descriptors import can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper import rule
+from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
-from mla_plugin.kernels.launch import Launch
+from mla_plugin.kernels.launch import Launch, named_strides
 
-GIVEN = (*("Parts", "Out", "Lse", "page_table", "seqlens_kv", "desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),)
+GIVEN = (
+    *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
+    *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
+)
+_GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
 _DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
+_NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
 
 
@@ -34,26 +41,64 @@ def _rows_of(queries: torch.Tensor) -> torch.Tensor | None:
     return queries.as_strided((batch, seqlen_q * heads, columns), (of_batch, of_head if heads > 1 else of_query, 1))
 
 
-def takes(tensors: DecodeTensors, device: Device) -> bool:
-    """Whether the kernel computes a call, given that descriptors can read its cache (``can_use_descriptors``)."""
+def registers_of(kv_cache_format: str, page_size: int | None) -> int:
+    """Of each thread of the warp, or the warpgroup, that loads; the computing warpgroups have the rest."""
+    gathers = rule.must_gather(kv_cache_format, page_size)
+    return _GATHERING_REGISTERS[kv_cache_format] if gathers else LOADING_REGISTERS
+
+
+def _gathers(tensors: DecodeTensors) -> bool:
+    return rule.must_gather(tensors.kv_cache_format, None if tensors.page_table is None else tensors.c_kv.shape[1])
+
+
+def _has_aligned_rows(tensors: DecodeTensors) -> bool:
+    caches = (tensors.c_kv, tensors.k_rope)
+    return starts_aligned(*caches) and all(
+        stride * x.element_size() % 16 == 0 for x in caches for stride in strides_of(x)
+    )
+
+
+def takes(tensors: DecodeTensors, device: Device, can_describe: bool, may_gather: bool) -> bool:
+    """Whether the kernel computes a call.
+
+    Args:
+        can_describe: descriptors can read its cache (``can_use_descriptors``).
+        may_gather: see ``rule.GATHER``.
+    """
     q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
     _, seqlen_q, heads, rank = q_nope_abs.shape
-    page_size = None if tensors.page_table is None else tensors.c_kv.shape[1]
     if not device.has_gluon or not starts_aligned(q_nope_abs, q_rope):
         return False
-    if rule.plain_kernel_because(q_nope_abs.dtype, rank, q_rope.shape[-1], seqlen_q * heads, page_size) is not None:
+    reason = rule.plain_kernel_because(
+        q_nope_abs.dtype,
+        rank,
+        q_rope.shape[-1],
+        seqlen_q * heads,
+        None if tensors.page_table is None else tensors.c_kv.shape[1],
+        kv_cache_format=tensors.kv_cache_format,
+        has_leftpad_kv=tensors.leftpad_kv is not None,
+        has_aligned_rows=_has_aligned_rows(tensors),
+        may_gather=may_gather,
+    )
+    if reason is not None or tensors.c_kv.numel() == 0 or not (can_describe or _gathers(tensors)):
         return False
     return all(rows is not None and can_read(rows) for rows in (_rows_of(q_nope_abs), _rows_of(q_rope)))
 
 
 class Descriptors:
-    """The descriptors of calls of one layout that ``takes``, by the addresses of their tensors."""
+    """The descriptors of calls of one layout that ``takes``, by the addresses of their tensors.
+
+    Attributes:
+        gathers: the kernel gets the cache's addresses in place of its descriptors.
+    """
 
     def __init__(self, tensors: DecodeTensors) -> None:
-        self._layout = block_layout(_DTYPES[tensors.c_kv.dtype])
-        read = (_rows_of(tensors.q_nope_abs), _rows_of(tensors.q_rope), tensors.c_kv, tensors.k_rope)
+        self.gathers = _gathers(tensors)
+        self._dtype = tensors.q_nope_abs.dtype
+        self._layout = block_layout(_DTYPES[self._dtype])
+        queries, cache = (_rows_of(tensors.q_nope_abs), _rows_of(tensors.q_rope)), (tensors.c_kv, tensors.k_rope)
+        read = queries if self.gathers else (*queries, *cache)
         self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``takes``
-        self._dtype = tensors.c_kv.dtype
         self._made = functools.lru_cache(_MAX_DESCRIPTORS)(self._make)
 
     def _make(self, which: int, address: int) -> TensorDescriptor:
@@ -61,10 +106,11 @@ class Descriptors:
         memory: Any = Address(address, self._dtype)
         return TensorDescriptor(memory, list(shape), [*strides, 1], [1, ROWS.value, PANEL.value], self._layout)
 
-    def of(self, tensors: DecodeTensors) -> tuple[TensorDescriptor, ...]:
-        """Those of q_nope_abs, q_rope, c_kv and k_rope."""
+    def of(self, tensors: DecodeTensors) -> tuple[TensorDescriptor | None, ...]:
+        """Those of q_nope_abs, q_rope, c_kv and k_rope; None for a cache that is gathered."""
         given = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
-        return tuple(self._made(which, x.data_ptr()) for which, x in enumerate(given))
+        made = [self._made(which, x.data_ptr()) for which, x in enumerate(given[: len(self._shapes)])]
+        return (*made, *_NO_CACHE) if self.gathers else tuple(made)
 
 
 def attend_launch(
@@ -82,6 +128,10 @@ def attend_launch(
     fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
     fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
     fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    for letter, cache in (("c", tensors.c_kv), ("k", tensors.k_rope)):
+        units = [stride * cache.element_size() // UNIT.value for stride in strides_of(cache)]
+        fixed |= named_strides(letter, "bn", units if _gathers(tensors) else (0, 0))
     fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
-    fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "REGISTERS": LOADING_REGISTERS}
+    fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "FORMAT": tensors.kv_cache_format}
+    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, page_size or None)}
     return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)

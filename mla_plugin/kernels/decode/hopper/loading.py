@@ -43,6 +43,17 @@ def _place(pages, b, key, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
+def load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces):
+    """The queries of a piece, after those of ``pieces`` others."""
+    mbarrier.wait(q_empty.index(0), (pieces & 1) ^ 1)
+    mbarrier.expect(q_full.index(0), PANELS * ROWS * PANEL * 2)
+    for panel in gl.static_range(PANELS - 1):
+        target = q_tiles.index(panel)
+        tma.async_copy_global_to_shared(desc_q, [b, tile * ROWS, panel * PANEL], q_full.index(0), target)
+    tma.async_copy_global_to_shared(desc_r, [b, tile * ROWS, 0], q_full.index(0), q_tiles.index(PANELS - 1))
+
+
+@gluon.jit
 def load(
     desc_q,
     desc_r,
@@ -82,12 +93,7 @@ def load(
         )
         at += sequence_tiles
         if steps > 0:
-            mbarrier.wait(q_empty.index(0), (pieces & 1) ^ 1)
-            mbarrier.expect(q_full.index(0), PANELS * ROWS * PANEL * 2)
-            for panel in gl.static_range(PANELS - 1):
-                target = q_tiles.index(panel)
-                tma.async_copy_global_to_shared(desc_q, [b, tile * ROWS, panel * PANEL], q_full.index(0), target)
-            tma.async_copy_global_to_shared(desc_r, [b, tile * ROWS, 0], q_full.index(0), q_tiles.index(PANELS - 1))
+            load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1
             pages = page_table
             if PAGE_SIZE > 0:

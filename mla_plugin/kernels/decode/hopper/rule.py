@@ -14,6 +14,13 @@ TILE = 64
 """Keys of a tile, and rows of one."""
 TILES_OF_A_PART = 2
 """At least so many: on an H200 B 32, H 128, 1024 keys take 37 us, by the plain kernel 46; B 1, 8192 keys 22, 20.5."""
+GATHER = "MLA_PLUGIN_HOPPER_GATHER"
+"""Lets it take calls that ``must_gather``, which it can but nobody has timed."""
+
+
+def must_gather(kv_cache_format: str, page_size: int | None) -> bool:
+    """Whether TMA cannot load the key tiles: their bytes are converted, or they lie in several pages."""
+    return kv_cache_format != PLAIN or (page_size is not None and page_size % TILE != 0)
 
 
 def plain_kernel_because(
@@ -27,28 +34,30 @@ def plain_kernel_because(
     has_leftpad_kv: bool = False,
     has_aligned_rows: bool = True,
     batch_invariant: bool = False,
+    may_gather: bool = False,
 ) -> str | None:
     """Why the plain kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
 
     Args:
         rows: (query, head) pairs of a sequence.
         dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
+        may_gather: ``GATHER`` is 1.
     """
     if batch_invariant:
         return "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly"
     if dtype not in DTYPES:
         return f"{dtype}, the Hopper kernel needs bfloat16 or float16"
-    if kv_cache_format != PLAIN:
-        return f"kv_cache_format={kv_cache_format!r}, the Hopper kernel needs {PLAIN!r}"
     if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
         widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
         return f"{widths}, the Hopper kernel needs {RANK} and {ROPE}"
     if has_leftpad_kv:
         return "leftpad_kv, which the Hopper kernel does not take"
-    if page_size is not None and page_size % TILE != 0:
-        return f"page_size={page_size}, the Hopper kernel needs a multiple of {TILE}"
+    if must_gather(kv_cache_format, page_size) and not may_gather:
+        usual = f"kv_cache_format={PLAIN!r}" if kv_cache_format != PLAIN else f"a multiple of {TILE}"
+        given = f"kv_cache_format={kv_cache_format!r}" if kv_cache_format != PLAIN else f"page_size={page_size}"
+        return f"{given}, the Hopper kernel needs {usual}, or {GATHER}=1, which nobody has timed"
     if not has_aligned_rows:
-        return "rows of the cache that do not start on 16 bytes, TMA needs them to"
+        return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
     if tile.block_m < TILE:
         return f"{rows} (query, head) pairs of a sequence, the Hopper kernel needs more than {tile.block_m}"
