@@ -161,6 +161,11 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
         ),
         ("--device cpu --te-release latest", "release='latest': expected a version of TransformerEngine"),
         ("--decode --te-release 2.20", "--te-release does not apply to --decode"),
+        ("--decode --format thd", "--format does not apply to --decode: leave it out"),
+        ("--decode --mask padding", "--mask padding with --decode; expected causal or no_mask"),
+        ("--decode --contiguous --page-size 32", "--page-size does not apply to --contiguous"),
+        ("--page-size 32 --leftpad", "--page-size and --leftpad without --decode would have no effect: add --decode"),
+        ("--rope 32", "--rope without --decode or --latent would have no effect"),
     ],
 )
 def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
@@ -183,8 +188,9 @@ def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], argumen
         ("--env HOME=/", "MLA_PLUGIN_BACKEND, MLA_PLUGIN_BATCH_INVARIANT"),
         ("--dropout 1.0", "'1.0': expected a number 0 <= x < 1"),
         ("--dropout half", "'half': expected a number 0 <= x < 1"),
-        ("--heads 0", "'0': expected at least 1"),
-        ("--seqlen-q -5", "'-5': expected at least 1"),
+        ("--heads 0", "'0': expected a whole number, 1 or more"),
+        ("--seqlen-q -5", "'-5': expected a whole number, 1 or more"),
+        ("--rope -1", "'-1': expected a whole number, 0 or more"),
         ("--mask diagonal", "invalid choice: 'diagonal'"),
     ],
 )
@@ -363,11 +369,18 @@ def test_decode_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         ("--cp-size 4 --mask causal_bottom_right", "cp_comm_type='all_gather' or 'a2a' takes it"),
         ("--cp-size 4 --cp-comm-type ring", "cp_comm_type='ring'; expected one of p2p, all_gather, a2a"),
         ("--cp-size 4 --dropout 0.5", "dropout_p=0.5; context parallelism takes 0"),
-        ("--cp-size 4 --bias post_scale_bias", "--bias post_scale_bias with --cp-size or --latent"),
+        ("--cp-size 4 --bias post_scale_bias", "--bias post_scale_bias with --cp-size; expected no_bias"),
         ("--latent --cp-size 2 --cp-comm-type p2p", "cp_comm_type='p2p'; latent_attention accepts: all_gather, a2a"),
-        ("--latent --kv-heads 4", "--kv-heads do not apply to --latent"),
+        ("--latent --kv-heads 4", "--kv-heads does not apply to --latent: leave it out"),
         ("--latent --rope 192", "--rope 192 with --head-dim-qk 192"),
-        ("--decode --cp-comm-type a2a", "--latent and --cp-comm-type do not apply to --decode"),
+        (
+            "--decode --latent --cp-comm-type a2a",
+            "--latent and --cp-comm-type do not apply to --decode: leave them out",
+        ),
+        ("--cp-comm-type a2a", "--cp-comm-type without --cp-size would have no effect: add --cp-size"),
+        ("--cp-size 2 --batch-invariant", "batch_invariant=True with cp_group"),
+        ("--decode --cp-size 2 --batch-invariant", "batch_invariant=True with cp_group"),
+        ("--latent --batch-invariant", "--batch-invariant does not apply to --latent"),
     ],
 )
 def test_what_ranks_cannot_do_is_status_2(capsys: pytest.CaptureFixture[str], flags: str, text: str) -> None:
