@@ -213,6 +213,13 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"seqlens_kv": torch.tensor([1, 2], dtype=torch.int32)}, ValueError, "its first dimension must be B=3"),
         ({"seqlens_kv": torch.tensor([1, 2, 12], dtype=torch.int32)}, ValueError, "room for 0 to 11 keys"),
         ({"leftpad_kv": torch.zeros(B)}, TypeError, "leftpad_kv has dtype"),
+        (
+            {name: torch.tensor([0, 1, at], dtype=torch.int32) for name, at in (("seqlens_kv", 2), ("leftpad_kv", -1))},
+            ValueError,
+            r"leftpad_kv=\[0, 1, -1\]; expected at least 0",
+        ),
+        ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
+        ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; expected a positive int"),
         ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
         *((changes, TypeError, message) for changes, message in WRONG_TYPES),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf; expected a positive, finite number"),

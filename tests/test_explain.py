@@ -155,12 +155,22 @@ def test_requests_are_explained_as_before():
             "unexpected keyword argument 'batch_size'; expected backend",
         ),
         ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; expected a mla_plugin.Platform"),
+        ((mla_request(),), {"environ": ["NVTE_FLASH_ATTN=0"]}, TypeError, "expected names and values as in os.environ"),
+        (tensors(2, 8, 4), {"environ": {"NVTE_FLASH_ATTN": 0}}, TypeError, "environ={'NVTE_FLASH_ATTN': 0}; expected"),
+        (([[0.0]], *tensors(2, 8, 4)[1:]), {}, TypeError, "q is list; expected a torch.Tensor"),
+        (tensors(2, 8, 4), {"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; expected one of"),
     ],
 )
 def test_errors_say_what_is_accepted(subject, arguments, error, message):
     with pytest.raises(error) as caught:
         mla_plugin.explain(*subject, **arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("request_", [None, "attention"])
+def test_resolve_takes_requests(request_):
+    with pytest.raises(TypeError, match="expected an AttentionRequest or a DecodeRequest"):
+        mla_plugin.resolve(request_)
 
 
 def latents(layout="bshd", *, tokens=9, device="cpu", grad=False, **arguments):

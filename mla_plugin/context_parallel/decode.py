@@ -20,6 +20,7 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.checks import may_read
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
@@ -215,7 +216,7 @@ class _LocalLengths:
 def _check_room(tensors: DecodeTensors, group: Group, interleave: int) -> None:
     seqlens_kv = tensors.seqlens_kv
     assert seqlens_kv is not None
-    if not decode_checks.may_read(seqlens_kv):
+    if not may_read(seqlens_kv):
         return
     held = held_tokens(seqlens_kv, group.size, group.rank, interleave=interleave).tolist()
     if any(length > tensors.capacity for length in held) or any(length < 0 for length in seqlens_kv.tolist()):
@@ -260,7 +261,7 @@ def _values(tensors: DecodeTensors) -> Values:
     if tensors.lengths is not None and tensors.leftpad_kv is None:
         return tensors.lengths.schedule("context_parallel", _KnownLengths).values  # once for all layers of a step
     given = {"seqlens_kv": tensors.seqlens_kv, "leftpad_kv": tensors.leftpad_kv}
-    known = {name: x.tolist() for name, x in given.items() if x is not None and decode_checks.may_read(x)}
+    known = {name: x.tolist() for name, x in given.items() if x is not None and may_read(x)}
     return Values.of(known) if known else NO_VALUES
 
 

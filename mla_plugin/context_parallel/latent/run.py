@@ -105,6 +105,17 @@ def _is_empty(call: Call) -> bool:
     return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
 
 
+def check_way(way: object) -> None:
+    """Check the communication type.
+
+    Raises:
+        ValueError: it is not one of ``WAYS``.
+    """
+    if not isinstance(way, str) or way not in WAYS:
+        ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
+        raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
+
+
 def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     """The equivalent call with K and V, checked; K and V are stand-ins that take no memory.
 
@@ -112,9 +123,7 @@ def _kv_call(call: Call, group: Group | None = None) -> KVCall:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
     name, way = call.more
-    if not isinstance(way, str) or way not in WAYS:
-        ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
-        raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
+    check_way(way)
     group, tensors = group or Group.named(name), call.check()
     heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
     if way == "a2a" and heads % group.size:

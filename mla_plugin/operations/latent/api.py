@@ -89,6 +89,8 @@ def latent_attention(
         NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
+    if cp_comm_type != "all_gather" and cp_group is None:  # with a group every rank checks it
+        _check_way(cp_comm_type)
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
     tensors, options = _tensors_and_options(
         *(q, c_kv, k_rope, w_uk, w_uv, softmax_scale, backend),
@@ -151,6 +153,8 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
 
     arguments = bound_arguments(_SIGNATURE, "mla_plugin.latent_attention", tensors, arguments)
     group, way = arguments.pop("cp_group"), arguments.pop("cp_comm_type")
+    if group is None:
+        _check_way(way)
     q, c_kv, k_rope, w_uk, w_uv = (arguments.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv, cast=as_if_cast)
     scale, backend, offsets = (
@@ -186,6 +190,12 @@ def _run(
     from mla_plugin.operations.latent import operator
 
     return operator.latent_attention.run(Call(tensors, options, backend))
+
+
+def _check_way(cp_comm_type: object) -> None:
+    from mla_plugin.context_parallel.latent.run import check_way
+
+    check_way(cp_comm_type)
 
 
 def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
