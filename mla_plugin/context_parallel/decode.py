@@ -26,7 +26,7 @@ from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.context_parallel import transport
-from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, terms_of
+from mla_plugin.context_parallel.agreement import NO_VALUES, Fingerprint, Values, fingerprint_of
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
@@ -66,7 +66,7 @@ def run(
     known, group = known_of(tensors), Group.named(cp_group)
     check_lengths(tensors)
     q = tensors.q_nope_abs
-    watch = Watch(group, q.device, _terms(tensors, host, backend, group, interleave))
+    watch = Watch(group, q.device, _fingerprint(tensors, host, backend, group, interleave))
     call = None if known.has_no_query else watch.prepare(local_call, tensors, group, interleave)
     watch.begin()
     if known.has_no_query:
@@ -241,13 +241,13 @@ def _no_keys(tensors: DecodeTensors) -> torch.Tensor:
     return q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
 
 
-def _terms(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int) -> Terms:
+def _fingerprint(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int) -> Fingerprint:
     q = tensors.q_nope_abs
     key = (
         *("decode", tuple(q.shape), q.dtype, tensors.q_rope.shape[-1], float(tensors.softmax_scale), tensors.causal),
         *("none" if tensors.leftpad_kv is None else "given", interleave, backend, host, tensors.kv_cache_format),
     )
-    return terms_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
+    return fingerprint_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
 
 
 _COMPARED = (
