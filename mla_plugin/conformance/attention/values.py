@@ -181,7 +181,9 @@ def _check_nan(suite: BackendConformance, plan: Plan, call: Call) -> None:
     found = suite.hooks().forward(plan, other).out.clone()
     of_row = call.request.layout.to_bhsd(found)[b, head, row]
     if not bool(of_row.isnan().all()):
-        checks.fail(f"{call.case.name}: a query has NaN and its out does not; an error upstream must show")
+        checks.fail(
+            f"{call.case.name}: a query has NaN and its out does not; expected NaN, so that an error upstream shows"
+        )
     of_row.copy_(call.request.layout.to_bhsd(out.exact)[b, head, row])
     checks.check_error("out beside a query with NaN", found, out)
 
@@ -263,7 +265,9 @@ def check_surroundings(suite: BackendConformance) -> None:
             check_step(call, *step(suite, plan, call))
             other = suite._answer(plan.request)
         if other != answer:
-            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
+            checks.fail(
+                f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; expected one"
+            )
         check_step(call, *surroundings.in_another_thread(run))
         if not suite.is_slow and case is plain[0]:
             surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))

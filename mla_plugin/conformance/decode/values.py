@@ -124,7 +124,9 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
         spoilt[b, row, head, 0] = torch.nan
         found = suite.forward(plan, tensors._replace(**{name: spoilt})).out.clone()
         if not bool(found[b, row, head].isnan().all()):
-            checks.fail(f"{case}: a query has NaN in {name} and its out does not; an error upstream must show")
+            checks.fail(
+                f"{case}: a query has NaN in {name} and its out does not; expected NaN, so that an error upstream shows"
+            )
         found[b, row, head] = out.exact[b, row, head].to(found.dtype)
         checks.check_error(f"out beside a query with NaN in {name}", found, out)
 
@@ -142,7 +144,9 @@ def check_surroundings(suite: DecodeConformance) -> None:
             run()
             other = suite._answer(plan.request)
         if other != answer:
-            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
+            checks.fail(
+                f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; expected one"
+            )
         surroundings.in_another_thread(run)
         if not suite.is_slow and not index:
             surroundings.check_many_calls(functools.partial(_results_of, suite, case, plan, tensors))
