@@ -51,7 +51,7 @@ class Platform:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A backend takes the request.
+    """A backend can run the request.
 
     Attributes:
         priority: for third-party backends. 0 (the default) places the backend after the built-in fused backends and
@@ -60,8 +60,8 @@ class Accepted:
         backward_by: name of the backend that runs the backward; None for the accepting backend itself. Ignored for
             built-in backends outside TransformerEngine, where forward and backward are chosen independently.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
-        kv_cache_formats: formats of quantised caches that the backend's decode reads. Where the request's format is
-            none of them, the acceptance counts as a refusal: a backend need not know of formats to refuse them.
+        kv_cache_formats: formats of quantised caches that the backend's decode reads. If the request's format is not
+            among them, the acceptance counts as a refusal, so a backend need not know the formats that it cannot read.
     """
 
     priority: int = 0
@@ -76,7 +76,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """A backend does not take the request; every reason gives the value found and the limit."""
+    """A backend cannot run the request; every reason gives the value found and the limit."""
 
     reasons: tuple[str, ...]
 
@@ -98,7 +98,7 @@ class TraceEntry:
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the request. ``trace`` holds every backend with every reason."""
+    """No backend can run the request. ``trace`` holds every backend with every reason."""
 
     def __init__(self, message: str, trace: tuple[TraceEntry, ...] = ()) -> None:
         super().__init__(message)

@@ -167,6 +167,22 @@ def test_errors_say_what_is_accepted(subject, arguments, error, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": "4"}, "num_heads='4'; expected an int"),
+        ({"page_size": 0}, "page_size=0; expected at least 1"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16'; expected a torch.dtype"),
+        ({"causal": 1}, "causal=1; expected True or False"),
+        ({"host": "jax"}, "host='jax'; expected one of direct"),
+    ],
+)
+def test_a_decode_request_is_checked(changes, message):
+    request = mla_plugin.DecodeRequest(torch.float32, "cpu", 1, 1, 4, 16, 8, max_seqlen_kv=64)
+    with pytest.raises((TypeError, ValueError), match=message):
+        request.replace(**changes)
+
+
 @pytest.mark.parametrize("request_", [None, "attention"])
 def test_resolve_takes_requests(request_):
     with pytest.raises(TypeError, match="expected an AttentionRequest or a DecodeRequest"):
