@@ -202,8 +202,8 @@ VARIABLES: tuple[Variable, ...] = (
         _ONE,
         False,
         "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU. In each "
-        "context-parallel call also check that all ranks make the same call and that none failed. These checks wait for "
-        "the device. Set it on all ranks.",
+        "context-parallel call also check that all ranks make the same call and that none failed. These checks wait "
+        "for the device. Set it on all ranks.",
         "call",
         "mla-plugin",
     ),

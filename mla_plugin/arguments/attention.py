@@ -201,7 +201,7 @@ def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
         raise ValueError(f"padded offsets are for qkv_format='thd'; {layout.name!r} rows start at their first token")
     if len(padded) == 1:
         (missing,) = set(LENGTHS[2:]) - set(padded)
-        raise ValueError(f"only one pair of padded offsets was given; {missing} is missing")
+        raise ValueError(f"only one of the two padded offsets was given; {missing} is missing: pass both")
 
 
 def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, mask: str) -> int:

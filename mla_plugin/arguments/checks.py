@@ -52,10 +52,11 @@ def check_tensor(name: str, x: object, shape: str = "") -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor{shape and ' '}{shape}")
     if x.is_nested or x.layout != torch.strided:
-        kind = "a nested tensor" if x.is_nested else f"of the memory layout {x.layout}"
+        if not x.is_nested:
+            raise TypeError(f"{name} has the memory layout {x.layout}; expected torch.strided: pass {name}.to_dense()")
         raise TypeError(
-            f"{name} is {kind}; expected a dense tensor (torch.strided): .to_dense(), and for sequences of different "
-            "lengths one padded or packed tensor with their lengths (qkv_format='thd' with cu_seqlens_q, seqlens_kv)"
+            f"{name} is a nested tensor; expected a dense one, padded or packed, with the sequences' lengths: "
+            "qkv_format='thd' with cu_seqlens_q, in decode seqlens_kv"
         )
     distributed = sys.modules.get("torch.distributed.tensor")  # if there is a DTensor, somebody imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
