@@ -29,7 +29,7 @@ def error(*args: object, **kwargs: object) -> str:
         (("q", K, V), ["q is str", "torch.Tensor"]),
         ((Q, None, V), ["k is NoneType"]),
         ((Q, K, V.tolist()), ["v is list"]),
-        ((Q.to_sparse(), K, V), ["q is of the memory layout torch.sparse_coo", "thd"]),
+        ((Q.to_sparse(), K, V), ["q has the memory layout torch.sparse_coo", "q.to_dense()"]),
     ],
 )
 def test_tensors(args: tuple[object, ...], words: list[str]) -> None:

@@ -173,13 +173,13 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"kv_cache": torch.zeros(B, S_KV, R + DR).to_sparse()},
-        "kv_cache is of the memory layout torch.sparse_coo",
+        "kv_cache has the memory layout torch.sparse_coo",
     ),
     (
         {"q_rope": torch.zeros(B, S_Q, H, DR).to_sparse()},
-        "q_rope is of the memory layout torch.sparse_coo; expected a dense",
+        "q_rope has the memory layout torch.sparse_coo; expected torch.strided",
     ),
-    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs is of the memory layout torch.sparse_coo"),
+    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs has the memory layout torch.sparse_coo"),
     *(
         ({name: torch.nested.nested_tensor(list(torch.zeros(B, *size)), layout=layout)}, f"{name} is a nested tensor")
         for layout in (torch.strided, torch.jagged)
