@@ -340,7 +340,8 @@ memory-efficient kernel.
 cache (kv_lora_rank 512, rope 64) in bfloat16. `ragged` lengths are log-normal with sigma 0.6, `one_long` is one
 sequence of 32k among shorter ones, and `thundermla` is the call that ThunderMLA's authors report. Every library uses
 its own scheduler; the time of scheduling once per step is included. "host us" is the host time of our call outside of
-a graph.
+a graph. The table is older than our Hopper kernel for many heads: for that see the figures, which are of the current
+kernels, and [the table of all decode backends](#decode-backends-and-the-resolvers-choice).
 
 {decode_figure}
 
