@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
     model_shape.add_arguments(parser)
     parser.add_argument("--seqlen", type=model_shape.count, metavar="N", help="tokens; 4096 by default, 256 on a CPU")
-    parser.add_argument("--batch-size", type=model_shape.count, default=1, metavar="N", help="1 by default")
+    parser.add_argument("--batch-size", type=model_shape.count, default=1, metavar="N", help="sequences; 1 by default")
     parser.add_argument("--inference", action="store_true", help="no backward")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
     parser.add_argument("--json", action="store_true", help="print the times as JSON")
