@@ -3,8 +3,8 @@
 A rank whose backend raises keeps the error, sends and receives to the end (``Watch.attempt``), and reports the failure
 when one number is reduced over the group (``Watch.close``). The error's text goes through the group's store.
 
-Ranks that make different calls are found in the same way: a hash of what must be equal (``agreement``) is reduced with
-the status, and also before the call if the host may synchronise or this kind of call has not been compared yet.
+Ranks that make different calls are found in the same way: the call's fingerprint (``agreement``) is reduced with the
+status. It is also reduced before the call, if the host may synchronise or this kind of call has not been compared yet.
 
 On the CPU the numbers are read at once, and all ranks raise in the call that failed. On a CUDA device reading them
 would synchronise, so the failing rank raises at once and the others at the start of their next call or backward on the
