@@ -169,8 +169,8 @@ def _decode_mask(
 
     The form is None if the rows have neither left padding nor unused slots. Otherwise it gives the keys of each row,
     int32 [1, 1, 1 or 2, B]: at [0, 0, 0] the end of the last query's keys, and with padding at [0, 0, 1] the first key
-    that is a token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes it ahead
-    of the model.
+    that is a token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes
+    it ahead of the model.
 
     The ranges stay on the device. That there is no other padding is read from it once per forward; without an
     ``attention_mask`` nothing is read, and the position in a static cache never is.

@@ -51,7 +51,8 @@ def latent_attention(
     (DeepSeek-V2, arXiv 2405.04434, section 2.1). Saved for the backward are q, c_kv, k_rope, out, lse and the weights;
     the backward recomputes K and V. With 128 heads of 192/128 over a latent of 512 + 64 numbers in 16 bits,
     1.1 KB per token is kept for K and V instead of 80 KB. The cost is the expansion: on an H200 2.3 ms for 32k tokens,
-    and twice that for its gradients. Each group of heads runs on the backend that ``attention`` would choose for its K and V.
+    and twice that for its gradients. Each group of heads runs on the backend that ``attention`` would choose for its K
+    and V.
 
     Args:
         q: [..., H, qk_nope_head_dim + qk_rope_head_dim]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D],
