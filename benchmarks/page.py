@@ -317,7 +317,7 @@ SECTIONS = (
 `python -m benchmarks.prefill`: TFLOP/s in bfloat16, head_dim_qk 192, head_dim_v 128. A forward counts as
 2 B H S^2 x 320 operations and a backward as 2 B H S^2 x 832, half of that under a causal mask. Calls go through each
 library's public function, so below 4k tokens they are bound by the host. The column mla-plugin is our plain kernels in
-this table; our Hopper kernels are in [the table of all backends](#attention-backends-and-the-resolvers-choice).
+this table; our Hopper kernels are under *Attention backends and the resolver's choice*.
 
 {prefill}
 
@@ -341,7 +341,7 @@ cache (kv_lora_rank 512, rope 64) in bfloat16. `ragged` lengths are log-normal w
 sequence of 32k among shorter ones, and `thundermla` is the call that ThunderMLA's authors report. Every library uses
 its own scheduler; the time of scheduling once per step is included. "host us" is the host time of our call outside of
 a graph. The table is older than our Hopper kernel for many heads: for that see the figures, which are of the current
-kernels, and [the table of all decode backends](#decode-backends-and-the-resolvers-choice).
+kernels, and *Decode backends and the resolver's choice*.
 
 {decode_figure}
 
