@@ -20,6 +20,9 @@ class Platform:
         multi_processor_count: number of SMs; None on the CPU.
         tools: build tools found on the PATH (``nvcc``, ``ninja``); ``triton-interpreter`` when Triton runs on the CPU.
         device_name: the driver's name of the device, such as ``"NVIDIA H200"``; None if unknown.
+
+    Raises:
+        TypeError: a version or the packages have another form.
     """
 
     device_type: str = "cpu"
@@ -31,6 +34,15 @@ class Platform:
     multi_processor_count: int | None = None
     tools: frozenset[str] = field(default_factory=frozenset)
     device_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("compute_capability", 2), ("cudnn_version", 3)):
+            given = getattr(self, name)
+            if given is not None and not _are(given, int, count):
+                example = "9, 0" if count == 2 else "9, 8, 0"
+                raise TypeError(f"{name}={given!r}; expected {count} ints such as ({example}), or None")
+        if not (isinstance(self.packages, tuple) and all(_are(pair, str, 2) for pair in self.packages)):
+            raise TypeError(f"packages={self.packages!r}; expected pairs such as (('flash-attn', '2.8.3'),)")
 
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or None."""
@@ -47,6 +59,10 @@ class Platform:
     def __getstate__(self) -> dict[str, Any]:
         """Only the attributes: the cached hash is invalid in another process, where strings hash differently."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def _are(values: object, kind: type, count: int) -> bool:
+    return isinstance(values, tuple) and len(values) == count and all(isinstance(x, kind) for x in values)
 
 
 @dataclass(frozen=True)

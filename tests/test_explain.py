@@ -183,6 +183,20 @@ def test_a_decode_request_is_checked(changes, message):
         request.replace(**changes)
 
 
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"compute_capability": "9.0"}, r"compute_capability='9.0'; expected 2 ints such as \(9, 0\)"),
+        ({"compute_capability": 9}, "compute_capability=9; expected 2 ints"),
+        ({"cudnn_version": (9, 8)}, r"cudnn_version=\(9, 8\); expected 3 ints such as \(9, 8, 0\)"),
+        ({"packages": {"torch": "2.11"}}, "packages={'torch': '2.11'}; expected pairs such as"),
+    ],
+)
+def test_a_platform_is_checked(attributes, message):
+    with pytest.raises(TypeError, match=message):
+        mla_plugin.Platform("cuda", **attributes)
+
+
 @pytest.mark.parametrize("request_", [None, "attention"])
 def test_resolve_takes_requests(request_):
     with pytest.raises(TypeError, match="expected an AttentionRequest or a DecodeRequest"):

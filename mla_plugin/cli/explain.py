@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from mla_plugin import device, environment
 from mla_plugin.arguments.attention import BIAS_TYPES
@@ -83,6 +84,16 @@ def _known(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, str]
         return name, value
 
     return parse
+
+
+def _package(text: str) -> tuple[str, str]:
+    """Parse NAME=VERSION; an empty version means not installed."""
+    name, version = _known("package", device.DISTRIBUTIONS)(text)
+    try:
+        Version(version or "0")
+    except InvalidVersion:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a version such as {name}=2.8.3") from None
+    return name, version
 
 
 def _numbers(text: str, example: str) -> tuple[int, ...]:
@@ -187,7 +198,7 @@ def _add_platform(group: Any) -> None:
     group.add_argument("--cuda-version", metavar="X.Y", help="CUDA that PyTorch was built with, such as 13.0")
     group.add_argument(
         "--package",
-        type=_known("package", device.DISTRIBUTIONS),
+        type=_package,
         action="append",
         default=[],
         metavar="NAME=VERSION",
