@@ -44,5 +44,17 @@ def make_quick() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = np_dtype
     builder = interpreter.interpreter_builder
+    _compare_to_bool(interpreter)
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _compare_to_bool(interpreter: Any) -> None:
+    """Scalar comparisons, which Triton 3.9 broadcasts as integers and then does not take as masks."""
+    builder = interpreter.InterpreterBuilder
+    splat = builder.create_splat
+
+    def create_splat(self: Any, shape: Any, x: Any) -> Any:
+        return splat(self, shape, interpreter.TensorHandle(x.data, interpreter.tl.int1) if x.data.dtype == bool else x)
+
+    builder.create_splat = create_splat

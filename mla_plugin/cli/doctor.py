@@ -17,6 +17,7 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin import device, environment
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
+from mla_plugin.kernels.hopper.rule import CAPABILITY, unfit_device_because
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 from mla_plugin.variables import VARIABLES, Value
 
@@ -131,6 +132,9 @@ def hardware() -> Iterator[Finding]:
         cudnn = ".".join(map(str, found.cudnn_version)) if found.cudnn_version else "none"
         name = torch.cuda.get_device_name(index)
         yield Finding("ok", f"{name}: sm{major}{minor}, CUDA {found.cuda_version}, cuDNN {cudnn}")
+        slow = unfit_device_because(found.compute_capability, found.version("triton"))
+        if found.compute_capability == CAPABILITY and slow is not None:
+            yield Finding("note", f"{slow}; the plain kernels run, 1.1 to 1.8 times slower", 'pip install "torch<2.14"')
     if torch.cuda.is_available():
         return
     if driver is None:

@@ -193,6 +193,23 @@ def test_hardware_without_a_usable_device(
 
 
 @pytest.mark.parametrize(
+    ("capability", "triton", "notes"), [((9, 0), "3.7.1", 0), ((9, 0), "3.9.0", 1), ((8, 0), "3.9.0", 0)], ids=str
+)
+def test_a_triton_without_our_hopper_kernels(
+    capability: tuple[int, int], triton: str, notes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    found = Platform("cuda", capability, packages=(("triton", triton),))
+    monkeypatch.setattr(device, "platform", lambda *_: found)
+    first, *rest = doctor.hardware()
+    assert first.state == "ok"
+    assert [finding.state for finding in rest] == ["note"] * notes
+    assert all("Triton 3.9.0, the Hopper kernel needs 3.6 or 3.7" in finding.text for finding in rest)
+
+
+@pytest.mark.parametrize(
     ("text", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n", "550.54.14"),

@@ -29,6 +29,7 @@ from tests.conformance import (
     broken_ported,
     broken_rare,
     broken_sizes,
+    broken_spoilt,
     broken_state,
 )
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
@@ -53,6 +54,7 @@ _TABLES = (
     broken_sizes,
     broken_gaps,
     broken_extremes,
+    broken_spoilt,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),

@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernels.compiler import PER_BLOCK, TENSOR_MEMORY_COLUMNS, Usage, blocks_per_processor, results
 from tests.kernels.decode_compiler import Job, jobs
+from tests.kernels.versions import IS_RECORDED
 
 pytestmark = pytest.mark.xdist_group("compiler")
 
@@ -33,6 +34,8 @@ def test_an_entry_fits_its_gpu(job: Job, compiled: dict[str, Usage]) -> None:
     assert result.tensor_memory * job.tile.programs <= TENSOR_MEMORY_COLUMNS
     assert job.tile.programs <= blocks_per_processor(result, job.tile.num_warps, job.capability)
     assert result.undefined_reads == []
+    if not IS_RECORDED:
+        return
     if job.kv_cache_format != "plain":
         assert result.spills <= SPILLS_OF_QUANTISED[job.tile.block_m]
     else:

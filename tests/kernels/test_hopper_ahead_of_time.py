@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 
-from mla_plugin.kernels.hopper.rule import TILES, TRITON_VERSIONS, plain_dq_because
+from mla_plugin.kernels.hopper.rule import TILES, plain_dq_because
 from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
 from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, DecodeJob, Job
+from tests.kernels.versions import needs_hopper_kernels
 
 pytestmark = [
     pytest.mark.xdist_group("compiler"),
-    pytest.mark.skipif(
-        ".".join(triton.__version__.split(".")[:2]) not in TRITON_VERSIONS, reason="the rule leaves this Triton out"
-    ),
+    needs_hopper_kernels,
 ]
 
 # spilled stores in all, and spilled loads and stores in a step of a loop without and with a mask: of numbers that are

@@ -8,8 +8,9 @@ from mla_plugin.kernels.prefill import shared_heads
 from tests.kernels import test_hopper_backward_gpu, test_hopper_gpu
 from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.hopper_draws import draw
+from tests.kernels.versions import needs_hopper_kernels
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = [pytest.mark.usefixtures("hopper"), needs_hopper_kernels]
 
 
 @pytest.mark.parametrize("seed", range(500, 516))

@@ -10,6 +10,7 @@ import pytest
 from mla_plugin.kernels.tiles import GPU_CLASSES, TABLES
 from tests.kernels.compiler import PER_BLOCK, TENSOR_MEMORY_COLUMNS, Usage, blocks_per_processor, results
 from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, Job, jobs
+from tests.kernels.versions import IS_RECORDED
 
 pytestmark = pytest.mark.xdist_group("compiler")
 
@@ -46,12 +47,15 @@ def test_an_entry_fits_its_gpu(job: Job, compiled: dict[str, Usage]) -> None:
     assert usage.tensor_memory <= TENSOR_MEMORY_COLUMNS
     assert blocks_per_processor(usage, job.tile.num_warps, job.capability) >= 1
     most = SPILLS_OF.get(job.entry, SPILLS)
-    assert usage.spills <= (most if job in REPRESENTATIVES else max(most, SPILLS_OF_OTHER_HEAD_DIMS))
+    assert not IS_RECORDED or usage.spills <= (most if job in REPRESENTATIVES else max(most, SPILLS_OF_OTHER_HEAD_DIMS))
 
 
 def test_the_fault_of_the_assembler_is_found_where_it_is(compiled: dict[str, Usage]) -> None:
-    """CUDA 12.8's; if a newer one fixes it, the copies of ``packing.with_aligned_rows`` can go."""
-    assert compiled[MISCOMPILED.name].undefined_reads != []
+    """CUDA 12.8's, which Triton 3.6 and 3.7 bring; the one of Triton 3.9 does not have it.
+
+    Once no supported Triton has it, the copies of ``packing.with_aligned_rows`` can go.
+    """
+    assert (compiled[MISCOMPILED.name].undefined_reads != []) == IS_RECORDED
 
 
 @pytest.mark.parametrize("all_targets", [False, True])

@@ -29,7 +29,8 @@ class Call:
         case: that the data was drawn for.
         request: its request.
         tensors: the inputs; those that the case says require a gradient.
-        dout, dlse: what the backward is given; without a backward they are not used.
+        dout, dlse: what the backward is given; without a backward they are not used. ``dlse`` is infinite where no key
+            is seen, as that of ``lse.square()`` is.
     """
 
     case: Case
@@ -57,7 +58,11 @@ class Call:
             if request.bias_requires_grad and tensors.bias is not None:
                 needing["bias"] = tensors.bias.detach().requires_grad_()
             tensors = replace(tensors, **needing)
-        return cls(case, request, tensors, dout, dlse)
+        call = cls(case, request, tensors, dout, dlse)
+        if request.is_training and dlse is not None and not case.dlse_storage.startswith("expanded"):
+            no_key = call.expected()[1].exact.isneginf()
+            dlse.copy_(torch.where(no_key, torch.copysign(dlse.new_tensor(torch.inf), dlse), dlse))
+        return call
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:

@@ -163,8 +163,10 @@ class Oracle:
         for part in self._parts:
             at = (part.row, slice(None), part.rows)
             part_out, out_error, part_dout = (x[at].double() for x in views)
-            part_dlse = torch.zeros_like(part_out[..., 0]) if dlse is None else dlse[at].double()
-            step = _Backward(part, self, part_out, out_error, lse[at].double(), part_dout, part_dlse)
+            part_lse = lse[at].double()
+            part_dlse = torch.zeros_like(part_lse) if dlse is None else dlse[at].double()
+            part_dlse = part_dlse.masked_fill(part_lse.isneginf(), 0.0)  # where it may be infinite
+            step = _Backward(part, self, part_out, out_error, part_lse, part_dout, part_dlse)
             for name, (exact, variance) in step.gradients().items():
                 target, columns = found[name], part.rows if name == "q" else part.columns
                 layout.to_bhsd(target.exact)[part.row, :, columns] = exact

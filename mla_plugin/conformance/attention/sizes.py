@@ -98,6 +98,7 @@ def case_of(name: str, row: Row) -> Case:
         head_dim_v=row["head_dims"][1],
         attn_mask_type=mask,
         window_size=(row["window"][0], 0) if "causal" in mask and row["window"][0] >= 0 else row["window"],
+        bottom_right_diagonal=row["mask"] != "arbitrary" or row["of_queries"],
         bias_type=row["bias"] or "no_bias",
         bias_shape=shape,
         bias_requires_grad=row["bias"] is not None and row["bias_requires_grad"],

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.conformance import checks
+from mla_plugin.conformance import checks, spoilt
 from mla_plugin.conformance.attention import beyond, chunks, library, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
 from mla_plugin.conformance.base import Suite
+from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.conformance.watch import Kept
 from mla_plugin.hooks.attention import AttentionOutput, Plan
 from mla_plugin.hooks.types import Accepted
@@ -65,12 +67,15 @@ class BackendConformance(Suite):
     def test_forward(self, case: Case) -> None:
         """Without a backward to follow: refuse with reasons, or compute out and lse, for other data too.
 
-        They lie elsewhere, and then in the first call's memory; its results are kept while the next ones run.
+        They lie elsewhere, and then in the first call's memory; its results are kept while the next ones run. The last
+        time one query has NaN, unless the request is deterministic. All share ``AttentionTensors.kept``, because they
+        differ in values and addresses alone.
         """
         plan = self._plan(case, is_training=False)
         if plan is None:
             return
-        hooks, calls = self._hooks(), self._two_calls(case, plan, self._generator())
+        hooks, generator = replace(self._hooks(), kept={}), self._generator()
+        calls = self._two_calls(case, replace(case.other(), softmax_scale=case.softmax_scale), plan, generator)
         first = hooks.forward(plan, calls[0])
         kept = Kept("of one call", **_results(first))
         outputs = [first]
@@ -81,7 +86,7 @@ class BackendConformance(Suite):
             checks.check_output(call.case, call.inputs, output, call.expected())
         again = calls[1].in_memory_of(calls[0]) if len(outputs) == 2 else None
         if again is not None:
-            checks.check_output(again.case, again.inputs, hooks.forward(plan, again), calls[1].expected())
+            self._check_spoilt(hooks, plan, again, calls[1].expected(), generator)
             kept.check()
         if case.deterministic:
             last = calls[0] if again is None else again
@@ -98,7 +103,7 @@ class BackendConformance(Suite):
         if plan is None:
             return
         hooks, generator = self._hooks(), self._generator()
-        first, second = self._two_calls(case, plan, generator)
+        first, second = self._two_calls(case, case.other(), plan, generator)
         output = checks.check_output(case, first.inputs, hooks.forward(plan, first), first.expected())
         kept_output = Kept("of one call", **vars(output))
         runs: list[tuple[Call, AttentionOutput, AttentionOutput | None]] = []
@@ -139,16 +144,33 @@ class BackendConformance(Suite):
             self._check_in_the_same_memory(plan, first, second)
         self._check_decision_again(plan)
 
-    def _two_calls(self, case: Case, plan: Plan, generator: torch.Generator) -> tuple[Call, Call]:
+    def _check_spoilt(
+        self, hooks: Hooks, plan: Plan, call: Call, expected: tuple[Yardstick, Yardstick], generator: torch.Generator
+    ) -> None:
+        """The forward of a call one of whose queries gets NaN, if that is possible."""
+        layout, place = plan.request.layout, None
+        if not call.case.deterministic:
+            place = spoilt.spoil(call.tensors.q, expected[1].exact, layout, generator)
+        output = hooks.forward(plan, call)
+        if place is not None:
+            spoilt.repair(place, output.out, output.lse, expected, layout)
+        checks.check_output(call.case, call.inputs, output, expected)
+
+    def _two_calls(self, case: Case, other: Case, plan: Plan, generator: torch.Generator) -> tuple[Call, Call]:
         """Two of one request with different data, the second one's tensors without anything around them."""
         first, second = (
             Call.of(x, plan.request, self.device, generator, self.padding_poison, is_guarded=x is case)
-            for x in (case, case.other())
+            for x in (case, other)
         )
         return first, second
 
     def _check_in_the_same_memory(self, plan: Plan, first: Call, second: Call) -> None:
-        """The second call's data where the first one's was, as the next step of a training has it."""
+        """The second call's data where the first one's was, as the next step of a training has it.
+
+        Of a call whose lse is used ``dout`` is 0, as if nothing else were.
+        """
+        if second.dlse is not None:
+            second = replace(second, dout=torch.zeros_like(second.dout))
         call = second.in_memory_of(first)
         if call is None:
             return

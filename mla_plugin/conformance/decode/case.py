@@ -18,9 +18,10 @@ from mla_plugin.hooks.decode import DecodeRequest
 CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
 SCALE = 0.0123
 """About that of caches in ``fp8``."""
-_TINY, _LARGE, _TINIEST = 2.0**-12, 2.0**7, 2.0**-60
+_TINY, _LARGE, _TINIEST, _ROPES = 2.0**-12, 2.0**7, 2.0**-60, (2.0**24, 2.0**-24)
 """What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
-sequence, for scales above 1, and 128 columns of all, for scales far below those of the other columns."""
+sequence, for scales above 1, 128 columns of all, for scales far below those of the other columns, and those of k_rope
+by turns, because its bfloat16 goes beyond float16 at both ends; q_rope has the inverse."""
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -243,6 +244,9 @@ class DecodeCase:
             if self.kv_cache_format == FP8_DS_MLA:
                 tokens[1::2] *= _LARGE
                 tokens[..., TILE : 2 * TILE] *= _TINIEST
+                for first, factor in enumerate(_ROPES):
+                    tokens[..., self.rank + first :: 2] *= factor
+                    queries[..., self.rank + first :: 2] /= factor
         shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison

@@ -8,8 +8,8 @@ import torch
 
 from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, TOKEN_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
-from mla_plugin.arguments.layout import lse_dtype
-from mla_plugin.conformance import checks
+from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
+from mla_plugin.conformance import checks, spoilt
 from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
@@ -77,7 +77,8 @@ class DecodeConformance(Suite):
         """Refuse with reasons, or compute out and lse: for two calls at once, again, and in the same memory.
 
         Each call's results are kept while the next ones run. The second has other data and other lengths, the last one
-        has them in the memory of the first, as the next step of a generation has, and then fills the cache.
+        has them in the memory of the first, as the next step of a generation has, and then fills the cache; one query
+        has NaN there, first in its rope and then in the rest.
         """
         plan = self._plan(decode_case)
         if plan is None:
@@ -101,9 +102,12 @@ class DecodeConformance(Suite):
             for call in calls:
                 self._check_library(*call)
         longer = _with_lengths(decode_case, (decode_case.capacity,) * len(decode_case.lengths))
-        for case in (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,):
+        cases = (other, longer) if decode_case.has_seqlens_kv and self._repeats(decode_case.name) else (other,)
+        for case, q in zip(
+            cases, (first.q_rope if decode_case.rope else first.q_nope_abs, first.q_nope_abs), strict=False
+        ):
             _copy(first, case.tensors(self.device, generator, self.padding_poison))
-            self.check_output(case, first, self.forward(plan, first))
+            self._check_spoilt(plan, case, first, q, generator)
         kept.check()
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
@@ -164,6 +168,17 @@ class DecodeConformance(Suite):
     def check_output(self, case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput) -> None:
         """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
         _check_output(case, output, expected(tensors))
+
+    def _check_spoilt(
+        self, plan: DecodePlan, case: DecodeCase, tensors: DecodeTensors, q: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """A call one of whose queries gets NaN in ``q``, if that is possible."""
+        wanted, layout = expected(tensors), LAYOUTS["bshd"]
+        place = spoilt.spoil(q, wanted[1].exact, layout, generator)
+        output = self.forward(plan, tensors)
+        if place is not None:
+            spoilt.repair(place, output.out, output.lse, wanted, layout)
+        _check_output(case, output, wanted)
 
     def _check_library(self, case: DecodeCase, tensors: DecodeTensors, wanted: tuple[Yardstick, Yardstick]) -> None:
         """The same call through ``mla_plugin.decode``."""

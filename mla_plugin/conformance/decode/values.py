@@ -12,7 +12,8 @@ import torch
 
 from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.conformance import checks, settings, surroundings
+from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.conformance import checks, settings, spoilt, surroundings
 from mla_plugin.conformance.decode import alike
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
@@ -117,18 +118,14 @@ def _variants(suite: DecodeConformance, case: DecodeCase) -> Iterator[tuple[str,
 def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> None:
     """A query with NaN gives a row of NaN, and changes no other row."""
     tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
-    out, lse = expected(tensors)
-    b, head, row = (int(i) for i in lse.exact.isfinite().nonzero()[0])
+    wanted, layout = expected(tensors), LAYOUTS["bshd"]
     for name in ("q_nope_abs", "q_rope") if case.rope else ("q_nope_abs",):
-        spoilt = getattr(tensors, name).clone()
-        spoilt[b, row, head, 0] = torch.nan
-        found = suite.forward(plan, tensors._replace(**{name: spoilt})).out.clone()
-        if not bool(found[b, row, head].isnan().all()):
-            checks.fail(
-                f"{case}: a query has NaN in {name} and its out does not; expected NaN, so that an error upstream shows"
-            )
-        found[b, row, head] = out.exact[b, row, head].to(found.dtype)
-        checks.check_error(f"out beside a query with NaN in {name}", found, out)
+        q = getattr(tensors, name).clone()
+        place = spoilt.spoil(q, wanted[1].exact, layout, suite._generator())
+        if place is not None:
+            output = suite.forward(plan, tensors._replace(**{name: q}))
+            spoilt.repair(place, output.out, output.lse, wanted, layout)
+            checks.check_error(f"out beside a query with NaN in {name}", output.out, wanted[0])
 
 
 def check_surroundings(suite: DecodeConformance) -> None:
