@@ -14,8 +14,8 @@ from mla_plugin.arguments.decode import Profile
 from mla_plugin.resolver import attention_speed, decode_preference
 
 HOPPER = (9, 0)
-PACKAGES = (("triton", "3.6.0"),)
-"""Of the machine that measured."""
+TRITON = (("triton", "3.6.0"),)
+"""That of the kept runs. Without a Triton that compiles the Hopper kernels the resolver counts with the plain ones."""
 
 
 def attention_request(row: dict[str, Any], is_training: bool) -> AttentionRequest:
@@ -41,7 +41,7 @@ def attention_request(row: dict[str, Any], is_training: bool) -> AttentionReques
 
 def attention_choice(row: dict[str, Any], gpu: str, direction: str) -> str:
     """The backend that the resolver's table puts first for a pass, of those that were measured."""
-    platform = Platform("cuda", HOPPER, packages=PACKAGES, device_name=gpu)
+    platform = Platform("cuda", HOPPER, TRITON, device_name=gpu)
     fused = [name for name in row[direction] if name != "sdpa"]
     return attention_speed.fastest_first(attention_request(row, True), platform, fused, direction)[0]
 
@@ -62,5 +62,5 @@ def decode_choice(row: dict[str, Any]) -> str:
         has_host_lengths=True,
         profile=Profile.rounded(row["mean"], row["longest"] / row["mean"]),
     )
-    order = decode_preference.measured_order(request, Platform("cuda", HOPPER, packages=PACKAGES))
+    order = decode_preference.measured_order(request, Platform("cuda", HOPPER, TRITON))
     return next(name for name in order if name in row["ms"])

@@ -41,9 +41,10 @@ Record = dict[str, Any]
 HEAD = """\
 # Measured on an {gpu}
 
-Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. Every library ran in the same process,
-in turn; nothing is timed whose error against float64 is more than twice that of plain PyTorch in the same dtype.
-Absolute figures hold for that GPU and that run, and drift by some percent from run to run: compare within a table.
+Written by `python -m benchmarks.page` from `benchmarks/results/`; do not edit. The libraries of a table ran in turns in
+one process. A library is timed only if its error against float64 is at most twice that of plain PyTorch in the same
+dtype. Times vary by some percent from run to run: compare figures within a table, not between tables. GPU, versions and
+commit stand above each table.
 """
 
 
@@ -313,15 +314,16 @@ SECTIONS = (
 
 {versions}
 
-`python -m benchmarks.prefill`: bfloat16, head_dim_qk 192, head_dim_v 128, TFLOP/s: 2 B H S^2 x 320
-operations forward and x 832 backward, half of it under a causal mask. Calls go through each library's public function,
-so below 4k tokens the time on the host shows. Ours are the plain kernels here; the Hopper kernels are in the table of
-all backends below.
+`python -m benchmarks.prefill`: TFLOP/s in bfloat16, head_dim_qk 192, head_dim_v 128. A forward counts as
+2 B H S^2 x 320 operations and a backward as 2 B H S^2 x 832, half of that under a causal mask. Calls go through each
+library's public function, so below 4k tokens they are bound by the host. The column mla-plugin is our plain kernels in
+this table; our Hopper kernels are under *Attention backends and the resolver's choice*.
 
 {prefill}
 
-As shares of the other libraries' speed: forward of FlashAttention 3; forward of PyTorch's memory-efficient kernel;
-backward of the faster of FlashAttention 4 and cuDNN; forward and backward of the memory-efficient kernel.
+The same as ratios, our speed over that of another library: the forward over FlashAttention 3's and over that of
+PyTorch's memory-efficient kernel; the backward over the faster of FlashAttention 4 and cuDNN; both passes over the
+memory-efficient kernel.
 
 {shares}
 """,
@@ -334,11 +336,12 @@ backward of the faster of FlashAttention 4 and cuDNN; forward and backward of th
 
 {versions}
 
-`python -m benchmarks.decode`: the compressed cache in pages (kv_lora_rank 512, rope 64), bfloat16, milliseconds of a
-call in a CUDA graph of a step's layers; `ragged` lengths are log-normal with sigma 0.6, `one_long` is one sequence of
-32k among shorter ones, `thundermla` the call that its authors report. Every library divides the work by its own
-scheduler, and what it works out once a step is counted. Host us is the time that our call takes on the host outside of
-a graph.
+`python -m benchmarks.decode`: milliseconds of a call in a CUDA graph of a step's layers, over a paged compressed
+cache (kv_lora_rank 512, rope 64) in bfloat16. `ragged` lengths are log-normal with sigma 0.6, `one_long` is one
+sequence of 32k among shorter ones, and `thundermla` is the call that ThunderMLA's authors report. Every library uses
+its own scheduler; the time of scheduling once per step is included. "host us" is the host time of our call outside of
+a graph. The table is older than our Hopper kernel for many heads: for that see the figures, which are of the current
+kernels, and *Decode backends and the resolver's choice*.
 
 {decode_figure}
 
@@ -361,9 +364,10 @@ a graph.
 
 {versions}
 
-`python -m benchmarks.decode_invariant`: the time of `batch_invariant=True` over the time without it, backend `triton`,
-bfloat16, pages of 64, log-normal lengths (one sequence: uniform), S_q 1; means over the head counts, by the keys of a
-chunk (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`). Small chunks keep a small batch parallel; large ones cost less per key.
+`python -m benchmarks.decode_invariant`: the time with `batch_invariant=True` divided by the time without it, on
+backend `triton` in bfloat16, with pages of 64, log-normal lengths (for one sequence uniform) and one query token. A
+column is a chunk size in keys (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`), a row the geometric mean over its head counts.
+Small chunks keep a small batch parallel; large chunks cost less per key.
 
 {invariant}
 """,
@@ -376,8 +380,8 @@ chunk (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`). Small chunks keep a small batch para
 
 {versions}
 
-`python -m benchmarks.prefill_backends`: milliseconds of `mla_plugin.attention` through each backend, bfloat16; in bold
-what the resolver's table puts first, forward and backward chosen apart. Packed lengths are log-normal.
+`python -m benchmarks.prefill_backends`: milliseconds of `mla_plugin.attention` on each backend, in bfloat16. The
+resolver's choice is in bold; forward and backward are chosen separately. Packed lengths are log-normal.
 
 {training_figure}
 
@@ -394,8 +398,9 @@ what the resolver's table puts first, forward and backward chosen apart. Packed 
 
 {versions}
 
-`python -m benchmarks.dispatch`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with the
-GPU idle; without a gradient, and with q, k and v that need one. Under a backend's name stands `mla_plugin.attention`.
+`python -m benchmarks.dispatch`: microseconds until a call returns, [1, 512, 16, 192/128] in bfloat16, causal, with
+the GPU idle; without gradients, and with q, k and v that require them. A row with a backend's name is
+`mla_plugin.attention` on that backend.
 
 {dispatch}
 
@@ -410,18 +415,19 @@ Of that, everything up to a backend that does nothing takes {entry_us} us.
 
 {versions}
 
-`torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Time of the slowest
-rank over one GPU's time divided by the ranks, so 1.00 is ideal, and GiB at the peak of forward and backward.
+`torchrun --nproc-per-node N -m benchmarks.context_parallel`: batch 1, causal, 192/128, over NVLink. Times are those
+of the slowest rank, divided by the ideal: one GPU's time over the number of ranks. Memory is the peak of forward and
+backward in GiB.
 
 {context_parallel_figure}
 
 {cp}
 
-`all_gather` is for windows. The backward of its right-aligned calls ran on our kernels here, and one GPU's on cuDNN.
-FlashAttention 3 and 4 take both; with them it was not measured.
+Use `all_gather` for windows. Here the backward of its right-aligned calls ran on our kernels, and one GPU's backward on
+cuDNN. FlashAttention 3 and 4 support both; this was not measured with them.
 
-`torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, expansion included. The
-ideal is one GPU's attention on K and V that are there already. `all_gather` makes right-aligned calls here too.
+`torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, with the expansion. The
+ideal is one GPU's attention on K and V that are already expanded. `all_gather` makes right-aligned calls here too.
 
 {latent}
 """,
@@ -434,9 +440,9 @@ ideal is one GPU's attention on K and V that are there already. `all_gather` mak
 
 {versions}
 
-`python -m benchmarks.first_call`: seconds of a new shape's first call with an empty Triton cache, on a host that took
-{first_add_us} us for `x.add_(1)`: the compiler's work. In a new process Triton starts too, and at the first
-`torch.autograd.grad` PyTorch loads sympy.
+`python -m benchmarks.first_call`: seconds of a new shape's first call with an empty Triton cache, which is mostly
+compile time, on a host that took {first_add_us} us for `x.add_(1)`. In a new process Triton has to start too, and the
+first `torch.autograd.grad` imports sympy.
 
 {first}
 """,
@@ -449,9 +455,9 @@ ideal is one GPU's attention on K and V that are there already. `all_gather` mak
 
 {versions}
 
-`python -m benchmarks.decode_backends`: calls through `mla_plugin.decode`, milliseconds, the fastest in bold. The
-resolver's table is made of this run (`decode_preference_NVIDIA_H200.json`), so it chooses the fastest in every one of
-these calls; no second run has checked it.
+`python -m benchmarks.decode_backends`: milliseconds of `mla_plugin.decode` on each backend, the fastest in bold. The
+resolver's table is made from this run (`decode_preference_NVIDIA_H200.json`), so the resolver chooses the fastest for
+every one of these calls. That was not checked in a second run.
 
 {backends}
 """,
@@ -464,8 +470,8 @@ these calls; no second run has checked it.
 
 {versions}
 
-`python -m benchmarks.transformers_decode`: {layers} layers with DeepSeek-V3's attention, one
-sequence, `generate`, tokens per second, and the peak of memory that `generate` adds.
+`python -m benchmarks.transformers_decode`: tokens per second of `generate` with one sequence
+and {layers} layers of DeepSeek-V3's attention, and the peak memory that `generate` adds.
 
 {transformers_figure}
 
@@ -483,21 +489,21 @@ sequence, `generate`, tokens per second, and the peak of memory that `generate` 
 
 {versions}
 
-`python -m benchmarks.vllm_engine`: DeepSeek-V2-Lite's shape with {layers} layers and {kind}, random weights, CUDA
-graphs; tokens per second, in brackets milliseconds of an engine's step and of the graph that it replays. The backends
-are vLLM's own and `{ours}`, this library. Requests decode over a cache of random latents.
+`python -m benchmarks.vllm_engine`: tokens per second, and in brackets the milliseconds of an engine step and of the
+CUDA graph that it replays. The model has DeepSeek-V2-Lite's shape with {layers} layers and {kind}, and random
+weights. The backends are vLLM's own and `{ours}`, this library. Requests decode over a cache of random latents.
 
 {vllm_figure}
 
 {decode}
 
-Steps of {queries} query tokens a request, as in speculative decoding. The n-grams of a random model are not accepted,
-and are searched on the host; compare the graphs:
+Steps of {queries} query tokens per request, as in speculative decoding. With random weights no drafted n-gram is
+accepted, and the search for n-grams takes host time; compare the times of the graphs:
 
 {drafted}
 
-Greedy tokens of five prompts of 5 to 8000 tokens, random weights: how many of 48 are equal before the first that
-differs, after which the contexts differ too. Every two backends differ like this:
+Greedy decoding of five prompts of 5 to 8000 tokens with random weights: how many of 48 tokens are equal before the
+first that differs. After that the contexts differ too. Any two backends differ to this extent:
 
 {agreement}
 """,
@@ -510,8 +516,8 @@ differs, after which the contexts differ too. Every two backends differ like thi
 
 {versions}
 
-`python -m benchmarks.flash_padding`: milliseconds, causal: the backend `fa2` as a whole, what of it
-are the copies that pad and trim, and our Triton kernels next to it.
+`python -m benchmarks.flash_padding`: milliseconds of causal calls: the backend `fa2` as a whole, its copies that
+pad and trim, and our Triton kernels.
 
 {padding}
 """,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 
 from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, ROPE, check_format
+from mla_plugin.arguments.checks import check_choice, check_count
 from mla_plugin.arguments.decode import DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.arguments.layout import are_joined
+from mla_plugin.arguments.options import HOSTS
 from mla_plugin.hooks.types import Platform, TraceEntry
 
 _LEAST = {"batch_size": 0, "seqlen_q": 0, "max_seqlen_kv": 0, "num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 0}
@@ -40,11 +42,13 @@ class DecodeRequest:
         has_joined_rows: each row of k_rope follows that of c_kv in memory: both are columns of one tensor.
         return_lse: the caller wants the log-sum-exp.
         batch_invariant: as in ``mla_plugin.decode``; a backend that does not guarantee it refuses.
-        kv_cache_format: ``"plain"``, ``"fp8"`` or ``"fp8_ds_mla"``, see ``arguments/cache_format.py``. A backend that
-            reads a quantised cache says so in ``Accepted.kv_cache_formats``; the answer of any other one counts as a
-            refusal.
+        kv_cache_format: ``"plain"``, ``"fp8"`` or ``"fp8_ds_mla"``, see ``arguments/cache_format.py``. An acceptance
+            that does not name the format in ``Accepted.kv_cache_formats`` counts as a refusal.
         device_index: CUDA device ordinal; None for the current device or for the CPU.
         host: the calling framework.
+
+    Raises:
+        ValueError, TypeError: an attribute is invalid; the message says what was given and what is expected.
     """
 
     dtype: torch.dtype
@@ -70,11 +74,16 @@ class DecodeRequest:
     host: str = "direct"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype={self.dtype!r}; expected a torch.dtype")
         for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}; expected at least {least}")
-        if self.page_size is not None and self.page_size < 1:
-            raise ValueError(f"page_size={self.page_size}; expected at least 1, or None for a contiguous cache")
+            check_count(name, getattr(self, name), least)
+        if self.page_size is not None:
+            check_count("page_size", self.page_size, 1)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}; expected True or False")
+        check_choice("host", self.host, HOSTS)
         check_format(self.kv_cache_format)
         if self.kv_cache_format == FP8_DS_MLA and (self.kv_lora_rank, self.qk_rope_head_dim) != (RANK, ROPE):
             raise ValueError(
@@ -115,6 +124,9 @@ class DecodeRequest:
     def replace(self, **changes: object) -> DecodeRequest:
         """A copy with some attributes changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+_FLAGS = tuple(name for name, kind in get_type_hints(DecodeRequest).items() if kind is bool)
 
 
 def _profile_of(tensors: DecodeTensors) -> Profile | None:

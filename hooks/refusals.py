@@ -14,9 +14,9 @@ BATCH_DEPENDENT = "batch_invariant=True, expected False: the bits of a row may d
 
 
 def if_it_reads_the_cache(answer: Accepted | Refused, request: AttentionRequest | DecodeRequest) -> Accepted | Refused:
-    """A backend's answer, or the refusal that it is where the cache has a format which the answer does not name.
+    """The backend's answer; a refusal if the answer does not name the format of the request's cache.
 
-    So a backend that was written before a format existed is never given a cache of it.
+    A backend that was written before a format existed is therefore never given a cache of that format.
     """
     kv_format = getattr(request, "kv_cache_format", PLAIN)
     if isinstance(answer, Refused) or kv_format == PLAIN or kv_format in answer.kv_cache_formats:
@@ -36,7 +36,7 @@ def plain_attention_refusals(request: AttentionRequest) -> Iterator[str]:
         request: the call.
 
     Yields:
-        one reason for each, with the value found and the one accepted.
+        one reason for each, with the value found and the value expected.
     """
     if request.dropout_p:
         yield f"dropout_p={request.dropout_p}, expected 0"

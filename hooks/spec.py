@@ -27,14 +27,14 @@ def select_backend(  # type: ignore[empty-body]
     """Return whether this backend can compute the request on the platform, and if not, every reason why.
 
     Called once for each new request; the answer is cached, so it must depend only on the two arguments. Every backend
-    answers (not firstresult). It must not touch a device, import a heavy package or compile: ``platform`` lists what is
-    installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``. A third-party
-    backend that raises here, or returns wrong types, is left out, and the trace says why.
+    is asked, also after one has accepted. It must not touch a device, import a heavy package or compile: ``platform``
+    lists what is installed. Each reason gives the value found and the limit, such as ``"head_dim_qk=320 > 256"``. A
+    third-party backend that raises here, or returns wrong types, is left out, and the trace says why.
 
     There are two kinds of requests, attention over expanded keys and values and decode over the compressed cache. A
-    backend that computes one kind refuses the other: ``"DecodeRequest, expected AttentionRequest"``. One that reads
-    quantised caches names their formats in ``Accepted.kv_cache_formats``; without that of the request its acceptance
-    counts as a refusal.
+    backend that computes one kind refuses the other: ``"DecodeRequest, expected AttentionRequest"``. A backend
+    that reads quantised caches names their formats in ``Accepted.kv_cache_formats``. An acceptance that does not name
+    the request's format counts as a refusal.
     """
 
 
@@ -47,8 +47,8 @@ def forward(  # type: ignore[empty-body]
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
     strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device. NaN in a query
-    propagates to its row of ``out``. Do not change process-wide settings or environment variables, print nothing, put
-    nothing else into ``tensors``, and do not keep any tensor of a call.
+    propagates to its row of ``out``. Do not change process-wide settings, environment variables or ``tensors``, do not
+    print, and do not keep any tensor of a call.
 
     A decode request comes with ``DecodeTensors`` and returns a ``DecodeOutput``, under the same rules; the call may be
     captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.

@@ -20,6 +20,9 @@ class Platform:
         multi_processor_count: number of SMs; None on the CPU.
         tools: build tools found on the PATH (``nvcc``, ``ninja``); ``triton-interpreter`` when Triton runs on the CPU.
         device_name: the driver's name of the device, such as ``"NVIDIA H200"``; None if unknown.
+
+    Raises:
+        TypeError: a version or the packages have another form.
     """
 
     device_type: str = "cpu"
@@ -31,6 +34,15 @@ class Platform:
     multi_processor_count: int | None = None
     tools: frozenset[str] = field(default_factory=frozenset)
     device_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("compute_capability", 2), ("cudnn_version", 3)):
+            given = getattr(self, name)
+            if given is not None and not _are(given, int, count):
+                example = "9, 0" if count == 2 else "9, 8, 0"
+                raise TypeError(f"{name}={given!r}; expected {count} ints such as ({example}), or None")
+        if not (isinstance(self.packages, tuple) and all(_are(pair, str, 2) for pair in self.packages)):
+            raise TypeError(f"packages={self.packages!r}; expected pairs such as (('flash-attn', '2.8.3'),)")
 
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or None."""
@@ -49,9 +61,13 @@ class Platform:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def _are(values: object, kind: type, count: int) -> bool:
+    return isinstance(values, tuple) and len(values) == count and all(isinstance(x, kind) for x in values)
+
+
 @dataclass(frozen=True)
 class Accepted:
-    """A backend takes the request.
+    """A backend can run the request.
 
     Attributes:
         priority: for third-party backends. 0 (the default) places the backend after the built-in fused backends and
@@ -60,8 +76,8 @@ class Accepted:
         backward_by: name of the backend that runs the backward; None for the accepting backend itself. Ignored for
             built-in backends outside TransformerEngine, where forward and backward are chosen independently.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
-        kv_cache_formats: formats of quantised caches that the backend's decode reads. Where the request's format is
-            none of them, the acceptance counts as a refusal: a backend need not know of formats to refuse them.
+        kv_cache_formats: formats of quantised caches that the backend's decode reads. If the request's format is not
+            among them, the acceptance counts as a refusal, so a backend need not know the formats that it cannot read.
     """
 
     priority: int = 0
@@ -76,7 +92,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """A backend does not take the request; every reason gives the value found and the limit."""
+    """A backend cannot run the request; every reason gives the value found and the limit."""
 
     reasons: tuple[str, ...]
 
@@ -98,7 +114,7 @@ class TraceEntry:
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes the request. ``trace`` holds every backend with every reason."""
+    """No backend can run the request. ``trace`` holds every backend with every reason."""
 
     def __init__(self, message: str, trace: tuple[TraceEntry, ...] = ()) -> None:
         super().__init__(message)

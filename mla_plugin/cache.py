@@ -13,7 +13,9 @@ import torch
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.arguments.cache_format import PLAIN
-from mla_plugin.arguments.decode_checks import may_read, split_cache
+from mla_plugin.arguments.checks import check_count, check_tensor, may_read
+from mla_plugin.arguments.decode import DecodeLengths
+from mla_plugin.arguments.decode_checks import split_cache
 
 __all__ = ["append", "gather", "slot_mapping"]
 
@@ -54,8 +56,8 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
         sequence's pages are full or the page index is negative.
 
     Raises:
-        IndexError: a sequence's pages are full, or a token's page is negative. On a CUDA device only with
-            MLA_PLUGIN_CHECK=1.
+        IndexError: a length is negative, a sequence's pages are full, or a token's page is negative. On a CUDA device
+            only with MLA_PLUGIN_CHECK=1.
         ValueError, TypeError: an argument is invalid.
     """
     _check_indices("page_table", page_table, 2, torch.int32)
@@ -65,14 +67,17 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
             f"page_table {list(page_table.shape)} on {page_table.device} and seqlens_kv {list(seqlens_kv.shape)} on "
             f"{seqlens_kv.device}; one row and one length per sequence are needed, on one device"
         )
-    if page_size < 1 or seqlen_q < 0:
-        raise ValueError(f"page_size={page_size}, seqlen_q={seqlen_q}; at least 1 and 0 are needed")
+    check_count("page_size", page_size, 1)
+    check_count("seqlen_q", seqlen_q)
     room = page_table.shape[1] * page_size
-    if _reads_values(seqlens_kv) and seqlens_kv.numel() and seqlen_q and int(seqlens_kv.max()) > room:
-        raise IndexError(
-            f"seqlens_kv={seqlens_kv.tolist()}; page_table has {page_table.shape[1]} pages of {page_size} for each "
-            f"sequence, {room} tokens: they are full; allocate another page to the sequence"
-        )
+    if _reads_values(seqlens_kv) and seqlens_kv.numel():
+        if int(seqlens_kv.min()) < 0:
+            raise IndexError(f"seqlens_kv={seqlens_kv.tolist()}; expected lengths of at least 0")
+        if seqlen_q and int(seqlens_kv.max()) > room:
+            raise IndexError(
+                f"seqlens_kv={seqlens_kv.tolist()}; page_table has {page_table.shape[1]} pages of {page_size} for each "
+                f"sequence, {room} tokens: they are full; allocate another page to the sequence"
+            )
     position = seqlens_kv.long()[:, None] + torch.arange(-seqlen_q, 0, device=seqlens_kv.device)
     exists = (position >= 0) & (position < room)
     if room == 0:
@@ -121,13 +126,12 @@ def append(
         ValueError, TypeError: an argument is invalid. After any error the cache is unchanged.
     """
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor")
+        check_tensor(name, x)
     rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
     is_plain = kv_cache_format == PLAIN
     if power_of_2_scales and kv_cache_format != cache_format.FP8_DS_MLA:
         raise ValueError(f"power_of_2_scales=True with kv_cache_format={kv_cache_format!r}, expected 'fp8_ds_mla'")
-    pages_c, pages_k, kv_scale = _pages_of(kv_cache, rank, kv_cache_format, kv_scale)
+    pages_c, pages_k, kv_scale = _pages_of(kv_cache, rank, "of the new c_kv", kv_cache_format, kv_scale)
     _check_rows(pages_c, pages_k, c_kv, k_rope, tokens, kv_cache_format)
     _check_may_be_written(pages_c, pages_k, c_kv, k_rope)
     if slot_mapping.dtype != torch.int64 or slot_mapping.device != pages_c.device:
@@ -180,17 +184,18 @@ def gather(
 
     Raises:
         IndexError: a page is out of range. On a CUDA device only with MLA_PLUGIN_CHECK=1; without it its rows are 0.
+        NotImplementedError: the cache requires grad while grad mode is on.
         ValueError, TypeError: an argument is invalid.
     """
-    if kv_lora_rank is None:
-        if kv_cache_format == cache_format.FP8_DS_MLA:
-            kv_lora_rank = cache_format.RANK
-        elif isinstance(kv_cache, torch.Tensor):
-            raise ValueError("kv_lora_rank=None; a cache that is one tensor needs it to be split")
-        else:
-            kv_lora_rank = kv_cache[0].shape[-1]
-    pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, kv_cache_format, kv_scale)
+    kv_lora_rank = _rank_of(kv_cache, kv_lora_rank, kv_cache_format)
+    pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, "of kv_lora_rank", kv_cache_format, kv_scale)
     _check_pages(pages_c, pages_k)
+    if kv_lora_rank != (rank := _columns_of(pages_c, pages_k, kv_cache_format)[0]):
+        raise ValueError(f"kv_lora_rank={kv_lora_rank}; c_kv of the pair has {rank} columns: leave kv_lora_rank out")
+    if torch.is_grad_enabled() and (pages_c.requires_grad or pages_k.requires_grad):
+        raise NotImplementedError(
+            "the cache requires grad; gather has no backward: pass .detach(), or call it under torch.no_grad()"
+        )
     _check_indices("page_table", page_table, 2, torch.int32)
     _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
     batch, width = page_table.shape
@@ -201,8 +206,8 @@ def gather(
             f"kv_cache is on {pages_c.device}, page_table on {page_table.device}, seqlens_kv on {seqlens_kv.device}; "
             "move them to one device"
         )
-    if max_seqlen_kv is not None and max_seqlen_kv < 0:
-        raise ValueError(f"max_seqlen_kv={max_seqlen_kv}; expected at least 0")
+    if max_seqlen_kv is not None:
+        check_count("max_seqlen_kv", max_seqlen_kv)
     num_pages, page_size = pages_c.shape[:2]
     size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
     if _reads_values(page_table):
@@ -230,13 +235,26 @@ def gather(
     return c_out, k_out
 
 
+def _rank_of(kv_cache: Cache, kv_lora_rank: int | None, kv_cache_format: str) -> int:
+    """R: the argument if it is given, else that of the format or of a pair."""
+    if kv_lora_rank is not None:
+        check_count("kv_lora_rank", kv_lora_rank, 1)
+        return kv_lora_rank
+    if kv_cache_format == cache_format.FP8_DS_MLA:
+        return cache_format.RANK
+    if isinstance(kv_cache, torch.Tensor):
+        raise ValueError("kv_lora_rank=None; a cache that is one tensor needs it to be split")
+    c_kv, _ = split_cache(kv_cache, 0)
+    return c_kv.shape[-1] if c_kv.dim() else 0
+
+
 def _pages_of(
-    kv_cache: Cache, rank: int, kv_cache_format: str, kv_scale: torch.Tensor | None
+    kv_cache: Cache, rank: int, whose: str, kv_cache_format: str, kv_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(c_kv, k_rope, kv_scale) as the kernels take them: a quantised cache in bytes."""
     if kv_cache_format == PLAIN:
         cache_format.check_no_scale(PLAIN, kv_scale)
-        return *split_cache(kv_cache, rank), None
+        return *split_cache(kv_cache, rank, whose), None
     cache_format.check_format(kv_cache_format)
     pages_c, pages_k = cache_format.byte_columns(kv_cache, rank, kv_cache_format)
     if kv_cache_format == cache_format.FP8:
@@ -279,8 +297,8 @@ def _check_rows(
     for name, pages, rows, width in zip(("c_kv", "k_rope"), (pages_c, pages_k), (c_kv, k_rope), columns, strict=True):
         if rows.dim() < 1 or rows.shape[-1] != width or rows.shape[:-1].numel() != tokens:
             raise ValueError(
-                f"{name} has shape {list(rows.shape)}; {tokens} slots of {width} columns are given, so it must be "
-                f"[{tokens}, {width}]"
+                f"{name} has shape {list(rows.shape)}; expected [{tokens}, {width}]: one row per slot, and c_kv and "
+                f"k_rope as wide as the cache, {columns[0]} + {columns[1]}"
             )
         if kv_cache_format != PLAIN:
             taken = cache_format.ROW_DTYPES[kv_cache_format]
@@ -319,6 +337,9 @@ def _check_may_be_written(
 
 
 def _check_indices(name: str, x: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
+    if isinstance(x, DecodeLengths):
+        raise TypeError(f"{name} is DecodeLengths; expected a torch.Tensor: pass its seqlens_kv")
+    check_tensor(name, x)
     if x.dtype != dtype or x.dim() != rank or (x.shape[-1] > 1 and x.stride(-1) != 1):
         raise TypeError(
             f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()}; expected {dtype} of {rank} dimensions, "

@@ -43,7 +43,8 @@ def register(host: str) -> Registration | None:
         host: ``"transformers"``: registers ``mla_plugin`` as an ``attn_implementation``. ``"megatron"``: every dense
             MLA layer of Megatron-Core built afterwards runs its attention through mla-plugin.
             ``"torchtitan"``: registers ``mla_plugin`` as an ``attn_backend``.
-            ``"vllm"``, ``"sglang"``: registers its MLA backends in this process, which its plugins do in all of them.
+            ``"vllm"``, ``"sglang"``: registers its MLA backends in this process. The installed plug-in does so in every
+            process of these hosts by itself.
             ``"transformer_engine"``: its DotProductAttention follows ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``.
 
     Returns:

@@ -5,10 +5,10 @@ It is ``mla_plugin.register(host)`` for a program that cannot be edited, and wor
 it.
 
 Without ``--host`` torchtitan, TransformerEngine and transformers are registered as soon as the program imports them; a
-version that is too old gives a warning. mla-plugin is then selected as usual: in transformers with
-``attn_implementation="mla_plugin"`` and in torchtitan with ``attn_backend="mla_plugin"``, which many programs take as
-an argument, in TransformerEngine with ``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``. Megatron-Core is registered only with
-``--host megatron``, because from then on all its layers run their attention through mla-plugin.
+version that is too old gives a warning. mla-plugin is then selected as usual: in TransformerEngine with
+``NVTE_MLA_TRITON`` and ``MLA_PLUGIN_TE``, in transformers with ``attn_implementation="mla_plugin"``, and in torchtitan
+with ``attn_backend="mla_plugin"``. Many programs take the last two as an argument. Megatron-Core is registered only
+with ``--host megatron``, because from then on all its layers run their attention through mla-plugin.
 """
 
 from __future__ import annotations

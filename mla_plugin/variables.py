@@ -201,9 +201,9 @@ VARIABLES: tuple[Variable, ...] = (
         _is_one,
         _ONE,
         False,
-        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU, and in each "
-        "context-parallel call whether the ranks make the same one and whether it failed on another rank; every such "
-        "call then waits for the device. Set it on all ranks.",
+        "Check the values of lengths, page tables and cache slots on CUDA devices too, as on the CPU. In each "
+        "context-parallel call also check that all ranks make the same call and that none failed. These checks wait "
+        "for the device. Set it on all ranks.",
         "call",
         "mla-plugin",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_plugin import cache
+from mla_plugin import DecodeLengths, cache
 from mla_plugin.kernels.decode import cache as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,9 +118,9 @@ def test_append_says_what_does_not_fit() -> None:
     c_kv, k_rope = tokens_of(3)
     with pytest.raises(TypeError, match=r"slot_mapping is torch\.int32 .*int64 on"):
         cache.append(kv_cache, c_kv, k_rope, slots.int())
-    with pytest.raises(ValueError, match=r"c_kv has shape \[2, 24\]; 3 slots of 24 columns"):
+    with pytest.raises(ValueError, match=r"c_kv has shape \[2, 24\]; expected \[3, 24\]: one row per slot"):
         cache.append(kv_cache, c_kv[:2], k_rope, slots)
-    with pytest.raises(ValueError, match=r"k_rope has shape \[3, 4\]; 3 slots of 8 columns"):
+    with pytest.raises(ValueError, match=r"k_rope has shape \[3, 4\]; expected \[3, 8\]: .* as the cache, 24 \+ 8"):
         cache.append(kv_cache, c_kv, k_rope[:, :4], slots)
     with pytest.raises(TypeError, match=r"c_kv is torch\.float16 .*cast or move it"):
         cache.append(kv_cache, c_kv.half(), k_rope, slots)
@@ -287,6 +287,58 @@ def test_a_wrong_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.gather(kv_cache, page_table, lengths)
     with pytest.raises(ValueError, match="max_seqlen_kv=-1; expected at least 0"):
         cache.gather(kv_cache, page_table, lengths, kv_lora_rank=RANK, max_seqlen_kv=-1)
+
+
+TABLE, LENGTHS = torch.tensor([[4, 2]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"page_table": [[4, 2]]}, TypeError, r"page_table is list; expected a torch\.Tensor"),
+        ({"seqlens_kv": None}, TypeError, r"seqlens_kv is NoneType; expected a torch\.Tensor"),
+        ({"seqlens_kv": DecodeLengths([3], device="cpu")}, TypeError, "DecodeLengths; .* pass its seqlens_kv"),
+        ({"page_size": 3.0}, TypeError, r"page_size=3\.0; expected an int"),
+        ({"page_size": 0}, ValueError, "page_size=0; expected at least 1"),
+        ({"seqlen_q": "1"}, TypeError, "seqlen_q='1'; expected an int"),
+        ({"seqlen_q": -1}, ValueError, "seqlen_q=-1; expected at least 0"),
+        ({"seqlens_kv": torch.tensor([-3], dtype=torch.int32)}, IndexError, r"seqlens_kv=\[-3\]; expected lengths"),
+    ],
+)
+def test_slot_mapping_says_what_is_wrong(changes: dict, error: type[Exception], message: str) -> None:
+    given: dict = {"page_table": TABLE, "seqlens_kv": LENGTHS, "page_size": 3}
+    with pytest.raises(error, match=message):
+        cache.slot_mapping(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"page_table": None}, TypeError, r"page_table is NoneType; expected a torch\.Tensor"),
+        ({"seqlens_kv": [3]}, TypeError, r"seqlens_kv is list; expected a torch\.Tensor"),
+        ({"kv_lora_rank": "24"}, TypeError, "kv_lora_rank='24'; expected an int"),
+        ({"kv_lora_rank": -1}, ValueError, "kv_lora_rank=-1; expected at least 1"),
+        ({"kv_lora_rank": RANK + ROPE + 1}, ValueError, "R=33 of kv_lora_rank"),
+        ({"max_seqlen_kv": 3.5}, TypeError, r"max_seqlen_kv=3\.5; expected an int"),
+        ({"kv_cache": None, "kv_lora_rank": None}, TypeError, "kv_cache is NoneType; expected a tensor or a pair"),
+        ({"kv_cache": (), "kv_lora_rank": None}, TypeError, "kv_cache is tuple; expected a tensor or a pair"),
+        ({"kv_cache": (1, 2), "kv_lora_rank": None}, TypeError, "kv_cache is a pair of int and int"),
+        (
+            {"kv_cache": (torch.zeros(PAGES, 3, 16), torch.zeros(PAGES, 3, 16))},
+            ValueError,
+            "kv_lora_rank=24; c_kv of the pair has 16 columns",
+        ),
+        (
+            {"kv_cache": torch.zeros(PAGES, 3, RANK + ROPE, requires_grad=True)},
+            NotImplementedError,
+            r"the cache requires grad; gather has no backward: pass \.detach\(\)",
+        ),
+    ],
+)
+def test_gather_says_what_is_wrong(changes: dict, error: type[Exception], message: str) -> None:
+    given: dict = {"kv_cache": torch.zeros(PAGES, 3, RANK + ROPE), "page_table": TABLE, "seqlens_kv": LENGTHS}
+    with pytest.raises(error, match=message):
+        cache.gather(**given | {"kv_lora_rank": RANK} | changes)
 
 
 def test_append_is_traced_whole() -> None:

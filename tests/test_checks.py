@@ -29,7 +29,7 @@ def error(*args: object, **kwargs: object) -> str:
         (("q", K, V), ["q is str", "torch.Tensor"]),
         ((Q, None, V), ["k is NoneType"]),
         ((Q, K, V.tolist()), ["v is list"]),
-        ((Q.to_sparse(), K, V), ["q is of the memory layout torch.sparse_coo", "thd"]),
+        ((Q.to_sparse(), K, V), ["q has the memory layout torch.sparse_coo", "q.to_dense()"]),
     ],
 )
 def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
@@ -92,6 +92,7 @@ def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
         ({"host": "jax"}, ["'jax'", "transformer_engine"]),
         ({"pad_between_seqs": True}, ["needs cu_seqlens_q_padded"]),
         ({"backend": "fa9"}, ["'fa9'", "sdpa"]),
+        ({"cp_comm_type": "ring"}, ["cp_comm_type='ring'; expected one of p2p, all_gather, a2a"]),
     ],
 )
 def test_options(options: dict[str, object], words: list[str]) -> None:
@@ -118,7 +119,8 @@ def test_length_values_of_dense_layouts(cu: list[int], words: list[str]) -> None
 def test_length_values_of_thd() -> None:
     q = torch.randn(6, 2, 8)
     cu, padded = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
-    assert "6 tokens" in error(q, q, q, qkv_format="thd", cu_seqlens_q=padded)
+    message = error(q, q, q, qkv_format="thd", cu_seqlens_q=padded)
+    assert message == "cu_seqlens_q=[0, 3, 7] ends at 7; the tensor holds 6 tokens"
     squeezed = torch.tensor([0, 1, 6], dtype=torch.int32)
     message = error(
         q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_q_padded=squeezed, cu_seqlens_kv_padded=squeezed

@@ -173,13 +173,13 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"kv_cache": torch.zeros(B, S_KV, R + DR).to_sparse()},
-        "kv_cache is of the memory layout torch.sparse_coo",
+        "kv_cache has the memory layout torch.sparse_coo",
     ),
     (
         {"q_rope": torch.zeros(B, S_Q, H, DR).to_sparse()},
-        "q_rope is of the memory layout torch.sparse_coo; expected a dense",
+        "q_rope has the memory layout torch.sparse_coo; expected torch.strided",
     ),
-    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs is of the memory layout torch.sparse_coo"),
+    ({"q_nope_abs": torch.zeros(B, S_Q, H, R).to_sparse()}, "q_nope_abs has the memory layout torch.sparse_coo"),
     *(
         ({name: torch.nested.nested_tensor(list(torch.zeros(B, *size)), layout=layout)}, f"{name} is a nested tensor")
         for layout in (torch.strided, torch.jagged)
@@ -213,6 +213,13 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"seqlens_kv": torch.tensor([1, 2], dtype=torch.int32)}, ValueError, "its first dimension must be B=3"),
         ({"seqlens_kv": torch.tensor([1, 2, 12], dtype=torch.int32)}, ValueError, "room for 0 to 11 keys"),
         ({"leftpad_kv": torch.zeros(B)}, TypeError, "leftpad_kv has dtype"),
+        (
+            {name: torch.tensor([0, 1, at], dtype=torch.int32) for name, at in (("seqlens_kv", 2), ("leftpad_kv", -1))},
+            ValueError,
+            r"leftpad_kv=\[0, 1, -1\]; expected at least 0",
+        ),
+        ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
+        ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; expected a positive int"),
         ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
         *((changes, TypeError, message) for changes, message in WRONG_TYPES),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf; expected a positive, finite number"),

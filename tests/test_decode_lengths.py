@@ -55,6 +55,12 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (torch.empty(1, dtype=torch.int32, device="meta"), None, ValueError, "host lengths are on meta"),
         ([1, 2], torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\].*expected int32 \[2\]"),
         ([1, 2], torch.tensor([1], dtype=torch.int32), ValueError, "host has 2 lengths"),
+        (
+            [1, 2],
+            torch.tensor([1, 3], dtype=torch.int32),
+            ValueError,
+            r"\[1, 2\] and seqlens_kv is \[1, 3\]",
+        ),
         ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; expected a tensor, int32 \[2\]"),
         ([1, 2**31], None, ValueError, r"\[1, 2147483648\]; expected at most 2147483647"),
         (torch.tensor([2**32 + 5]), None, ValueError, r"\[4294967301\]; expected at most 2147483647"),

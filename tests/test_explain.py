@@ -155,12 +155,52 @@ def test_requests_are_explained_as_before():
             "unexpected keyword argument 'batch_size'; expected backend",
         ),
         ((mla_request(),), {"platform": "cuda"}, TypeError, "platform='cuda'; expected a mla_plugin.Platform"),
+        ((mla_request(),), {"environ": ["NVTE_FLASH_ATTN=0"]}, TypeError, "expected names and values as in os.environ"),
+        (tensors(2, 8, 4), {"environ": {"NVTE_FLASH_ATTN": 0}}, TypeError, "environ={'NVTE_FLASH_ATTN': 0}; expected"),
+        (([[0.0]], *tensors(2, 8, 4)[1:]), {}, TypeError, "q is list; expected a torch.Tensor"),
+        (tensors(2, 8, 4), {"cp_comm_type": "ring"}, ValueError, "cp_comm_type='ring'; expected one of"),
     ],
 )
 def test_errors_say_what_is_accepted(subject, arguments, error, message):
     with pytest.raises(error) as caught:
         mla_plugin.explain(*subject, **arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": "4"}, "num_heads='4'; expected an int"),
+        ({"page_size": 0}, "page_size=0; expected at least 1"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16'; expected a torch.dtype"),
+        ({"causal": 1}, "causal=1; expected True or False"),
+        ({"host": "jax"}, "host='jax'; expected one of direct"),
+    ],
+)
+def test_a_decode_request_is_checked(changes, message):
+    request = mla_plugin.DecodeRequest(torch.float32, "cpu", 1, 1, 4, 16, 8, max_seqlen_kv=64)
+    with pytest.raises((TypeError, ValueError), match=message):
+        request.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"compute_capability": "9.0"}, r"compute_capability='9.0'; expected 2 ints such as \(9, 0\)"),
+        ({"compute_capability": 9}, "compute_capability=9; expected 2 ints"),
+        ({"cudnn_version": (9, 8)}, r"cudnn_version=\(9, 8\); expected 3 ints such as \(9, 8, 0\)"),
+        ({"packages": {"torch": "2.11"}}, "packages={'torch': '2.11'}; expected pairs such as"),
+    ],
+)
+def test_a_platform_is_checked(attributes, message):
+    with pytest.raises(TypeError, match=message):
+        mla_plugin.Platform("cuda", **attributes)
+
+
+@pytest.mark.parametrize("request_", [None, "attention"])
+def test_resolve_takes_requests(request_):
+    with pytest.raises(TypeError, match="expected an AttentionRequest or a DecodeRequest"):
+        mla_plugin.resolve(request_)
 
 
 def latents(layout="bshd", *, tokens=9, device="cpu", grad=False, **arguments):

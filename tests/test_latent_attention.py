@@ -515,7 +515,7 @@ def test_tensors_on_two_devices() -> None:
 
 def test_lengths_that_do_not_fit_the_tensors() -> None:
     call = draw("thd", lengths=(12, 12), cu_seqlens_q=offsets(4, 9))
-    with pytest.raises(ValueError, match="do not fit slots"):
+    with pytest.raises(ValueError, match="ends at 13; the tensor holds 12 tokens"):
         latent_attention(**call.inputs(), **call.arguments)
 
 

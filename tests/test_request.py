@@ -12,7 +12,7 @@ import torch
 
 import mla_plugin
 from mla_plugin import AttentionRequest, AttentionTensors
-from mla_plugin.arguments.layout import LAYOUTS
+from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES, Band
 from tests.requests import mla_request
 
@@ -176,6 +176,13 @@ def test_the_axes_of_a_layout(layout: object) -> None:
     assert torch.equal(layout.from_bhsd(layout.to_bhsd(x)), x)
     names = {"B": 2, "S": 5, "T": 5, "H": 3, "D": 7}
     assert shape == tuple(names[letter] for letter in layout.axes.strip("[]").split(", "))
+
+
+def test_a_new_layout_is_traced() -> None:
+    """Before Python 3.12 torch.compile cannot trace the first access to a cached property."""
+    layout = Layout("one", "[B, S, H, D]", 0, 2, 1)
+    compiled = torch.compile(lambda x: x + layout.is_packed, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(1)).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("bottom_right", [False, True])

@@ -20,9 +20,9 @@ are read at every call.
 Every other call is TransformerEngine's, with the arguments untouched. ``call`` lists what that is.
 
 The wrapper stands above TransformerEngine's selection instead of taking the slot of ``NVTE_PLUGIN``
-(``transformer_engine_torch.flash_attention`` and ``get_attention_backend``): the slot holds one plugin, is asked only
-when the parameters of a call differ from the last one's, so a variable that changes goes unnoticed, and does not exist
-before 2.20. A plugin in the slot keeps it and sees every call that is handed over.
+(``transformer_engine_torch.flash_attention`` and ``get_attention_backend``): the slot holds only one plugin
+and does not exist before 2.20. It is asked only when the parameters of a call differ from the last one's, so a changed
+variable would go unnoticed. A plugin in the slot keeps it and sees every call that is handed over.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``MLA_PLUGIN_TE=fill``: what runs where TransformerEngine has no backend for a call, or only its quadratic one.
 
-A gap is filled if its version range includes TransformerEngine's version, its condition holds for the call, the
-selection of TransformerEngine itself (or of a plugin in its slot) leaves neither FlashAttention nor cuDNN, and the
-backend that this library would choose for the same call outside TransformerEngine is one of those that the gap names.
+A gap is filled if all of this holds: its version range includes TransformerEngine's version; its condition holds for
+the call; the selection of TransformerEngine itself (or of a plugin in its slot) leaves neither FlashAttention nor
+cuDNN. And the backend that this library would choose outside TransformerEngine is one of those that the gap names.
 
 Over several ranks TransformerEngine's backends use its own context parallelism, so a call that it cannot run fails
 whatever was selected. Those gaps are filled by ours, with any backend for its sections.

@@ -167,10 +167,10 @@ def _decode_mask(
 ) -> tuple[bool, torch.Tensor | None]:
     """The mask of a forward that decodes over latents: whether it has a compact form, and that.
 
-    The form is None, or, where the rows are padded on the left or have slots to spare, the keys of each row: int32
-    [1, 1, 1 or 2, B], at [0, 0, 0] one more than the last query's, at [0, 0, 1], with padding, the first that is a
-    token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes it ahead
-    of the model.
+    The form is None if the rows have neither left padding nor unused slots. Otherwise it gives the keys of each row,
+    int32 [1, 1, 1 or 2, B]: at [0, 0, 0] the end of the last query's keys, and with padding at [0, 0, 1] the first key
+    that is a token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes
+    it ahead of the model.
 
     The ranges stay on the device. That there is no other padding is read from it once per forward; without an
     ``attention_mask`` nothing is read, and the position in a static cache never is.

@@ -84,6 +84,11 @@ def latent_steps(model: torch.nn.Module) -> dict[str, LatentSteps]:
     Returns:
         name of each layer that was called without gradients since it was made, in order, to its counts. Empty before
         the first call, for models without latents, and for transformers before 5.15.
+
+    Raises:
+        TypeError: model is not a module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module of transformers")
     found = ((name, _steps.get(module)) for name, module in model.named_modules())
     return {name: dataclasses.replace(steps) for name, steps in found if steps is not None}

@@ -172,7 +172,7 @@ def check_shapes(tensors: AttentionTensors, layout: Layout) -> None:
     if heads_q == 0 or heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(f"{heads_q} query heads over {heads_kv} key-value heads; expected a multiple")
     if batch_q != batch_kv:
-        raise ValueError(f"batch size: q has {batch_q} and k has {batch_kv} ({layout.axes})")
+        raise ValueError(f"batch size: q has {batch_q} and k has {batch_kv}; they must be equal ({layout.axes})")
 
 
 def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
@@ -201,7 +201,7 @@ def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
         raise ValueError(f"padded offsets are for qkv_format='thd'; {layout.name!r} rows start at their first token")
     if len(padded) == 1:
         (missing,) = set(LENGTHS[2:]) - set(padded)
-        raise ValueError(f"only one pair of padded offsets was given; {missing} is missing")
+        raise ValueError(f"only one of the two padded offsets was given; {missing} is missing: pass both")
 
 
 def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, mask: str) -> int:
@@ -294,8 +294,12 @@ def check_length_values(
             raise ValueError(f"cu_seqlens_{side}={offsets}; cumulative lengths start at 0 and never decrease")
         if not layout.is_packed and max(lengths, default=0) > extent:
             raise ValueError(f"cu_seqlens_{side} gives lengths {lengths}; the tensor holds {extent} tokens per row")
+        if layout.is_packed and offsets[-1] > extent:
+            raise ValueError(f"cu_seqlens_{side}={offsets} ends at {offsets[-1]}; the tensor holds {extent} tokens")
         if max(lengths, default=0) > most:
-            raise ValueError(f"max_seqlen_{side}={most} and cu_seqlens_{side} gives lengths {lengths}; raise it")
+            raise ValueError(
+                f"max_seqlen_{side}={most} and cu_seqlens_{side} gives lengths {lengths}; raise max_seqlen_{side}"
+            )
         if not layout.is_packed:
             continue
         starts = offsets if padded is None else padded.tolist()

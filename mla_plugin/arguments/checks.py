@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mla_plugin import environment
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -50,10 +52,11 @@ def check_tensor(name: str, x: object, shape: str = "") -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a torch.Tensor{shape and ' '}{shape}")
     if x.is_nested or x.layout != torch.strided:
-        kind = "a nested tensor" if x.is_nested else f"of the memory layout {x.layout}"
+        if not x.is_nested:
+            raise TypeError(f"{name} has the memory layout {x.layout}; expected torch.strided: pass {name}.to_dense()")
         raise TypeError(
-            f"{name} is {kind}; expected a dense tensor (torch.strided): .to_dense(), and for sequences of different "
-            "lengths one padded or packed tensor with their lengths (qkv_format='thd' with cu_seqlens_q, seqlens_kv)"
+            f"{name} is a nested tensor; expected a dense one, padded or packed, with the sequences' lengths: "
+            "qkv_format='thd' with cu_seqlens_q, in decode seqlens_kv"
         )
     distributed = sys.modules.get("torch.distributed.tensor")  # if there is a DTensor, somebody imported it
     if distributed is not None and isinstance(x, distributed.DTensor):
@@ -89,6 +92,14 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}; expected a number")
 
 
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Check that the value is an integer, not a bool, and at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name}={value!r}; expected an int")
+    if value < least:
+        raise ValueError(f"{name}={value}; expected at least {least}")
+
+
 def plain_number(value: Any) -> Any:
     """Convert a number of another type (numpy, fractions) to float, inf on overflow; return anything else unchanged."""
     if type(value) is float or isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -103,6 +114,13 @@ def check_choice(name: str, value: object, accepted: Iterable[str]) -> None:
     """Check that the value is one of the accepted strings."""
     if not isinstance(value, str) or value not in accepted:
         raise ValueError(f"{name}={value!r}; expected one of {', '.join(accepted)}")
+
+
+def may_read(x: torch.Tensor) -> bool:
+    """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
+    if x.is_cpu:
+        return True
+    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
+from mla_plugin.arguments.checks import may_read
+
 MAX_LENGTH = 2**31 - 1
 MAX_SPREAD = 16
 
@@ -73,7 +75,8 @@ class DecodeLengths:
         seqlens_kv: int32 [B] on the cache's device. Change it only with ``update``.
 
     Raises:
-        ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not match.
+        ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not match. Values
+            of a CUDA tensor are compared only with MLA_PLUGIN_CHECK=1.
     """
 
     def __init__(
@@ -93,6 +96,10 @@ class DecodeLengths:
             raise ValueError(
                 f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
                 f"expected int32 [{len(self.host)}]"
+            )
+        elif type(seqlens_kv) is torch.Tensor and may_read(seqlens_kv) and seqlens_kv.tolist() != self.host.tolist():
+            raise ValueError(
+                f"host lengths are {self.host.tolist()} and seqlens_kv is {seqlens_kv.tolist()}; they must be equal"
             )
         self.seqlens_kv = seqlens_kv
         self._schedules: dict[Hashable, Schedule] = {}

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_plugin import environment
 from mla_plugin.arguments import cache_format
-from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor
+from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor, may_read
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.options import HOSTS
 
@@ -73,16 +72,22 @@ def check_no_gradient(tensors: DecodeTensors) -> None:
 
 
 def split_cache(
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], rank: int
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], rank: int, whose: str = "of q_nope_abs"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(c_kv, k_rope) of a pair, or as views of one tensor [..., R + Dr]."""
+    """(c_kv, k_rope) of a pair, or as views of one tensor [..., R + Dr].
+
+    Args:
+        kv_cache: the pair or the tensor.
+        rank: R.
+        whose: where R was taken from, for the error.
+    """
     if isinstance(kv_cache, torch.Tensor):
         if kv_cache.is_nested or kv_cache.layout != torch.strided:
             check_type("kv_cache", kv_cache)
         if kv_cache.dim() != 3 or kv_cache.shape[-1] < rank:
             raise ValueError(
                 f"kv_cache has shape {list(kv_cache.shape)}; one tensor is [pages, page_size, R + Dr] or [B, S_kv, "
-                f"R + Dr], with R={rank} of q_nope_abs. Remove a head dimension of 1 with squeeze; a pair (c_kv, "
+                f"R + Dr], with R={rank} {whose}. Remove a head dimension of 1 with squeeze; a pair (c_kv, "
                 "k_rope) is accepted too"
             )
         # half the time of two slices
@@ -237,15 +242,8 @@ def check_query_strides(tensors: DecodeTensors) -> None:
     _check_last_stride("q_rope", tensors.q_rope)
 
 
-def may_read(x: torch.Tensor) -> bool:
-    """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
-    if x.is_cpu:
-        return True
-    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def check_values(tensors: DecodeTensors) -> None:
-    """Check that lengths fit the cache and pages exist, if the host may read them."""
+    """Check that lengths fit the cache, pages exist and left padding is not negative, if the host may read them."""
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
     if seqlens_kv is None or not may_read(seqlens_kv):
         return
@@ -253,6 +251,8 @@ def check_values(tensors: DecodeTensors) -> None:
     lengths = seqlens_kv.tolist()
     if any(not 0 <= length <= capacity for length in lengths):
         raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys per sequence")
+    if tensors.leftpad_kv is not None and tensors.leftpad_kv.numel() and int(tensors.leftpad_kv.min()) < 0:
+        raise ValueError(f"leftpad_kv={tensors.leftpad_kv.tolist()}; expected at least 0: the first key that is seen")
     if page_table is None:
         return
     pages, page_size = c_kv.shape[:2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +21,7 @@ class Layout:
         axes: the axes as text, such as ``"[B, S, H, D]"``.
         batch: axis of the sequences; None if they are packed along the tokens.
         heads, tokens: axis of the heads and of the tokens. The head dimension is always the last axis.
+        is_packed: sequences are concatenated along the tokens and separated only by offsets.
     """
 
     name: str
@@ -29,10 +30,11 @@ class Layout:
     heads: int
     tokens: int
 
-    @functools.cached_property
-    def is_packed(self) -> bool:
-        """Sequences are concatenated along the tokens and separated only by offsets."""
-        return self.batch is None
+    is_packed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # a cached property would do, but before Python 3.12 torch.compile cannot trace the first access to one
+        object.__setattr__(self, "is_packed", self.batch is None)
 
     @property
     def num_dims(self) -> int:

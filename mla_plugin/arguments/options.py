@@ -9,6 +9,8 @@ from mla_plugin.arguments.mask import window_pair
 
 HOSTS = ("direct", "transformer_engine", "transformers", "megatron")
 """The frameworks that call; selection rules differ between them."""
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+"""How the ranks of a context-parallel group exchange K and V."""
 
 
 class CallOptions(NamedTuple):

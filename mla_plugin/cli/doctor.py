@@ -208,7 +208,7 @@ SECTIONS = {
     "Packages": packages,
     "Hardware": hardware,
     "Environment variables": variables,
-    "Backends": backends,
+    "Registered backends": backends,
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from mla_plugin import device, environment
 from mla_plugin.arguments.attention import BIAS_TYPES
@@ -19,6 +20,7 @@ from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.arguments.options import HOSTS
 from mla_plugin.cli import ranks
+from mla_plugin.cli.model_shape import count, width
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
@@ -84,6 +86,16 @@ def _known(kind: str, names: Collection[str]) -> Callable[[str], tuple[str, str]
     return parse
 
 
+def _package(text: str) -> tuple[str, str]:
+    """Parse NAME=VERSION; an empty version means not installed."""
+    name, version = _known("package", device.DISTRIBUTIONS)(text)
+    try:
+        Version(version or "0")
+    except InvalidVersion:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a version such as {name}=2.8.3") from None
+    return name, version
+
+
 def _numbers(text: str, example: str) -> tuple[int, ...]:
     parts = text.split(".")
     if len(parts) != len(example.split(".")) or not all(part.isdecimal() for part in parts):
@@ -97,12 +109,6 @@ def _capability(text: str) -> tuple[int, ...]:
 
 def _cudnn_version(text: str) -> tuple[int, ...]:
     return _numbers(text, "9.8.0")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected at least 1")
-    return int(text)
 
 
 def _probability(text: str) -> float:
@@ -125,14 +131,14 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
     _add_request(parser.add_argument_group("request"))
     _add_decode(
         parser.add_argument_group("decode", "with --decode, --seqlen-q defaults to 1; --mask no_mask sees all keys")
     )
     ranks.add_arguments(
         parser.add_argument_group("context parallelism and latents", "--seqlen-q and --seqlen-kv are whole sequences"),
-        _count,
+        count,
     )
     _add_platform(parser.add_argument_group("platform"))
     parser.add_argument("--backend", metavar="NAME", help="use only this backend")
@@ -145,16 +151,14 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_request(group: Any) -> None:
-    group.add_argument("--head-dim-qk", metavar="N", type=_count, default=192, help="192 by default, as DeepSeek-V3")
-    group.add_argument("--head-dim-v", metavar="N", type=_count, default=128, help="128 by default, as DeepSeek-V3")
-    group.add_argument("--heads", metavar="N", type=_count, default=128, help="query heads; 128 by default")
+    group.add_argument("--head-dim-qk", metavar="N", type=count, default=192, help="192 by default, as DeepSeek-V3")
+    group.add_argument("--head-dim-v", metavar="N", type=count, default=128, help="128 by default, as DeepSeek-V3")
+    group.add_argument("--heads", metavar="N", type=count, default=128, help="query heads; 128 by default")
+    group.add_argument("--kv-heads", metavar="N", type=count, help="key-value heads; by default as many as query heads")
+    group.add_argument("--batch-size", metavar="N", type=count, default=2, help="sequences; 2 by default")
+    group.add_argument("--seqlen-q", metavar="N", type=count, help="longest query sequence; 4096 by default")
     group.add_argument(
-        "--kv-heads", metavar="N", type=_count, help="key-value heads; by default as many as query heads"
-    )
-    group.add_argument("--batch-size", metavar="N", type=_count, default=2, help="sequences; 2 by default")
-    group.add_argument("--seqlen-q", metavar="N", type=_count, help="longest query sequence; 4096 by default")
-    group.add_argument(
-        "--seqlen-kv", metavar="N", type=_count, help="longest key-value sequence; by default as the queries"
+        "--seqlen-kv", metavar="N", type=count, help="longest key-value sequence; by default as the queries"
     )
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="bfloat16 by default")
     group.add_argument("--format", choices=LAYOUTS, default="bshd", help="memory layout; bshd by default")
@@ -178,9 +182,9 @@ def _add_request(group: Any) -> None:
 
 def _add_decode(group: Any) -> None:
     group.add_argument("--decode", action="store_true", help="absorbed decode over the compressed cache")
-    group.add_argument("--kv-lora-rank", metavar="N", type=_count, default=512, help="width of c_kv; 512 by default")
-    group.add_argument("--rope", metavar="N", type=int, default=64, help="width of k_rope; 64 by default")
-    group.add_argument("--page-size", metavar="N", type=_count, default=64, help="tokens per page; 64 by default")
+    group.add_argument("--kv-lora-rank", metavar="N", type=count, default=512, help="width of c_kv; 512 by default")
+    group.add_argument("--rope", metavar="N", type=width, default=64, help="width of k_rope; 64 by default")
+    group.add_argument("--page-size", metavar="N", type=count, default=64, help="tokens per page; 64 by default")
     group.add_argument("--contiguous", action="store_true", help="a contiguous cache instead of pages")
     group.add_argument("--no-host-lengths", action="store_true", help="only the device knows the lengths")
     group.add_argument("--leftpad", action="store_true", help="a left-padded batch")
@@ -194,7 +198,7 @@ def _add_platform(group: Any) -> None:
     group.add_argument("--cuda-version", metavar="X.Y", help="CUDA that PyTorch was built with, such as 13.0")
     group.add_argument(
         "--package",
-        type=_known("package", device.DISTRIBUTIONS),
+        type=_package,
         action="append",
         default=[],
         metavar="NAME=VERSION",
@@ -334,13 +338,12 @@ def as_json(decision: Decision | DecodeDecision, why: Why | None = None) -> dict
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the decision; 0 when a backend takes the request, or each section of it, 1 when none does."""
+    ranks.check_flags(arguments)
     platform = platform_of(arguments)
     environ = dict(environment.gates()) | dict(arguments.env)
     options: dict[str, Any] = {"backend": arguments.backend, "platform": platform, "environ": environ}
     whole: AttentionRequest | DecodeRequest
     if arguments.decode:
-        if arguments.te_release is not None:
-            raise ValueError("--te-release does not apply to --decode: TransformerEngine has no absorbed decode")
         whole = decode_request_of(arguments, platform.device_type)
     else:
         options["te_release"] = arguments.te_release

@@ -46,7 +46,7 @@ class ModelShape:
         Raises:
             ValueError: a field is missing, or the heads cannot be divided over the ranks.
         """
-        config = {**config, **config.get("text_config", {})}
+        config = {**config, **(config.get("text_config") or {})}
         heads = _required(config, "num_attention_heads")
         rank = config.get("kv_lora_rank")
         kv_heads = heads if rank is not None else config.get("num_key_value_heads") or heads
@@ -56,7 +56,7 @@ class ModelShape:
             dim = config.get("head_dim") or _required(config, "hidden_size") // heads
             dims = {"head_dim_qk": dim, "head_dim_v": dim, "qk_rope_head_dim": dim}
         else:
-            rope, nope = (_required(config, f"qk_{part}_head_dim") for part in ("rope", "nope"))
+            rope, nope = _required(config, "qk_rope_head_dim", 0), _required(config, "qk_nope_head_dim")
             dims = {"head_dim_qk": nope + rope, "head_dim_v": _required(config, "v_head_dim"), "qk_rope_head_dim": rope}
         name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         if name not in DTYPES:
@@ -70,10 +70,12 @@ class ModelShape:
         )
 
 
-def _required(config: Mapping[str, Any], name: str) -> int:
+def _required(config: Mapping[str, Any], name: str, least: int = 1) -> int:
     value = config.get(name)
-    if not isinstance(value, int):
+    if value is None:
         raise ValueError(f"the configuration has no {name}, which attention needs; give the shape by flags instead")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} in the configuration; expected an integer of at least {least}")
     return value
 
 
@@ -81,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that describe a model."""
     group = parser.add_argument_group("model", "DeepSeek-V3 by default")
     group.add_argument("--config", type=Path, metavar="FILE", help="config.json of a Hugging Face checkpoint")
-    group.add_argument("--tensor-parallel", type=_count, default=1, metavar="N", help="ranks that share the heads")
+    group.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share the heads")
     flags = {
         "heads": "query heads",
         "kv-heads": "key-value heads; as many as query heads by default",
@@ -91,8 +93,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kv-lora-rank": "width of c_kv; 0 for a model without a compressed cache",
     }
     for flag, text in flags.items():
-        group.add_argument(f"--{flag}", type=int if flag == "kv-lora-rank" else _count, metavar="N", help=text or None)
+        kind = width if flag == "kv-lora-rank" else count
+        group.add_argument(f"--{flag}", type=kind, metavar="N", help=text or None)
     group.add_argument("--dtype", choices=DTYPES, help="bfloat16 by default")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The configuration in a file.
+
+    Raises:
+        ValueError: it is not a JSON object.
+        OSError: it cannot be read.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"--config {path} is not JSON ({error}); expected config.json of a checkpoint") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--config {path} holds a {type(config).__name__}; expected an object of a model's fields")
+    return config
 
 
 def of_arguments(arguments: argparse.Namespace) -> ModelShape:
@@ -116,16 +135,26 @@ def of_arguments(arguments: argparse.Namespace) -> ModelShape:
         if arguments.tensor_parallel != 1:
             raise ValueError("--tensor-parallel divides the heads of --config; with flags give those of one rank")
         shape = ModelShape(**said)
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(f"--heads {shape.num_heads} is not a multiple of --kv-heads {shape.num_kv_heads}")
         return ModelShape(**{**vars(shape), "kv_lora_rank": shape.kv_lora_rank or None})
     if said.keys() - {"dtype"}:
         raise ValueError("--config gives the shape: leave out the other flags of the model, or leave out --config")
-    shape = ModelShape.of_config(json.loads(arguments.config.read_text()), arguments.tensor_parallel)
+    shape = ModelShape.of_config(_read(arguments.config), arguments.tensor_parallel)
     return ModelShape(**{**vars(shape), **said})
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
+    return int(text)
+
+
+def width(text: str) -> int:
+    """Parse a number of columns, which may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 0 or more")
     return int(text)
 
 

@@ -35,6 +35,52 @@ def add_arguments(group: Any, count: Any) -> None:
     )
 
 
+_NOT_OF_DECODE = (
+    *("head_dim_qk", "head_dim_v", "kv_heads", "format", "window", "dropout", "deterministic", "pad_between_seqs"),
+    *("bias", "te_release", "latent", "cp_comm_type"),
+)
+_OF_DECODE = ("page_size", "contiguous", "no_host_lengths", "leftpad", "kv_cache_format", "cp_interleave")
+_OF_LATENTS = ("kv_lora_rank", "rope")
+_NOT_OF_LATENTS = ("dropout", "kv_heads", "batch_invariant", "bias")
+_THEM = {"does": "it", "do": "them"}
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """Check that every flag given says something of the call; one without effect would explain another call.
+
+    Raises:
+        ValueError: a flag does not apply to this kind of call.
+    """
+    given = [name for name in vars(arguments) if getattr(arguments, name) != arguments.default_of(name)]
+
+    def flags(names: tuple[str, ...]) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in given if name in names]
+
+    def check_none(names: tuple[str, ...], other: str) -> None:
+        if wrong := flags(names):
+            verb = "does" if len(wrong) == 1 else "do"
+            raise ValueError(f"{' and '.join(wrong)} {verb} not apply to {other}: leave {_THEM[verb]} out")
+
+    def check_needed(names: tuple[str, ...], other: str) -> None:
+        if wrong := flags(names):
+            raise ValueError(f"{' and '.join(wrong)} without {other} would have no effect: add {other}")
+
+    if arguments.decode:
+        check_none(_NOT_OF_DECODE, "--decode")
+        if arguments.mask not in ("causal", "no_mask"):
+            raise ValueError(f"--mask {arguments.mask} with --decode; expected causal or no_mask")
+        if arguments.contiguous:
+            check_none(("page_size",), "--contiguous")
+    else:
+        check_needed(_OF_DECODE, "--decode")
+        if arguments.latent:
+            check_none(_NOT_OF_LATENTS, "--latent")
+        else:
+            check_needed(_OF_LATENTS, "--decode or --latent")
+    if arguments.cp_size == 1:
+        check_needed(("cp_comm_type", "cp_interleave"), "--cp-size")
+
+
 def requests_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | DecodeRequest) -> CallRequests:
     """The requests that the rank makes.
 
@@ -48,8 +94,6 @@ def requests_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | De
     size, rank = arguments.cp_size, arguments.cp_rank
     if not 0 <= rank < size:
         raise ValueError(f"--cp-rank {rank} with --cp-size {size}; expected 0 to {size - 1}")
-    if isinstance(whole, DecodeRequest) and (arguments.latent or arguments.cp_comm_type):
-        raise ValueError("--latent and --cp-comm-type do not apply to --decode")
     if size == 1 and not arguments.latent:
         return CallRequests(None, (whole,), None)
     options: dict[str, Any] = {"cp_group": None if size == 1 else Group.supposed(size, rank)}
@@ -69,7 +113,7 @@ def _meta(*shape: int, **options: Any) -> torch.Tensor:
 
 def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: argparse.Namespace) -> CallRequests:
     if whole.bias_type != "no_bias":
-        raise ValueError(f"--bias {whole.bias_type} with --cp-size or --latent; expected no_bias")
+        raise ValueError(f"--bias {whole.bias_type} with --cp-size; expected no_bias")
     layout, batch, size = whole.layout, whole.batch_size, arguments.cp_size
     tokens = []
     for side, longest in (("q", whole.max_seqlen_q), ("kv", whole.max_seqlen_kv)):
@@ -83,6 +127,8 @@ def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: a
                 options[f"cu_seqlens_{side}_padded"] = _meta(batch + 1)
     if whole.max_seqlen_q == whole.max_seqlen_kv:  # one tensor of lengths, as in self-attention
         options = {name: x for name, x in options.items() if not name.startswith("cu_seqlens_kv")}
+    if whole.batch_invariant:
+        options["batch_invariant"] = True
     for name in ("attn_mask_type", "qkv_format", "deterministic", "host"):
         options[name] = getattr(whole, name)
     if whole.has_sliding_window:
@@ -95,9 +141,7 @@ def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: a
             for width in (whole.head_dim_qk, whole.head_dim_v)
         )
         return requests_of_attention(q, k, v, **options, dropout_p=whole.dropout_p)
-    if whole.dropout_p or whole.num_kv_heads != whole.num_heads:
-        raise ValueError("--dropout and --kv-heads do not apply to --latent")
-    if arguments.rope >= whole.head_dim_qk or arguments.rope < 0:
+    if arguments.rope >= whole.head_dim_qk:
         raise ValueError(f"--rope {arguments.rope} with --head-dim-qk {whole.head_dim_qk}; expected a smaller one")
     nope, rank = whole.head_dim_qk - arguments.rope, arguments.kv_lora_rank
     of_latents = LAYOUTS["bshd"] if layout.name == "bhsd" else layout
@@ -125,6 +169,7 @@ def _of_decode(whole: DecodeRequest, options: dict[str, Any], arguments: argpars
         for width in (whole.kv_lora_rank, whole.qk_rope_head_dim)
     )
     options |= {"seqlens_kv": _meta(batch), "causal": whole.causal, "host": whole.host, "softmax_scale": 1.0}
+    options["batch_invariant"] = whole.batch_invariant
     asked = requests_of_decode(*queries, cache, **options)
-    known = {"has_host_lengths": whole.has_host_lengths}
+    known = {"has_host_lengths": whole.has_host_lengths, "kv_cache_format": whole.kv_cache_format}
     return asked._replace(requests=tuple(request.replace(**known) for request in asked.requests))

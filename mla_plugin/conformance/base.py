@@ -105,7 +105,7 @@ class Suite:
         with random_state_kept(torch.device(self.device).type):
             decision = self._answer(request)
         if not isinstance(decision, Accepted | Refused):
-            checks.fail(f"select_backend returns Accepted or Refused, not {decision!r}")
+            checks.fail(f"select_backend must return Accepted or Refused, not {decision!r}")
         check_same_in_other_environments(lambda: self._answer(request), decision)
         return decision
 

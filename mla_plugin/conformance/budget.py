@@ -93,7 +93,7 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick, *, is_biased
         where = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
         fail(
             f"{name}: the error {error[where]:.3g} of the element {where}, {got[where].item():.6g} for "
-            f"{exact[where]:.6g}, is {worst:.3g} times what rounding explains; expected {LARGEST:g}"
+            f"{exact[where]:.6g}, is {worst:.3g} times what rounding explains; expected at most {LARGEST:g}"
         )
     if not count:
         return
@@ -101,8 +101,8 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick, *, is_biased
     mean, accepted = float(ratio.square_().sum().div(count).sqrt()), MEAN * (1 + 3 / math.sqrt(rows))
     if not mean <= accepted:
         fail(
-            f"{name}: the root-mean-square error is {mean:.3g} times what plain PyTorch's roundings explain; accepted "
-            f"is {accepted:.3g}"
+            f"{name}: the root-mean-square error is {mean:.3g} times what plain PyTorch's roundings explain; expected "
+            f"at most {accepted:.3g}"
         )
     if not is_biased:
         _check_gain(name, got, yardstick)
@@ -120,8 +120,8 @@ def _check_gain(name: str, got: torch.Tensor, yardstick: Yardstick) -> None:
     accepted = GAIN * spread + GAIN_STEPS * torch.finfo(accumulator).eps
     if not abs(gain - 1) <= accepted:
         fail(
-            f"{name}: it is the exact result times 1{gain - 1:+.2g}; roundings explain {accepted:.2g} either way, so a "
-            "factor such as the scale is off, or something is added or missing everywhere"
+            f"{name}: it is the exact result times 1{gain - 1:+.2g}; rounding explains 1 +- {accepted:.2g}. A "
+            "factor such as the scale is wrong, or a term is added or missing everywhere"
         )
 
 

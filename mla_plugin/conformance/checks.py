@@ -32,9 +32,9 @@ def check_reasons(reasons: tuple[str, ...]) -> None:
     """Each reason is a text with the value found."""
     for reason in reasons:
         if not isinstance(reason, str) or not reason.strip():
-            fail(f"a reason is a text such as 'head_dim_qk=320 > 256', not {reason!r}")
+            fail(f"the reason {reason!r} is not a string; expected one such as 'head_dim_qk=320 > 256'")
         if not re.search(r"\d", reason) and not any(fact in reason for fact in _FACTS):
-            fail(f"the reason {reason!r} says neither what was found nor the limit; such as 'head_dim_qk=320 > 256'")
+            fail(f"the reason {reason!r} lacks the value found or the limit, as in 'head_dim_qk=320 > 256'")
 
 
 def check_output(case: Case, inputs: Inputs, output: object, expected: tuple[Yardstick, Yardstick]) -> AttentionOutput:
@@ -47,7 +47,7 @@ def check_output(case: Case, inputs: Inputs, output: object, expected: tuple[Yar
         expected: out and lse.
     """
     if not isinstance(output, AttentionOutput):
-        fail(f"forward returns an AttentionOutput, not {type(output).__name__}")
+        fail(f"forward must return an AttentionOutput, not {type(output).__name__}")
     out, lse = expected
     check_tensor("out", output.out, out.exact, case.dtype)
     check_tensor("lse", output.lse, lse.exact, lse_dtype(case.dtype))
@@ -81,7 +81,7 @@ def check_gradients(
 ) -> Gradients:
     """A backward's result: the inputs' shapes and dtypes, zeros where no key is seen, errors in budget."""
     if not isinstance(gradients, Gradients):
-        fail(f"backward returns Gradients, not {type(gradients).__name__}")
+        fail(f"backward must return Gradients, not {type(gradients).__name__}")
     padding = case.is_padding("kv").to(lse.device)
     zeros = {"dq": rows_without_keys(case, lse), "dk": padding, "dv": padding}
     check_no_graph(**vars(gradients))
@@ -100,17 +100,17 @@ def check_equal_bits(first: object, second: object) -> None:
     """Two results of a deterministic request agree bit for bit."""
     for name, x in vars(first).items():
         if x is not None and not torch.equal(x, getattr(second, name)):
-            fail(f"{name} differs between two runs of a deterministic request; refuse deterministic=True or keep it")
+            fail(f"{name} differs between two runs of a deterministic request; refuse deterministic=True, or keep it")
 
 
 def check_tensor(name: str, x: object, like: torch.Tensor, dtype: torch.dtype) -> None:
     """A tensor of the shape and on the device of ``like``, in ``dtype``."""
     if not isinstance(x, torch.Tensor):
-        fail(f"{name} is {x!r}; a tensor of shape {tuple(like.shape)} and {dtype} is wanted")
+        fail(f"{name} is {x!r}; expected a tensor of shape {tuple(like.shape)} and {dtype}")
     if (x.shape, x.dtype, x.device) != (like.shape, dtype, like.device):
         fail(
             f"{name} has shape {tuple(x.shape)}, {x.dtype}, on {x.device}; "
-            f"wanted is {tuple(like.shape)}, {dtype}, on {like.device}"
+            f"expected {tuple(like.shape)}, {dtype}, on {like.device}"
         )
 
 

@@ -234,11 +234,11 @@ def check_read_often(before: dict[str, Any]) -> None:
     """Fail if one of them is no longer what it was."""
     for name, now in read_often().items():
         if now != before[name]:
-            fail(f"{name} is {now} during the call and was {before[name]} before; other threads see it, leave it alone")
+            fail(f"{name} is {now} during the call and was {before[name]} before; other threads see it")
 
 
 def _fail_of(name: str, before: object, now: object) -> None:
-    fail(f"{name} was {before} before the call and is {now} after it; a backend leaves it alone")
+    fail(f"{name} was {before} before the call and is {now} after it; a backend must not change it")
 
 
 def check_settings_are_kept(run: Callable[[], object]) -> None:
@@ -262,12 +262,12 @@ def check_settings_are_kept(run: Callable[[], object]) -> None:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 run()
             if printed.getvalue():
-                fail(f"the call prints {printed.getvalue()[:80]!r}; a backend writes nothing to stdout or stderr")
+                fail(f"the call prints {printed.getvalue()[:80]!r}; a backend must not write to stdout or stderr")
             for name, (read, _, values) in settings.items():
                 if (now := read()) != values[index]:
                     _fail_of(name, values[index], now)
             if warnings.filters != filters:
-                fail("the call changed the filters of warnings; a backend leaves them alone")
+                fail("the call changed the warning filters; a backend must not change them")
             after = environment.variables()
             for name in sorted({*variables, *after}):
                 if variables.get(name) != after.get(name):

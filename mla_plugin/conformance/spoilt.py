@@ -41,7 +41,7 @@ def repair(
     """Check that the query's row of out is NaN, and give it the values without, so that the rest can be checked."""
     row = _rows(out, layout)[place]
     if not bool(row.isnan().all()):
-        fail("a query has NaN and its out does not; an error upstream must show")
+        fail("a query has NaN and its out does not; expected NaN, so that an error upstream shows")
     of_out, of_lse = expected
     row.copy_(_rows(of_out.exact, layout)[place])
     if lse is not None:

@@ -121,7 +121,7 @@ def check_nothing_is_kept(run: Callable[[], Mapping[str, torch.Tensor | None]]) 
             fail(f"the memory of {name} is still held after {alive} of {_CALLS} calls; keep no tensor of a call")
     for what, count in now.items():
         if (more := count - before[what]) > _HELD:
-            fail(f"{_CALLS - 2} calls like earlier ones leave {more} {what} behind; keep nothing of a call")
+            fail(f"{_CALLS - 2} repeated calls leave {more} {what} behind; keep nothing of a call")
 
 
 def _counted() -> dict[str, int]:

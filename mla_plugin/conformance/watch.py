@@ -123,8 +123,8 @@ def nothing_added(*objects: object) -> Iterator[None]:
         added = [name for name in vars(each) if name not in names and name != "_hash" and not hasattr(type(each), name)]
         if added:
             fail(
-                f"the hook has put {', '.join(added)} into its {type(each).__name__}, which other calls share; leave "
-                "the arguments as they are"
+                f"the hook added {', '.join(added)} to its {type(each).__name__}, which other calls share; a "
+                "hook must not change its arguments"
             )
 
 
@@ -186,7 +186,7 @@ def as_the_library(device_type: str, inputs: Mapping[str, torch.Tensor | None], 
         enter(torch._C._DisableAutocast())
         yield
         if torch.is_grad_enabled():
-            fail("the hook leaves gradients switched on; autograd is the library's part")
+            fail("the hook left grad mode on; the library does autograd, so restore the mode")
 
 
 class Kept:
@@ -212,7 +212,7 @@ def check_no_graph(**tensors: torch.Tensor | None) -> None:
     """Check that the results of a hook have no autograd graph."""
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and (x.requires_grad or x.grad_fn is not None):
-            fail(f"{name} requires a gradient; autograd is the library's part, return a plain tensor")
+            fail(f"{name} requires a gradient; the library does autograd, so return a detached tensor")
 
 
 def check_not_shared(results: Mapping[str, torch.Tensor | None], inputs: Mapping[str, torch.Tensor | None]) -> None:
@@ -243,13 +243,15 @@ def check_same_in_other_environments(ask: Callable[[], object], answer: object) 
     with environment.recorded_reads() as read:
         again = ask()
     if again != answer:
-        fail("select_backend gives two answers to one request; the answer is cached, so it must not change")
+        fail(
+            "select_backend answers a request differently the second time; the answer is cached, so it must not change"
+        )
     for name in dict.fromkeys(read):
         for value in ("0", "1", "other"):
             with changed_variable(name, value):
                 other = ask()
             if other != answer:
                 fail(
-                    f"select_backend answers otherwise with {name}={value} in the environment; the answer is cached, "
+                    f"select_backend answers differently with {name}={value} in the environment; the answer is cached, "
                     "so it must depend on the request and the platform alone"
                 )

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     number: int
 
 
-class Terms(NamedTuple):
+class Fingerprint(NamedTuple):
     """Everything about a rank's call that must be equal on the other ranks. It holds no tensor.
 
     Attributes:
@@ -75,15 +75,15 @@ class Terms(NamedTuple):
 _agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Kind]] = WeakKeyDictionary()
 
 
-def terms_of(
+def fingerprint_of(
     group: Group, what: str, key: Hashable, settings: Callable[[], Mapping[str, Any]], values: Values = NO_VALUES
-) -> Terms:
-    """The terms of a call; ``settings`` is called only if calls with this key have not been compared yet."""
+) -> Fingerprint:
+    """The fingerprint of a call; ``settings`` is called only if calls with this key have not been compared yet."""
     kind = _agreed.get(group.process_group, {}).get(key)
     if kind is None:
         found = settings()
         kind = Kind(key, found, _number_of(found))
-    return Terms(what, kind, values, _number_of((what, kind.number, values.number)))
+    return Fingerprint(what, kind, values, _number_of((what, kind.number, values.number)))
 
 
 def is_agreed(group: Group, kind: Kind) -> bool:
@@ -102,7 +102,7 @@ def note(group: Group, kind: Kind) -> None:
 
 
 def difference(texts: Sequence[str]) -> str:
-    """The error message, from every rank's ``Terms.text``."""
+    """The error message, from every rank's ``Fingerprint.text``."""
     found = [json.loads(text) for text in texts]
     for name in dict.fromkeys(itertools.chain.from_iterable(found)):
         values = [settings.get(name, "nothing") for settings in found]

@@ -11,11 +11,11 @@ import torch
 from mla_plugin import environment
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.checks import check_choice
-from mla_plugin.arguments.options import CallOptions
+from mla_plugin.arguments.options import COMM_TYPES, CallOptions
 from mla_plugin.context_parallel import a2a, all_gather, p2p
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 
-WAYS: dict[str, ModuleType] = {"p2p": p2p, "all_gather": all_gather, "a2a": a2a}
+WAYS: dict[str, ModuleType] = dict(zip(COMM_TYPES, (p2p, all_gather, a2a), strict=True))
 """The module of each ``cp_comm_type``."""
 
 
@@ -31,7 +31,7 @@ def checked_request(tensors: AttentionTensors, options: CallOptions, size: int, 
     Raises:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
-    check_choice("cp_comm_type", cp_comm_type, tuple(WAYS))
+    check_choice("cp_comm_type", cp_comm_type, COMM_TYPES)
     if options.batch_invariant or environment.is_batch_invariance_requested():
         raise ValueError(
             "batch_invariant=True with cp_group: sections and their sums depend on the lengths and the ranks; leave "

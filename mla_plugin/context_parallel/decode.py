@@ -20,12 +20,13 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.checks import may_read
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.context_parallel import transport
-from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, terms_of
+from mla_plugin.context_parallel.agreement import NO_VALUES, Fingerprint, Values, fingerprint_of
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.interleave import check_interleave, held_tokens
@@ -65,7 +66,7 @@ def run(
     known, group = known_of(tensors), Group.named(cp_group)
     check_lengths(tensors)
     q = tensors.q_nope_abs
-    watch = Watch(group, q.device, _terms(tensors, host, backend, group, interleave))
+    watch = Watch(group, q.device, _fingerprint(tensors, host, backend, group, interleave))
     call = None if known.has_no_query else watch.prepare(local_call, tensors, group, interleave)
     watch.begin()
     if known.has_no_query:
@@ -215,7 +216,7 @@ class _LocalLengths:
 def _check_room(tensors: DecodeTensors, group: Group, interleave: int) -> None:
     seqlens_kv = tensors.seqlens_kv
     assert seqlens_kv is not None
-    if not decode_checks.may_read(seqlens_kv):
+    if not may_read(seqlens_kv):
         return
     held = held_tokens(seqlens_kv, group.size, group.rank, interleave=interleave).tolist()
     if any(length > tensors.capacity for length in held) or any(length < 0 for length in seqlens_kv.tolist()):
@@ -240,13 +241,13 @@ def _no_keys(tensors: DecodeTensors) -> torch.Tensor:
     return q.new_full(tensors.lse_shape, -torch.inf, dtype=lse_dtype(q.dtype))
 
 
-def _terms(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int) -> Terms:
+def _fingerprint(tensors: DecodeTensors, host: str, backend: str | None, group: Group, interleave: int) -> Fingerprint:
     q = tensors.q_nope_abs
     key = (
         *("decode", tuple(q.shape), q.dtype, tensors.q_rope.shape[-1], float(tensors.softmax_scale), tensors.causal),
         *("none" if tensors.leftpad_kv is None else "given", interleave, backend, host, tensors.kv_cache_format),
     )
-    return terms_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
+    return fingerprint_of(group, "decode", key, lambda: dict(zip(_COMPARED, key[1:], strict=True)), _values(tensors))
 
 
 _COMPARED = (
@@ -260,7 +261,7 @@ def _values(tensors: DecodeTensors) -> Values:
     if tensors.lengths is not None and tensors.leftpad_kv is None:
         return tensors.lengths.schedule("context_parallel", _KnownLengths).values  # once for all layers of a step
     given = {"seqlens_kv": tensors.seqlens_kv, "leftpad_kv": tensors.leftpad_kv}
-    known = {name: x.tolist() for name, x in given.items() if x is not None and decode_checks.may_read(x)}
+    known = {name: x.tolist() for name, x in given.items() if x is not None and may_read(x)}
     return Values.of(known) if known else NO_VALUES
 
 

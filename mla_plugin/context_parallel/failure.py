@@ -3,8 +3,8 @@
 A rank whose backend raises keeps the error, sends and receives to the end (``Watch.attempt``), and reports the failure
 when one number is reduced over the group (``Watch.close``). The error's text goes through the group's store.
 
-Ranks that make different calls are found in the same way: a hash of what must be equal (``agreement``) is reduced with
-the status, and also before the call if the host may synchronise or this kind of call has not been compared yet.
+Ranks that make different calls are found in the same way: the call's fingerprint (``agreement``) is reduced with the
+status. It is also reduced before the call, if the host may synchronise or this kind of call has not been compared yet.
 
 On the CPU the numbers are read at once, and all ranks raise in the call that failed. On a CUDA device reading them
 would synchronise, so the failing rank raises at once and the others at the start of their next call or backward on the
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from mla_plugin import environment
-from mla_plugin.context_parallel.agreement import Terms, difference, is_agreed, note
+from mla_plugin.context_parallel.agreement import Fingerprint, difference, is_agreed, note
 from mla_plugin.context_parallel.group import Group
 
 _PATIENCE = datetime.timedelta(seconds=30)
@@ -46,7 +46,7 @@ class _Status(NamedTuple):
     numbers: torch.Tensor
     arrived: torch.cuda.Event
     key: str
-    terms: Terms
+    fingerprint: Fingerprint
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Watch:
     Args:
         group: of the call.
         device: of its tensors.
-        terms: what this rank is about to run.
+        fingerprint: what this rank is about to run.
     """
 
-    def __init__(self, group: Group, device: torch.device, terms: Terms) -> None:
-        self._group, self._device, self._terms = group, device, terms
+    def __init__(self, group: Group, device: torch.device, fingerprint: Fingerprint) -> None:
+        self._group, self._device, self._fingerprint = group, device, fingerprint
         self._state = _states.setdefault(group.process_group, _State())
         self.error: Exception | None = None
         self._refusal: Exception | None = None
@@ -117,8 +117,8 @@ class Watch:
                 earlier call on the group failed on another rank.
             RuntimeError: a CUDA graph is being captured, and the ranks have not compared this kind of call.
         """
-        terms = self._terms
-        is_new = not is_agreed(self._group, terms.kind)
+        fingerprint = self._fingerprint
+        is_new = not is_agreed(self._group, fingerprint.kind)
         if is_capturing(self._device):
             if is_new:
                 raise RuntimeError(
@@ -128,11 +128,11 @@ class Watch:
             return
         self._read()
         if is_new or not is_left_unread(self._device):
-            key, numbers = self._reduced(terms, "before")
+            key, numbers = self._reduced(fingerprint, "before")
             if self._refusal is not None:
                 raise self._refusal
-            self._check(numbers, key, terms)
-        note(self._group, terms.kind)
+            self._check(numbers, key, fingerprint)
+        note(self._group, fingerprint.kind)
 
     def _read(self) -> None:
         """Read the statuses of earlier calls."""
@@ -140,7 +140,7 @@ class Watch:
             status = self._state.unread.pop(0)
             status.arrived.synchronize()
             try:
-                self._check(status.numbers, status.key, status.terms)
+                self._check(status.numbers, status.key, status.fingerprint)
             except ContextParallelError:
                 self._state.unread.clear()
                 raise
@@ -168,25 +168,25 @@ class Watch:
             if self.error is not None:
                 raise self.error
             return
-        key, numbers = self._reduced(self._terms, "at the end of")
+        key, numbers = self._reduced(self._fingerprint, "at the end of")
         if not is_left_unread(self._device):
-            self._check(numbers, key, self._terms)
+            self._check(numbers, key, self._fingerprint)
         elif self.error is None:
-            self._state.unread.append(_Status(*_on_its_way(numbers), key, self._terms))
+            self._state.unread.append(_Status(*_on_its_way(numbers), key, self._fingerprint))
         else:
             self._raise_failure(key, self._group.rank)
 
-    def _reduced(self, terms: Terms, when: str) -> tuple[str, torch.Tensor]:
+    def _reduced(self, fingerprint: Fingerprint, when: str) -> tuple[str, torch.Tensor]:
         """Reduce this rank's status over the group, after storing its error, if any.
 
         Returns:
-            the key of the store's entry; int64 [3] with the highest rank that failed + 1, the largest number of terms,
-            and minus the smallest.
+            the key of the store's entry; int64 [3] with the highest rank that failed + 1, the largest number of a
+            fingerprint, and minus the smallest.
         """
         group, self._state.reduced = self._group, self._state.reduced + 1
-        key, numbers = f"mla_plugin/call/{self._state.reduced}", _signs(self._device) * terms.number
+        key, numbers = f"mla_plugin/call/{self._state.reduced}", _signs(self._device) * fingerprint.number
         if self.error is not None:
-            said = f"context parallel {terms.what} failed on rank {group.rank} of {group.size}: "
+            said = f"context parallel {fingerprint.what} failed on rank {group.rank} of {group.size}: "
             said += f"{type(self.error).__name__}: {self.error}"
             _store_of(group).set(f"{key}/failure/{group.rank}", said)
             numbers[0] = group.rank + 1
@@ -194,18 +194,18 @@ class Watch:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group.process_group)
         except RuntimeError as error:  # gloo, when the group's timeout is over
             raise ContextParallelError(
-                f"rank {group.rank} of {group.size} waited for the other ranks {when} a context parallel {terms.what}; "
-                f"a rank has exited or makes fewer calls. This call is {terms.text}. {error}"
+                f"rank {group.rank} of {group.size} waited for the other ranks {when} a context parallel "
+                f"{fingerprint.what}; a rank has exited or makes fewer calls. This call is {fingerprint.text}. {error}"
             ) from error
         return key, numbers
 
-    def _check(self, numbers: torch.Tensor, key: str, terms: Terms) -> None:
+    def _check(self, numbers: torch.Tensor, key: str, fingerprint: Fingerprint) -> None:
         """Raise if the reduced numbers show a failure; all ranks raise, or none."""
         failed, largest, minus_smallest = numbers.tolist()
         if failed:
             self._raise_failure(key, failed - 1)
         if largest != -minus_smallest:
-            self._raise_difference(key, terms)
+            self._raise_difference(key, fingerprint)
 
     def _raise_failure(self, key: str, rank: int) -> NoReturn:
         try:
@@ -214,14 +214,14 @@ class Watch:
             said = f"a context parallel call failed on rank {rank}, whose error is not in the store: {error}"
         raise ContextParallelError(said) from self.error
 
-    def _raise_difference(self, key: str, terms: Terms) -> NoReturn:
+    def _raise_difference(self, key: str, fingerprint: Fingerprint) -> NoReturn:
         group = self._group
         try:
-            _store_of(group).set(f"{key}/terms/{group.rank}", terms.text)
-            said = difference(self._told([f"{key}/terms/{rank}" for rank in range(group.size)]))
+            _store_of(group).set(f"{key}/calls/{group.rank}", fingerprint.text)
+            said = difference(self._told([f"{key}/calls/{rank}" for rank in range(group.size)]))
         except RuntimeError as error:
             said = f"the ranks of cp_group make different calls, and not all are in the store: {error}; rank "
-            said += f"{group.rank} has {terms.text}"
+            said += f"{group.rank} has {fingerprint.text}"
         raise ContextParallelError(said)
 
     def _told(self, keys: list[str]) -> list[str]:

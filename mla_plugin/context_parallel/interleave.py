@@ -12,7 +12,9 @@ from typing import TypeVar
 
 import torch
 
+from mla_plugin.arguments.checks import check_count
 from mla_plugin.arguments.decode import MAX_LENGTH
+from mla_plugin.context_parallel.partition import check_rank
 
 Tokens = TypeVar("Tokens", int, torch.Tensor)
 
@@ -32,6 +34,8 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
         ValueError, TypeError: there is no such rank, or ``interleave`` is not a positive int or too large.
     """
     _check(size, rank, interleave)
+    if not isinstance(tokens, torch.Tensor):
+        check_count("tokens", tokens)
     rounds, rest = tokens // (size * interleave), tokens % (size * interleave)
     own = rest - rank * interleave
     if isinstance(own, torch.Tensor):
@@ -42,6 +46,7 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
 def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) -> torch.Tensor:
     """Which of a sequence's tokens a rank holds, in the order of its rows: int64 on the CPU; errors as above."""
     _check(size, rank, interleave)
+    check_count("tokens", tokens)
     positions = torch.arange(tokens)
     return positions[positions // interleave % size == rank]
 
@@ -62,6 +67,5 @@ def check_interleave(interleave: object, size: int = 1) -> int:
 
 
 def _check(size: int, rank: int, interleave: int) -> None:
-    if not 0 <= rank < size:
-        raise ValueError(f"rank={rank} of size={size}; expected 0 <= rank < size")
+    check_rank(size, rank)
     check_interleave(interleave, size)

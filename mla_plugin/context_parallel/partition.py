@@ -11,6 +11,7 @@ import itertools
 
 import torch
 
+from mla_plugin.arguments.checks import check_count, check_tensor
 from mla_plugin.arguments.layout import LAYOUTS
 
 
@@ -31,8 +32,10 @@ def shard(
 
     Raises:
         ValueError: a length is not a multiple of 2 size, offsets do not cover the tokens, or there is no such rank.
+        TypeError: an argument is of another type.
     """
-    _check_rank(size, rank)
+    check_rank(size, rank)
+    _check_dim("x", x, dim)
     if cu_seqlens_padded is not None:
         indices = packed_indices(cu_seqlens_padded, size, rank)
         _check_tokens(x.shape[dim], cu_seqlens_padded)
@@ -57,6 +60,10 @@ def unshard(
     Raises:
         ValueError: there are no parts, or their shapes differ; otherwise as ``shard``.
     """
+    if not isinstance(parts, (list, tuple)):
+        raise TypeError(f"parts is {type(parts).__name__}; expected a list of tensors, one of each rank")
+    for rank, part in enumerate(parts):
+        _check_dim(f"parts[{rank}]", part, dim)
     if len({part.shape for part in parts}) != 1:
         raise ValueError(f"parts have shapes {[tuple(part.shape) for part in parts]}; expected one shape for all ranks")
     if cu_seqlens_padded is not None:
@@ -71,6 +78,7 @@ def unshard(
 
 def position_ids(tokens: int, size: int, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
     """Positions of a rank's tokens in a sequence of ``tokens``: int64 [tokens / size]; errors as ``shard``."""
+    check_count("tokens", tokens)
     return shard(torch.arange(tokens, device=device), size, rank, dim=0)
 
 
@@ -92,7 +100,7 @@ def packed_indices(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -> tor
     Raises:
         ValueError: a padded length is not a multiple of 2 size, or offsets decrease.
     """
-    _check_rank(size, rank)
+    check_rank(size, rank)
     parts = []
     for start, chunk in packed_chunks(cu_seqlens_padded, size):
         for which in (rank, 2 * size - 1 - rank):
@@ -102,7 +110,10 @@ def packed_indices(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -> tor
 
 def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int, int]]:
     """(first token, tokens of a chunk) of each sequence; errors as ``packed_indices``."""
+    check_tensor("cu_seqlens_padded", cu_seqlens_padded, "int32 [B + 1]")
     offsets = cu_seqlens_padded.tolist()
+    if cu_seqlens_padded.dim() != 1 or cu_seqlens_padded.is_floating_point():
+        raise ValueError(f"cu_seqlens_padded is {cu_seqlens_padded.dtype} {offsets}; expected int32 [B + 1]")
     if not offsets or offsets[0] != 0:
         raise ValueError(f"cu_seqlens_padded={offsets}; offsets of packed sequences start at 0")
     chunks = []
@@ -116,6 +127,8 @@ def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int,
 
 def pad_lengths(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
     """Offsets of sequences padded to multiples of 2 size: int32 [B + 1], computed on the device of ``cu_seqlens``."""
+    check_tensor("cu_seqlens", cu_seqlens, "int32 [B + 1]")
+    check_count("size", size, 1)
     lengths = cu_seqlens.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
     return torch.nn.functional.pad(padded.cumsum(0, dtype=torch.int32), (1, 0))
@@ -126,9 +139,18 @@ def token_dim(qkv_format: str) -> int:
     return LAYOUTS[qkv_format].tokens
 
 
-def _check_rank(size: int, rank: int) -> None:
+def check_rank(size: int, rank: int) -> None:
+    """Check that the group has this rank."""
+    check_count("size", size, 1)
+    check_count("rank", rank)
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} of size={size}; expected 0 <= rank < size")
+
+
+def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+    check_tensor(name, x)
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim!r} and {name} has shape {tuple(x.shape)}; expected the dimension of its tokens")
 
 
 def _check_multiple(what: str, tokens: int, size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.context_parallel.agreement import NO_VALUES, Terms, Values, terms_of
+from mla_plugin.context_parallel.agreement import NO_VALUES, Fingerprint, Values, fingerprint_of
 from mla_plugin.context_parallel.call import Backward, Call, Forward, Saved
 from mla_plugin.context_parallel.checks import WAYS, check_values, checked_request
 from mla_plugin.context_parallel.failure import Watch
@@ -49,7 +49,7 @@ def forward(
     request = checked_request(tensors, options, group.size, cp_comm_type)
     values = lengths_read(tensors, request, group.size)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
-    watch = Watch(group, tensors.q.device, terms_of_call(call, cp_comm_type, "forward", values))
+    watch = Watch(group, tensors.q.device, fingerprint_of_call(call, cp_comm_type, "forward", values))
     if _is_empty(tensors):
         watch.begin()
         q = tensors.q
@@ -86,7 +86,7 @@ def backward(
     request = checked_request(tensors, options, group.size, cp_comm_type)
     call, way = Call(group, tensors, request, backend), WAYS[cp_comm_type]
     values = values_of_backward(cp_comm_type, dlse)
-    watch = Watch(group, dout.device, terms_of_call(call, cp_comm_type, "backward", values))
+    watch = Watch(group, dout.device, fingerprint_of_call(call, cp_comm_type, "backward", values))
     if _is_empty(tensors):
         watch.begin()
         dq, dk, dv = (x.new_zeros(x.shape) for x in (tensors.q, tensors.k, tensors.v))
@@ -117,7 +117,7 @@ def lengths_read(tensors: AttentionTensors, request: AttentionRequest, size: int
 
 
 def values_of_backward(cp_comm_type: str, dlse: torch.Tensor | None) -> Values:
-    """What a backward's messages depend on besides its forward's terms: ``a2a`` also sends the gradient of lse."""
+    """Values for a backward's fingerprint beside its forward's: ``a2a`` also sends the gradient of lse."""
     return _dlse(dlse is not None) if cp_comm_type == "a2a" else NO_VALUES
 
 
@@ -126,10 +126,10 @@ def _dlse(is_given: bool) -> Values:
     return Values.of({"gradient of lse": "given" if is_given else "none"})
 
 
-def terms_of_call(
+def fingerprint_of_call(
     call: Call, cp_comm_type: str, what: str, values: Values, more: Mapping[str, Any] | None = None
-) -> Terms:
-    """The ``Terms`` of a call: what the other ranks must be about to run too.
+) -> Fingerprint:
+    """The ``Fingerprint`` of a call, which the other ranks must have too.
 
     Args:
         call: what this rank is about to run.
@@ -143,7 +143,7 @@ def terms_of_call(
         more["NVTE_BATCH_MHA_P2P_COMM"] = int(is_batched(call.group, tensors.q.device))
     shapes = (tuple(tensors.q.shape), tuple(tensors.k.shape), tuple(tensors.v.shape))
     key = (call.request, shapes, tensors.softmax_scale, call.backend, cp_comm_type, *more.values())
-    return terms_of(call.group, what, key, lambda: {**_settings(shapes, call, cp_comm_type), **more}, values)
+    return fingerprint_of(call.group, what, key, lambda: {**_settings(shapes, call, cp_comm_type), **more}, values)
 
 
 def _settings(shapes: tuple[Any, ...], call: Call, cp_comm_type: str) -> dict[str, Any]:

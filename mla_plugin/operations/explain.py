@@ -121,6 +121,7 @@ def explain(*subject: Any, **arguments: Any) -> str:
     platform = arguments.get("platform")
     if not (platform is None or isinstance(platform, Platform)):
         raise TypeError(f"platform={platform!r}; expected a mla_plugin.Platform, or None for the current device")
+    _check_environ(arguments.get("environ"))
     first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
     if isinstance(first, (AttentionRequest, DecodeRequest)):
         return _bound(explain_request, "request", subject, arguments)
@@ -131,6 +132,16 @@ def explain(*subject: Any, **arguments: Any) -> str:
     if _adapter(first) is not None:
         return _bound(_explain_model, "model", subject, arguments)
     raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
+
+
+def _check_environ(environ: object) -> None:
+    if environ is None:
+        return
+    if not (isinstance(environ, Mapping) and all(isinstance(x, str) for pair in environ.items() for x in pair)):
+        raise TypeError(
+            f"environ={environ!r}; expected names and values as in os.environ, all strings, such as "
+            "{'NVTE_FLASH_ATTN': '0'}, or None for the process's"
+        )
 
 
 def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], arguments: dict[str, Any]) -> str:

@@ -75,9 +75,12 @@ def resolve(
         NoBackendError: no backend takes the request; the message lists every backend with every reason.
         EnvironmentVariableError: a variable has a value that is not accepted.
         ValueError: ``backend`` is not registered.
+        TypeError: ``request`` is not a request.
     """
     if isinstance(request, DecodeRequest):
         return resolve_decode(request, backend=backend, platform=platform, environ=environ)
+    if not isinstance(request, AttentionRequest):
+        raise TypeError(f"request is {type(request).__name__}; expected an AttentionRequest or a DecodeRequest")
     return resolve_attention(request, backend=backend, platform=platform, environ=environ)
 
 

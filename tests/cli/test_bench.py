@@ -43,3 +43,10 @@ def test_no_backend_has_status_1_and_every_reason(
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     assert main(["bench", "--device", "cpu", *SMALL]) == 1
     assert "NVTE_UNFUSED_ATTN=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--seqlen", "--batch-size", "--kv-lora-rank"])
+def test_sizes_are_positive(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--device", "cpu", *SMALL, flag, "-1"])
+    assert f"argument {flag}: '-1': expected a whole number" in capsys.readouterr().err

@@ -25,7 +25,7 @@ MLA = {
 PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "dtype": "float16"}
 
 
-def written(tmp_path: Path, config: dict[str, object]) -> str:
+def written(tmp_path: Path, config: object) -> str:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -90,13 +90,18 @@ def test_what_no_backend_takes_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         (["--config", "{}"], "the configuration has no num_attention_heads"),
         (["--config", "{mla}", "--heads", "8"], "--config gives the shape"),
         (["--tensor-parallel", "2"], "--tensor-parallel divides the heads of --config"),
+        (["--config", "{list}"], "holds a list; expected an object of a model's fields"),
+        (["--config", __file__], "test_warm_up.py is not JSON"),
+        (["--config", "{heads}"], "num_attention_heads='128' in the configuration; expected an integer of at least 1"),
+        (["--heads", "5", "--kv-heads", "3"], "--heads 5 is not a multiple of --kv-heads 3"),
         (["--config", "{fp8}"], "dtype='float8_e4m3fn' in the configuration"),
     ],
 )
 def test_contradictions_are_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    known = {"{mla}": MLA, "{fp8}": {**MLA, "torch_dtype": "float8_e4m3fn"}, "{}": {}}
+    known: dict[str, object] = {"{mla}": MLA, "{fp8}": {**MLA, "torch_dtype": "float8_e4m3fn"}, "{}": {}}
+    known |= {"{list}": [], "{heads}": {**MLA, "num_attention_heads": "128"}}
     given = [written(tmp_path, known[text]) if text in known else text for text in arguments]
     assert main(["warm-up", "--device", "cpu", *given]) == 2
     assert message in capsys.readouterr().err

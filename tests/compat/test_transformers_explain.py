@@ -201,3 +201,8 @@ def test_the_decision_is_that_of_a_survey():
     decision = survey(request.replace(device_type="cuda"), platform=GPU)
     text = mla_plugin.explain(deepseek(), batch_size=BATCH, seqlen=4096, platform=GPU)
     assert f"=> forward: {decision.plan.forward_backend}\n" in text
+
+
+def test_calls_are_counted_for_models_only() -> None:
+    with pytest.raises(TypeError, match=r"model is NoneType; expected a torch\.nn\.Module"):
+        latent_steps(None)

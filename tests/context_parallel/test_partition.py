@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from mla_plugin.arguments.layout import LAYOUTS
-from mla_plugin.context_parallel import packed_position_ids, pad_lengths, partition, position_ids, shard, unshard
+from mla_plugin.context_parallel import (
+    held_positions,
+    held_tokens,
+    packed_position_ids,
+    pad_lengths,
+    partition,
+    position_ids,
+    shard,
+    unshard,
+)
 from mla_plugin.context_parallel.order import by_rank, in_order, of_rank, packed_order
 
 SLOTS = {1: [0, 4, 4, 10], 2: [0, 8, 8, 12, 28], 3: [0, 12, 12, 18, 42], 4: [0, 8, 24, 24, 64]}
@@ -118,4 +127,28 @@ def test_pad_lengths():
 )
 def test_errors(call, text):
     with pytest.raises(ValueError, match=text):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: shard([1, 2], 2, 0), TypeError, "x is list; expected a torch.Tensor"),
+        (lambda: shard(torch.zeros(1, 8), 2.0, 0), TypeError, "size=2.0; expected an int"),
+        (lambda: shard(torch.zeros(1, 8), 2, None), TypeError, "rank=None; expected an int"),
+        (lambda: shard(torch.zeros(1, 8), 2, 0, dim=2), ValueError, "dim=2 and x has shape"),
+        (lambda: shard(torch.zeros(1, 8), 2, 0, cu_seqlens_padded=[0, 8]), TypeError, "cu_seqlens_padded is list"),
+        (lambda: shard(torch.zeros(1, 8), 2, 0, cu_seqlens_padded=offsets([[0, 8]])), ValueError, "int32 .B . 1."),
+        (lambda: unshard([1, 2]), TypeError, "parts.0. is int; expected a torch.Tensor"),
+        (lambda: unshard(torch.zeros(2, 4)), TypeError, "parts is Tensor; expected a list of tensors"),
+        (lambda: partition.position_ids(-8, 2, 0), ValueError, "tokens=-8; expected at least 0"),
+        (lambda: pad_lengths([0, 3], 2), TypeError, "cu_seqlens is list; expected a torch.Tensor"),
+        (lambda: pad_lengths(offsets([0, 3]), 0), ValueError, "size=0; expected at least 1"),
+        (lambda: held_tokens("5", 2, 0), TypeError, "tokens='5'; expected an int"),
+        (lambda: held_tokens(-5, 2, 0), ValueError, "tokens=-5; expected at least 0"),
+        (lambda: held_positions(-5, 2, 0), ValueError, "tokens=-5; expected at least 0"),
+    ],
+)
+def test_arguments_of_another_kind(call, error, text):
+    with pytest.raises(error, match=text):
         call()

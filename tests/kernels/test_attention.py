@@ -252,6 +252,13 @@ def test_wrong_arguments(apply: Change, kind: type[Exception], message: str, mon
         mla_attention(**given)
 
 
+def test_the_cpu_is_an_error_outside_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_INTERPRETED", False)
+    q, k, v, _ = (x.cpu() for x in draw(SMALL))
+    with pytest.raises(ValueError, match="q, k, v are on cpu; the kernels need a CUDA device"):
+        mla_attention(q, k, v)
+
+
 @pytest.mark.parametrize("layout", ["sbhd", "bhsd"])
 def test_wrong_batches_and_heads_in_other_layouts(layout: str) -> None:
     q, k, v, _ = draw(SMALL, layout)

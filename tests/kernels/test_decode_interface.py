@@ -72,7 +72,7 @@ WRONG = {
         TypeError,
         "seqlens_kv is list; expected a torch.Tensor",
     ),
-    "sparse": (spoil("k_rope", lambda x: x.to_sparse()), TypeError, "k_rope is of the memory layout torch.sparse_coo"),
+    "sparse": (spoil("k_rope", lambda x: x.to_sparse()), TypeError, "k_rope has the memory layout torch.sparse_coo"),
     "nested": (
         spoil("c_kv", lambda x: torch.nested.nested_tensor(list(x))),
         TypeError,

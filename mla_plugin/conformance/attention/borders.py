@@ -1,7 +1,8 @@
 """More hand-written cases: what kernels get wrong at the borders of tiles, packed sequences and widths.
 
-Windows of W keys are (W - 1, 0), so that W, not the side, is a multiple of a tile; schedulers that look a sequence up
-by its tiles meet runs of empty ones; shortcuts for equal lengths meet gaps; widths are above a multiple of 16.
+Windows of W keys are (W - 1, 0), so that W is a multiple of a tile, not the side. Runs of empty sequences test
+schedulers that look up a sequence by its tiles, and gaps test shortcuts for equal lengths. Widths are just above a
+multiple of 16.
 """
 
 from __future__ import annotations

@@ -176,4 +176,4 @@ def _same_objects(given: AttentionTensors | Residuals) -> Iterator[None]:
     yield
     for name, x in before.items():
         if getattr(given, name) is not x:
-            fail(f"the hook has put another {name} into its {type(given).__name__}; leave the arguments as they are")
+            fail(f"the hook replaced {name} of its {type(given).__name__}; a hook must not change its arguments")

@@ -1,8 +1,8 @@
-"""Attention calls far from the usual: ten thousands of keys, hundreds of heads and sequences, scores of every size.
+"""Attention calls of extreme sizes: tens of thousands of keys, hundreds of heads and sequences, scores of every size.
 
-What these leave of a call is cheap: few queries over many keys, narrow heads. Numbers of 16 bits count no further than
-32767 or 65535, those of 8 no further than 255; a softmax that leaves out small weights, or shares a maximum between
-rows, is right for scores of one size; a gradient that is summed over several tiles depends on their order.
+They are cheap, with few queries over many keys and narrow heads. They find counters of 8 or 16 bits that overflow, a
+softmax that drops small weights or shares a maximum between rows, and gradients that depend on the order in which tiles
+are summed.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ def check_hopeless(suite: BackendConformance) -> None:
             )
         checks.check_reasons(decision.reasons)
     if suite._answer(request) != before:
-        checks.fail("select_backend gives two answers to one request, another one after it has refused others")
+        checks.fail(
+            "select_backend answers a request differently after it has refused others; the answer must not change"
+        )
     decode = DecodeRequest(request.dtype, torch.device(suite.device).type, 2, 1, 16, 512, 64, 1024, 64)
     if not isinstance(decision := suite._answer(decode), Accepted | Refused):
         checks.fail(f"select_backend of {suite.backend} answers a DecodeRequest with {decision!r}; return Refused")
@@ -124,7 +126,7 @@ def _weights(call: Call, keys: int) -> torch.Tensor:
 def _check_dropped(call: Call, outputs: list[AttentionOutput], keys: int, dropout_p: float) -> None:
     first, again, other = (call.request.layout.to_bhsd(x.out)[..., :keys].double() for x in outputs)
     if not torch.equal(first, again):
-        checks.fail("dropout: two calls with one dropout_seed drop different weights")
+        checks.fail("dropout: two calls with the same dropout_seed drop different weights; expected the same")
     if torch.equal(first, other):
         checks.fail(f"dropout_p={dropout_p} is accepted, and another dropout_seed changes nothing; refuse dropout")
     weights = _weights(call, keys)
@@ -137,9 +139,9 @@ def _check_dropped(call: Call, outputs: list[AttentionOutput], keys: int, dropou
     wanted = torch.where(kept, weights / (1 - dropout_p), 0.0)
     bound = 8 * torch.finfo(call.case.dtype).eps + 1e-5
     if not bool(((first - wanted).abs() <= bound).masked_select(seen).all()):
-        checks.fail(f"dropout: what is kept must be divided by 1 - dropout_p = {1 - dropout_p}")
+        checks.fail(f"dropout: the weights that are kept must be divided by 1 - dropout_p = {1 - dropout_p}")
     if torch.equal(kept[:, 0], kept[:, 1]):
-        checks.fail("dropout: two heads drop the same weights")
+        checks.fail("dropout: two heads drop the same weights; expected independent ones")
 
 
 def _check_dropped_backward(
@@ -148,7 +150,7 @@ def _check_dropped_backward(
     layout, dropout_p = call.request.layout, plan.request.dropout_p
     given = suite.hooks().backward(plan, call, output)
     if not isinstance(given, Gradients):
-        checks.fail(f"backward returns Gradients, not {type(given).__name__}")
+        checks.fail(f"backward must return Gradients, not {type(given).__name__}")
     out, dout, q, k, v = (layout.to_bhsd(x.detach()).double() for x in (output.out, call.dout, *_qkv(call)))
     if layout.is_packed:
         out, dout, q, k, v = (x.squeeze(0).unflatten(1, (-1, keys)).transpose(0, 1) for x in (out, dout, q, k, v))

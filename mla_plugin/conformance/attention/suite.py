@@ -277,7 +277,9 @@ class BackendConformance(Suite):
 
     def _check_decision_again(self, plan: Plan) -> None:
         if not isinstance(self._answer(plan.request), Accepted):
-            checks.fail("select_backend gives two answers to one request, another one after the call")
+            checks.fail(
+                "select_backend answers a request differently after the call; the answer is cached and must not change"
+            )
 
 
 def _results(output: Any) -> dict[str, Any]:

@@ -254,7 +254,9 @@ def check_surroundings(suite: BackendConformance) -> None:
             check_step(call, *step(suite, plan, call))
             other = suite._answer(plan.request)
         if other != answer:
-            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
+            checks.fail(
+                f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; expected one"
+            )
         check_step(call, *surroundings.in_another_thread(run))
         if not suite.is_slow and case is plain[0]:
             surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))

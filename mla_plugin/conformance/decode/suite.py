@@ -112,7 +112,9 @@ class DecodeConformance(Suite):
         if torch.device(self.device).type == "cuda" and decode_case.has_seqlens_kv:
             self._check_captured_graph(plan, decode_case, first)
         if not isinstance(self._answer(plan.request), Accepted):
-            checks.fail("select_backend gives two answers to one request, another one after the call")
+            checks.fail(
+                "select_backend answers a request differently after the call; the answer is cached and must not change"
+            )
 
     def test_unusual_values(self) -> None:
         """Zeros, scores far below zero, no keys at all, NaN."""
@@ -238,7 +240,7 @@ class DecodeConformance(Suite):
         """Call the hook, unwatched."""
         output = self._manager().caller("forward", self.backend)(plan=plan, tensors=tensors)
         if not isinstance(output, DecodeOutput):
-            checks.fail(f"forward returns a DecodeOutput for DecodeTensors, not {type(output).__name__}")
+            checks.fail(f"forward must return a DecodeOutput for DecodeTensors, not {type(output).__name__}")
         return output
 
 
@@ -280,4 +282,4 @@ def _check_output(case: DecodeCase, output: DecodeOutput, wanted: tuple[Yardstic
         assert output.lse is not None
         checks.check_lse(output.lse, lse)
     elif output.lse is not None:
-        checks.fail("lse is given where return_lse=False; it is None then")
+        checks.fail("lse is a tensor although return_lse=False; expected None")

@@ -141,7 +141,9 @@ def check_surroundings(suite: DecodeConformance) -> None:
             run()
             other = suite._answer(plan.request)
         if other != answer:
-            checks.fail(f"select_backend answers {other} under other settings of PyTorch, and else {answer}")
+            checks.fail(
+                f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; expected one"
+            )
         surroundings.in_another_thread(run)
         if not suite.is_slow and not index:
             surroundings.check_many_calls(functools.partial(_results_of, suite, case, plan, tensors))

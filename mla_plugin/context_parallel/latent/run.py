@@ -8,14 +8,14 @@ from types import ModuleType
 import torch
 
 from mla_plugin.arguments.layout import LAYOUTS
-from mla_plugin.context_parallel.agreement import Terms, Values
+from mla_plugin.context_parallel.agreement import Fingerprint, Values
 from mla_plugin.context_parallel.call import Call as KVCall
 from mla_plugin.context_parallel.checks import checked_request
 from mla_plugin.context_parallel.failure import Watch
 from mla_plugin.context_parallel.group import Group
 from mla_plugin.context_parallel.latent import a2a, all_gather
 from mla_plugin.context_parallel.latent.latents import Latents
-from mla_plugin.context_parallel.run import lengths_read, terms_of_call, values_of_backward
+from mla_plugin.context_parallel.run import fingerprint_of_call, lengths_read, values_of_backward
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest
 from mla_plugin.operations.latent.call import Call, Forward, Gradients
 from mla_plugin.operations.latent.compute import Decision, Wants
@@ -42,7 +42,7 @@ def forward(call: Call) -> Forward:
     values = lengths_read(kv.tensors, kv.request, kv.group.size)
     q, sizes = call.tensors.q, call.sizes
     way, is_empty = _way(call), _is_empty(call)
-    watch = Watch(kv.group, q.device, _terms(call, kv, "forward", values))
+    watch = Watch(kv.group, q.device, _fingerprint(call, kv, "forward", values))
     decision = None if is_empty else watch.prepare(way.decide, call, kv)
     watch.begin()
     if is_empty:
@@ -65,7 +65,7 @@ def backward(
     """As ``Passes.backward``; always computes the gradients of the latents, because other ranks own parts of them."""
     kv, tensors = _kv_call(call), call.tensors
     way, is_empty = _way(call), _is_empty(call)
-    watch = Watch(kv.group, dout.device, _terms(call, kv, "backward", values_of_backward(call.more[1], dlse)))
+    watch = Watch(kv.group, dout.device, _fingerprint(call, kv, "backward", values_of_backward(call.more[1], dlse)))
     if not is_empty:
         decision = decision or watch.prepare(way.decide, call, kv)
     watch.begin()
@@ -91,9 +91,9 @@ def kept_shapes(call: Call) -> list[tuple[int, ...]]:
     return [tuple(shape), (*shape[:-1], sizes.head_dim_v), layout.lse_shape(shape)]
 
 
-def _terms(call: Call, kv: KVCall, what: str, values: Values) -> Terms:
+def _fingerprint(call: Call, kv: KVCall, what: str, values: Values) -> Fingerprint:
     widths = {"kv_lora_rank": call.sizes.kv_lora_rank, "qk_rope_head_dim": call.sizes.qk_rope_head_dim}
-    return terms_of_call(kv, f"latent {call.more[1]}", what, values, widths)
+    return fingerprint_of_call(kv, f"latent {call.more[1]}", what, values, widths)
 
 
 def _way(call: Call) -> ModuleType:
@@ -105,6 +105,17 @@ def _is_empty(call: Call) -> bool:
     return call.tensors.q.numel() == 0 or call.tensors.c_kv.numel() == 0
 
 
+def check_way(way: object) -> None:
+    """Check the communication type.
+
+    Raises:
+        ValueError: it is not one of ``WAYS``.
+    """
+    if not isinstance(way, str) or way not in WAYS:
+        ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
+        raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
+
+
 def _kv_call(call: Call, group: Group | None = None) -> KVCall:
     """The equivalent call with K and V, checked; K and V are stand-ins that take no memory.
 
@@ -112,9 +123,7 @@ def _kv_call(call: Call, group: Group | None = None) -> KVCall:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
     """
     name, way = call.more
-    if not isinstance(way, str) or way not in WAYS:
-        ring = " (the latents are so small that they are gathered, and go around no ring)" if way == "p2p" else ""
-        raise ValueError(f"cp_comm_type={way!r}; latent_attention accepts: {', '.join(WAYS)}{ring}")
+    check_way(way)
     group, tensors = group or Group.named(name), call.check()
     heads = tensors.q.shape[LAYOUTS[call.options.qkv_format].heads]
     if way == "a2a" and heads % group.size:

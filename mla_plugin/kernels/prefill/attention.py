@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
+import triton
 
 from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import Band
 from mla_plugin.arguments.schema import schema_of_function
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
+from mla_plugin.kernels.prefill.forward import attention_forward_kernel
 from mla_plugin.kernels.prefill.packing import Packing
+
+_INTERPRETED = not isinstance(attention_forward_kernel, triton.JITFunction)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,6 +141,8 @@ def _check(
         )
     if softmax_scale is not None:
         check_softmax_scale(softmax_scale)
+    if q.device.type not in ("cuda", "meta") and not _INTERPRETED:
+        raise ValueError(f"q, k, v are on {q.device}; the kernels need a CUDA device: move the tensors there")
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):

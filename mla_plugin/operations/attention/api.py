@@ -10,8 +10,8 @@ import torch
 
 from mla_plugin.arguments.attention import LENGTHS, AttentionTensors, lengths_of_both, tensors_of_call
 from mla_plugin.arguments.autocast import as_if_cast, autocast
-from mla_plugin.arguments.checks import bound_arguments, check_number, plain_number
-from mla_plugin.arguments.options import CallOptions
+from mla_plugin.arguments.checks import bound_arguments, check_choice, check_number, check_tensor, plain_number
+from mla_plugin.arguments.options import COMM_TYPES, CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.known import keep, known_of, plain_known_of
 from mla_plugin.operations.attention.run import is_observed, run_known, run_observed
@@ -111,6 +111,8 @@ def attention(
         check_number("dropout_p", dropout_p)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} is {type(backend).__name__}; expected a backend's name or None")
+    if cp_comm_type != "p2p" and cp_group is None:  # with a group every rank checks it
+        check_choice("cp_comm_type", cp_comm_type, COMM_TYPES)
     options = CallOptions(  # positional: takes half the time of keyword arguments
         qkv_format,
         attn_mask_type,
@@ -209,6 +211,10 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     check_number("dropout_p", arguments["dropout_p"])
     q, k, v, bias = (arguments.pop(name) for name in ("q", "k", "v", "core_attention_bias"))
     mask, *lengths = (arguments.pop(name) for name in ("attention_mask", *LENGTHS))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if group is None:
+        check_choice("cp_comm_type", way, COMM_TYPES)
     q, k, v, bias = autocast(q, k, v, bias, cast=as_if_cast)
     call = _tensors_of(AttentionTensors, q, k, v, bias, scale, 0.0, mask, lengths)
     options = CallOptions(bias_type=bias_type, **arguments)

@@ -93,6 +93,8 @@ def decode(
     decode_checks.check_options(softmax_scale, causal, return_lse, batch_invariant=batch_invariant)
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(q_nope_abs)
+    if cp_interleave != 1 and cp_group is None:  # with a group every rank checks it
+        _check_interleave(cp_interleave)
     c_kv, k_rope, kv_scale = _split(kv_cache, q_nope_abs.shape[-1], kv_cache_format, kv_scale)
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
@@ -153,6 +155,12 @@ def _group_name(cp_group: ProcessGroup | DeviceMesh) -> str | None:
     return None if process_group.size() == 1 else str(process_group.group_name)
 
 
+def _check_interleave(cp_interleave: object) -> None:
+    from mla_plugin.context_parallel.interleave import check_interleave
+
+    check_interleave(cp_interleave)
+
+
 def _over_group(
     tensors: DecodeTensors, host: str, backend: str | None, batch_invariant: bool, name: str, interleave: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +204,8 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
     )
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(arguments["q_nope_abs"])
+    if group is None:
+        _check_interleave(interleave)
     seqlen_q, rank = arguments["q_nope_abs"].shape[1], arguments["q_nope_abs"].shape[-1]
     cache = _split(arguments.pop("kv_cache"), rank, arguments["kv_cache_format"], arguments.pop("kv_scale"))
     c_kv, k_rope, arguments["kv_scale"] = cache

@@ -49,9 +49,10 @@ def latent_attention(
 
     K_h = [c_kv W_UK_h^T, k_rope], V_h = c_kv W_UV_h^T, out = softmax(softmax_scale * q @ K^T + mask) @ V, per head
     (DeepSeek-V2, arXiv 2405.04434, section 2.1). Saved for the backward are q, c_kv, k_rope, out, lse and the weights;
-    the backward recomputes K and V. With 128 heads of 192/128 over a latent of 512 + 64 numbers this saves 1.1 KB
-    instead of 80 KB per token (16 bits), at the cost of the expansion: on an H200 2.3 ms for 32k tokens, and twice
-    that for its gradients. Each group of heads runs on the backend that ``attention`` would choose for its K and V.
+    the backward recomputes K and V. With 128 heads of 192/128 over a latent of 512 + 64 numbers in 16 bits,
+    1.1 KB per token is kept for K and V instead of 80 KB. The cost is the expansion: on an H200 2.3 ms for 32k tokens,
+    and twice that for its gradients. Each group of heads runs on the backend that ``attention`` would choose for its K
+    and V.
 
     Args:
         q: [..., H, qk_nope_head_dim + qk_rope_head_dim]; leading dimensions by ``qkv_format``: ``bshd`` [B, S_q, H, D],
@@ -89,6 +90,8 @@ def latent_attention(
         NotImplementedError: a forward-mode derivative, a second derivative or torch.func's grad is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
+    if cp_comm_type != "all_gather" and cp_group is None:  # with a group every rank checks it
+        _check_way(cp_comm_type)
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv)
     tensors, options = _tensors_and_options(
         *(q, c_kv, k_rope, w_uk, w_uv, softmax_scale, backend),
@@ -151,6 +154,8 @@ def described_call(*tensors: torch.Tensor, **arguments: Any) -> DescribedCall:
 
     arguments = bound_arguments(_SIGNATURE, "mla_plugin.latent_attention", tensors, arguments)
     group, way = arguments.pop("cp_group"), arguments.pop("cp_comm_type")
+    if group is None:
+        _check_way(way)
     q, c_kv, k_rope, w_uk, w_uv = (arguments.pop(name) for name in ("q", "c_kv", "k_rope", "w_uk", "w_uv"))
     q, c_kv, k_rope, w_uk, w_uv = autocast(q, c_kv, k_rope, w_uk, w_uv, cast=as_if_cast)
     scale, backend, offsets = (
@@ -186,6 +191,12 @@ def _run(
     from mla_plugin.operations.latent import operator
 
     return operator.latent_attention.run(Call(tensors, options, backend))
+
+
+def _check_way(cp_comm_type: object) -> None:
+    from mla_plugin.context_parallel.latent.run import check_way
+
+    check_way(cp_comm_type)
 
 
 def _completed(tensors: LatentTensors, options: CallOptions) -> CallOptions:
