@@ -13,6 +13,7 @@ from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper import rule as decode_rule
 from mla_plugin.kernels.hopper import launch_backward, launch_forward, rule
+from mla_plugin.kernels.hopper.device import CAPABILITY
 from mla_plugin.kernels.launch import Launch
 from tests.kernels.gluon.launching import interpreting
 
@@ -25,7 +26,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     decisions = (rule.plain_kernel_for, rule.plain_dkv_for, rule.plain_dq_for)
     prepared = (launch_forward.forward_of, launch_backward.backward_of)
     monkeypatch.setattr(Launch, "__call__", interpreting(zlib.crc32(request.node.name.encode())))
-    monkeypatch.setattr(rule, "_capability", lambda device: rule.CAPABILITY)
+    monkeypatch.setattr(rule, "_capability", lambda device: CAPABILITY)
     monkeypatch.setattr(
         decode_launch, "device_of", lambda device: Device("Hopper", PROGRAMS, True, False, "fields", True)
     )
