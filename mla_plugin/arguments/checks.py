@@ -79,7 +79,7 @@ def check_softmax_scale(softmax_scale: object) -> None:
             f"softmax_scale={softmax_scale!r} is {type(softmax_scale).__name__}; expected a positive number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
         )
-    if not 0.0 < softmax_scale < math.inf:  # type: ignore[operator]
+    if not 0.0 < plain_number(softmax_scale) < math.inf:
         raise ValueError(
             f"softmax_scale={softmax_scale}; expected a positive, finite number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
