@@ -120,7 +120,9 @@ def may_read(x: torch.Tensor) -> bool:
     """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
     if x.is_cpu:
         return True
-    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if x.is_meta or not environment.is_value_check_requested():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
