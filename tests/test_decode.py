@@ -234,7 +234,10 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
             r"leftpad_kv=\[0, 1, -1\]; expected at least 0",
         ),
         ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
-        ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; expected a positive int"),
+        *(
+            ({"cp_interleave": given}, TypeError, "cp_interleave=.*; expected a positive int")
+            for given in ("page", True, 1.0, int, torch.tensor([1, 2]))
+        ),
         ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
         *((changes, TypeError, message) for changes, message in WRONG_TYPES),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf; expected a positive, finite number"),

@@ -95,7 +95,7 @@ def decode(
     decode_checks.check_options(softmax_scale, causal, return_lse, batch_invariant=batch_invariant)
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(q_nope_abs)
-    if cp_interleave != 1 and cp_group is None:  # with a group every rank checks it
+    if cp_group is None and (type(cp_interleave) is not int or cp_interleave != 1):  # with a group every rank checks it
         _check_interleave(cp_interleave)
     c_kv, k_rope, kv_scale = _split(kv_cache, q_nope_abs.shape[-1], kv_cache_format, kv_scale)
     lengths = None
