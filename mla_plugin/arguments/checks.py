@@ -92,6 +92,12 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}; expected a number")
 
 
+def check_device_type(device_type: object) -> None:
+    """Check that a request's device type is a string."""
+    if not isinstance(device_type, str):
+        raise TypeError(f"device_type={device_type!r}; expected a string, such as 'cuda'")
+
+
 def check_count(name: str, value: object, least: int = 0) -> None:
     """Check that the value is an integer, not a bool, and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
