@@ -15,7 +15,7 @@ import torch
 
 from mla_plugin.arguments import attention as checks
 from mla_plugin.arguments.attention import BIAS_TYPES, AttentionTensors
-from mla_plugin.arguments.checks import check_choice, check_number, check_softmax_scale
+from mla_plugin.arguments.checks import check_choice, check_device_type, check_number, check_softmax_scale
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 from mla_plugin.arguments.mask import Band, canonical_mask
 from mla_plugin.arguments.options import HOSTS, CallOptions
@@ -135,8 +135,7 @@ class AttentionRequest:
             check_choice(name, getattr(self, name), accepted)
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype={self.dtype!r}; expected a torch.dtype")
-        if not isinstance(self.device_type, str):
-            raise TypeError(f"device_type={self.device_type!r}; expected a string, such as 'cuda'")
+        check_device_type(self.device_type)
         for name, least in _LEAST.items():
             given = getattr(self, name)
             if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):

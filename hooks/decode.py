@@ -8,7 +8,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 
 from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, ROPE, check_format
-from mla_plugin.arguments.checks import check_choice, check_count
+from mla_plugin.arguments.checks import check_choice, check_count, check_device_type
 from mla_plugin.arguments.decode import DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.arguments.layout import are_joined
@@ -76,6 +76,7 @@ class DecodeRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype={self.dtype!r}; expected a torch.dtype")
+        check_device_type(self.device_type)
         for name, least in _LEAST.items():
             check_count(name, getattr(self, name), least)
         if self.page_size is not None:
@@ -83,6 +84,8 @@ class DecodeRequest:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}; expected True or False")
+        if self.profile is not None:
+            _check_profile(self.profile)
         check_choice("host", self.host, HOSTS)
         check_format(self.kv_cache_format)
         if self.kv_cache_format == FP8_DS_MLA and (self.kv_lora_rank, self.qk_rope_head_dim) != (RANK, ROPE):
@@ -127,6 +130,13 @@ class DecodeRequest:
 
 
 _FLAGS = tuple(name for name, kind in get_type_hints(DecodeRequest).items() if kind is bool)
+
+
+def _check_profile(profile: object) -> None:
+    if not isinstance(profile, Profile):
+        raise TypeError(f"profile={profile!r}; expected a Profile, such as that of DecodeLengths, or None")
+    check_count("profile.mean", profile.mean)
+    check_count("profile.spread", profile.spread, 1)
 
 
 def _profile_of(tensors: DecodeTensors) -> Profile | None:

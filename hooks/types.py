@@ -22,7 +22,7 @@ class Platform:
         device_name: the driver's name of the device, such as ``"NVIDIA H200"``; None if unknown.
 
     Raises:
-        TypeError: a version or the packages have another form.
+        TypeError: a version, the packages or the tools have another form.
     """
 
     device_type: str = "cpu"
@@ -43,6 +43,8 @@ class Platform:
                 raise TypeError(f"{name}={given!r}; expected {count} ints such as ({example}), or None")
         if not (isinstance(self.packages, tuple) and all(_are(pair, str, 2) for pair in self.packages)):
             raise TypeError(f"packages={self.packages!r}; expected pairs such as (('flash-attn', '2.8.3'),)")
+        if not isinstance(self.tools, frozenset):
+            raise TypeError(f"tools={self.tools!r}; expected a frozenset such as frozenset({{'nvcc'}})")
 
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or None."""

@@ -129,6 +129,8 @@ def append(
         check_tensor(name, x)
     rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
     is_plain = kv_cache_format == PLAIN
+    if not isinstance(power_of_2_scales, bool):
+        raise TypeError(f"power_of_2_scales={power_of_2_scales!r}; expected True or False")
     if power_of_2_scales and kv_cache_format != cache_format.FP8_DS_MLA:
         raise ValueError(f"power_of_2_scales=True with kv_cache_format={kv_cache_format!r}, expected 'fp8_ds_mla'")
     pages_c, pages_k, kv_scale = _pages_of(kv_cache, rank, "of the new c_kv", kv_cache_format, kv_scale)

@@ -542,6 +542,7 @@ def test_float16_queries_over_a_bfloat16_rope_are_an_error() -> None:
         ("fp8_ds_mla", {"dtype": torch.float16}, r"c_kv is torch.float16.*one of bfloat16, float32"),
         ("fp8", {"dtype": torch.float64}, r"c_kv is torch.float64.*one of bfloat16, float16, float32"),
         ("fp8", {"power_of_2_scales": True}, r"power_of_2_scales=True with kv_cache_format='fp8'"),
+        ("fp8_ds_mla", {"power_of_2_scales": "no"}, "power_of_2_scales='no'; expected True or False"),
         ("fp8", {"kv_scale": None}, r"kv_scale is missing"),
         ("fp8_ds_mla", {"rope": 32}, r"k_rope has shape \[3, 32\].*\[3, 64\]"),
         ("fp8_ds_mla", {"rank": 256}, r"R=256; a token of .* 656 bytes and R=512"),

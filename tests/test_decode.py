@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -92,6 +93,13 @@ def test_lengths_on_the_host_change_nothing() -> None:
     out = mla_plugin.decode(**arguments)
     lengths = DecodeLengths([11, 1, 16], seqlens_kv=arguments["seqlens_kv"])
     assert torch.equal(mla_plugin.decode(**arguments | {"seqlens_kv": lengths}), out)
+
+
+@pytest.mark.parametrize("scale", [Fraction(1, 4), 2**70])
+def test_a_scale_is_any_real_number(scale: Any) -> None:
+    arguments = call(softmax_scale=scale)
+    expected = mla_plugin.decode(**arguments | {"softmax_scale": float(scale)})
+    assert torch.equal(mla_plugin.decode(**arguments), expected)
 
 
 def test_queries_of_any_strides() -> None:
@@ -198,6 +206,12 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"kv_cache": torch.randn(B, S_KV, 1, R + DR)}, ValueError, "Remove a head dimension of 1 with squeeze"),
         ({"kv_cache": 7}, TypeError, r"kv_cache is int; expected a tensor or a pair"),
         ({"kv_cache": (torch.randn(B, S_KV, R),)}, TypeError, "a pair"),
+        ({"kv_cache": (torch.tensor(1.0), torch.randn(B, S_KV, DR))}, ValueError, r"c_kv has shape \[\], 0 dimensions"),
+        (
+            {"kv_cache": (torch.randn(B, S_KV, R), torch.tensor(1.0))},
+            ValueError,
+            r"k_rope has shape \[\], 0 dimensions",
+        ),
         ({"kv_cache": (torch.randn(B, S_KV, R + 1), torch.randn(B, S_KV, DR))}, ValueError, "multiply q_nope by W_UK"),
         ({"kv_cache": (torch.randn(B, S_KV, R), torch.randn(B, S_KV, 4))}, ValueError, "Dr=8, k_rope has Dr=4"),
         ({"kv_cache": (torch.randn(B, S_KV, R), torch.randn(B, 3, DR))}, ValueError, "hold one row per token"),
@@ -206,6 +220,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
         ({"kv_cache": torch.randn(R + DR, B, S_KV).permute(1, 2, 0)}, ValueError, "last dimension of c_kv has stride"),
         ({"softmax_scale": 0.0}, ValueError, r"softmax_scale=0\.0; expected a positive, finite number"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale=nan"),
+        ({"softmax_scale": 10**400}, ValueError, "softmax_scale=inf; expected a positive, finite number"),
         ({"batch_invariant": 1}, TypeError, "batch_invariant=1 is int; expected True or False"),
         ({"host": "nowhere"}, ValueError, "host='nowhere'; expected one of direct"),
         ({"backend": "fa9"}, ValueError, "no backend named 'fa9'"),
@@ -219,7 +234,10 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
             r"leftpad_kv=\[0, 1, -1\]; expected at least 0",
         ),
         ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
-        ({"cp_interleave": "page"}, TypeError, "cp_interleave='page'; expected a positive int"),
+        *(
+            ({"cp_interleave": given}, TypeError, "cp_interleave=.*; expected a positive int")
+            for given in ("page", True, 1.0, int, torch.tensor([1, 2]))
+        ),
         ({"page_table": torch.zeros(B, 2, dtype=torch.int32)}, ValueError, "page_table without seqlens_kv"),
         *((changes, TypeError, message) for changes, message in WRONG_TYPES),
         ({"softmax_scale": math.inf}, ValueError, "softmax_scale=inf; expected a positive, finite number"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin import DecodeLengths
 from mla_plugin.arguments.decode import Profile
 
@@ -74,6 +75,13 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
 def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         DecodeLengths(host, seqlens_kv=seqlens_kv, device="cpu")
+
+
+def test_a_meta_tensor_has_no_values_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    meta = torch.empty(2, dtype=torch.int32, device="meta")
+    assert DecodeLengths([1, 2], seqlens_kv=meta).seqlens_kv is meta
+    assert mla_plugin.cache.slot_mapping(meta[:, None], meta, 16).shape == (2, 1)
 
 
 def test_no_lengths() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mla_plugin
+from mla_plugin.arguments.decode import Profile
 from mla_plugin.operations.attention import known
 from mla_plugin.operations.attention.api import request_of_call
 from mla_plugin.operations.explain import requests_of_latent_attention
@@ -175,6 +176,9 @@ def test_errors_say_what_is_accepted(subject, arguments, error, message):
         ({"dtype": "bfloat16"}, "dtype='bfloat16'; expected a torch.dtype"),
         ({"causal": 1}, "causal=1; expected True or False"),
         ({"host": "jax"}, "host='jax'; expected one of direct"),
+        ({"device_type": torch.device("cpu")}, r"device_type=device\(type='cpu'\); expected a string"),
+        ({"profile": (64, 1)}, r"profile=\(64, 1\); expected a Profile"),
+        ({"profile": Profile(64, 0)}, "profile.spread=0; expected at least 1"),
     ],
 )
 def test_a_decode_request_is_checked(changes, message):
@@ -190,6 +194,7 @@ def test_a_decode_request_is_checked(changes, message):
         ({"compute_capability": 9}, "compute_capability=9; expected 2 ints"),
         ({"cudnn_version": (9, 8)}, r"cudnn_version=\(9, 8\); expected 3 ints such as \(9, 8, 0\)"),
         ({"packages": {"torch": "2.11"}}, "packages={'torch': '2.11'}; expected pairs such as"),
+        ({"tools": ["nvcc"]}, r"tools=\['nvcc'\]; expected a frozenset"),
     ],
 )
 def test_a_platform_is_checked(attributes, message):

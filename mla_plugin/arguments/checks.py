@@ -79,7 +79,7 @@ def check_softmax_scale(softmax_scale: object) -> None:
             f"softmax_scale={softmax_scale!r} is {type(softmax_scale).__name__}; expected a positive number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
         )
-    if not 0.0 < softmax_scale < math.inf:  # type: ignore[operator]
+    if not 0.0 < plain_number(softmax_scale) < math.inf:
         raise ValueError(
             f"softmax_scale={softmax_scale}; expected a positive, finite number, such as "
             "(qk_nope_head_dim + qk_rope_head_dim) ** -0.5"
@@ -90,6 +90,12 @@ def check_number(name: str, value: object) -> None:
     """Check that the value is a real number, neither a bool nor a tensor."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}={value!r}; expected a number")
+
+
+def check_device_type(device_type: object) -> None:
+    """Check that a request's device type is a string."""
+    if not isinstance(device_type, str):
+        raise TypeError(f"device_type={device_type!r}; expected a string, such as 'cuda'")
 
 
 def check_count(name: str, value: object, least: int = 0) -> None:
@@ -120,7 +126,9 @@ def may_read(x: torch.Tensor) -> bool:
     """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
     if x.is_cpu:
         return True
-    return environment.is_value_check_requested() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if x.is_meta or not environment.is_value_check_requested():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:

@@ -128,7 +128,7 @@ def known_of(tensors: DecodeTensors, dtypes: Sequence[torch.dtype] = DTYPES) -> 
         return call.known
     try:
         layout = layout_of(tensors)
-    except (AttributeError, RuntimeError):  # not a tensor, or one without strides: the check below reports it
+    except (AttributeError, IndexError, RuntimeError):  # no tensor, none with dimensions or strides: reported below
         decode_checks.check_tensors(tensors, dtypes)
         raise
     known = _known.get(layout)

@@ -57,9 +57,13 @@ def check_interleave(interleave: object, size: int = 1) -> int:
     Raises:
         ValueError, TypeError: it is not.
     """
-    if isinstance(interleave, bool) or not hasattr(interleave, "__index__"):
+    try:
+        value = None if isinstance(interleave, bool) else operator.index(interleave)  # type: ignore[arg-type]
+    except TypeError:  # to have an __index__ is not enough: classes and tensors of several elements have one
+        value = None
+    if value is None:
         raise TypeError(f"cp_interleave={interleave!r}; expected a positive int: 1, or the page size")
-    if (value := operator.index(interleave)) < 1:
+    if value < 1:
         raise ValueError(f"cp_interleave={interleave}; expected at least 1: 1, or the page size")
     if value > (most := MAX_LENGTH // size):
         raise ValueError(f"cp_interleave={interleave}; expected at most {most}: 1, or the page size")

@@ -8,10 +8,12 @@ r and chunk 2 size - 1 - r, in this order, so that all ranks have equal work und
 from __future__ import annotations
 
 import itertools
+import numbers
+from typing import Any
 
 import torch
 
-from mla_plugin.arguments.checks import check_count, check_tensor
+from mla_plugin.arguments.checks import check_choice, check_count, check_tensor
 from mla_plugin.arguments.layout import LAYOUTS
 
 
@@ -110,11 +112,9 @@ def packed_indices(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -> tor
 
 def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int, int]]:
     """(first token, tokens of a chunk) of each sequence; errors as ``packed_indices``."""
-    check_tensor("cu_seqlens_padded", cu_seqlens_padded, "int32 [B + 1]")
+    _check_offsets("cu_seqlens_padded", cu_seqlens_padded)
     offsets = cu_seqlens_padded.tolist()
-    if cu_seqlens_padded.dim() != 1 or cu_seqlens_padded.is_floating_point():
-        raise ValueError(f"cu_seqlens_padded is {cu_seqlens_padded.dtype} {offsets}; expected int32 [B + 1]")
-    if not offsets or offsets[0] != 0:
+    if offsets[0] != 0:
         raise ValueError(f"cu_seqlens_padded={offsets}; offsets of packed sequences start at 0")
     chunks = []
     for number, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -127,7 +127,7 @@ def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int,
 
 def pad_lengths(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
     """Offsets of sequences padded to multiples of 2 size: int32 [B + 1], computed on the device of ``cu_seqlens``."""
-    check_tensor("cu_seqlens", cu_seqlens, "int32 [B + 1]")
+    _check_offsets("cu_seqlens", cu_seqlens)
     check_count("size", size, 1)
     lengths = cu_seqlens.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
@@ -136,6 +136,7 @@ def pad_lengths(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
 
 def token_dim(qkv_format: str) -> int:
     """The dimension of tokens in ``bshd``, ``sbhd``, ``bhsd`` or ``thd``."""
+    check_choice("qkv_format", qkv_format, LAYOUTS)
     return LAYOUTS[qkv_format].tokens
 
 
@@ -147,9 +148,16 @@ def check_rank(size: int, rank: int) -> None:
         raise ValueError(f"rank={rank} of size={size}; expected 0 <= rank < size")
 
 
-def _check_dim(name: str, x: torch.Tensor, dim: int) -> None:
+def _check_offsets(name: str, x: torch.Tensor) -> None:
+    check_tensor(name, x, "int32 [B + 1]")
+    if x.dim() != 1 or not x.numel() or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; expected int32 [B + 1]")
+
+
+def _check_dim(name: str, x: torch.Tensor, dim: Any) -> None:
     check_tensor(name, x)
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+    is_index = isinstance(dim, numbers.Integral) and not isinstance(dim, bool)
+    if not is_index or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim!r} and {name} has shape {tuple(x.shape)}; expected the dimension of its tokens")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,11 @@ def test_dense_order(name):
     assert torch.equal(of_rank(x, layout, size, 2, None), parts[2])
 
 
+def test_the_dimension_may_be_of_numpy():
+    x = torch.arange(16.0).view(2, 8)
+    assert torch.equal(shard(x, 2, 0, dim=np.int64(-1)), shard(x, 2, 0, dim=-1))
+
+
 def test_gradients_go_through():
     x = torch.randn(1, 8, 2, requires_grad=True)
     shard(x, 2, 1).sum().backward()
@@ -143,6 +149,11 @@ def test_errors(call, text):
         (lambda: unshard(torch.zeros(2, 4)), TypeError, "parts is Tensor; expected a list of tensors"),
         (lambda: partition.position_ids(-8, 2, 0), ValueError, "tokens=-8; expected at least 0"),
         (lambda: pad_lengths([0, 3], 2), TypeError, "cu_seqlens is list; expected a torch.Tensor"),
+        (lambda: pad_lengths(offsets([[0, 3]]), 2), ValueError, r"cu_seqlens is torch.int32 \[1, 2\]; expected int32"),
+        (lambda: pad_lengths(torch.tensor([0.0, 3.0]), 2), ValueError, "cu_seqlens is torch.float32"),
+        (lambda: packed_position_ids(torch.tensor([0j, 4j]), 2, 0), ValueError, "cu_seqlens_padded is torch.complex64"),
+        (lambda: partition.token_dim("hsbd"), ValueError, "qkv_format='hsbd'; expected one of bshd"),
+        (lambda: shard(torch.zeros(8, 8), 2, 0, dim=True), ValueError, "dim=True and x has shape"),
         (lambda: pad_lengths(offsets([0, 3]), 0), ValueError, "size=0; expected at least 1"),
         (lambda: held_tokens("5", 2, 0), TypeError, "tokens='5'; expected an int"),
         (lambda: held_tokens(-5, 2, 0), ValueError, "tokens=-5; expected at least 0"),

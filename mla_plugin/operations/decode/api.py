@@ -9,7 +9,7 @@ import torch
 
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.cache_format import PLAIN, check_format, check_no_scale, split_quantised
-from mla_plugin.arguments.checks import bound_arguments, check_no_transformed_gradient, is_traced
+from mla_plugin.arguments.checks import bound_arguments, check_no_transformed_gradient, is_traced, plain_number
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
@@ -90,10 +90,12 @@ def decode(
         NotImplementedError: an argument requires grad.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
+    if type(softmax_scale) is not float:
+        softmax_scale = plain_number(softmax_scale)
     decode_checks.check_options(softmax_scale, causal, return_lse, batch_invariant=batch_invariant)
     decode_checks.check_names(host, backend)
     decode_checks.check_queries(q_nope_abs)
-    if cp_interleave != 1 and cp_group is None:  # with a group every rank checks it
+    if cp_group is None and (type(cp_interleave) is not int or cp_interleave != 1):  # with a group every rank checks it
         _check_interleave(cp_interleave)
     c_kv, k_rope, kv_scale = _split(kv_cache, q_nope_abs.shape[-1], kv_cache_format, kv_scale)
     lengths = None
