@@ -14,6 +14,7 @@ import pytest
 from benchmarks import prefill_table
 from benchmarks.measured_calls import attention_request
 from mla_plugin import AttentionRequest, NoBackendError, Platform, resolve
+from mla_plugin.kernels.hopper.rule import TILES
 from mla_plugin.resolver import attention_speed as speed
 from mla_plugin.resolver import choice, survey
 from tests.requests import A100, CPU, H100, mla_request
@@ -222,6 +223,10 @@ def test_the_name_of_the_gpu_prefers_what_it_measured() -> None:
         platform = replace(H100, device_name=f"NVIDIA {row.gpu} 80GB")
         estimates = speed._estimates(platform, row.place, "backward")
         assert row.behind["backward"][min(estimates, key=estimates.__getitem__)] < 0.001
+
+
+def test_every_hopper_kernel_has_a_factor_for_the_plain_one() -> None:
+    assert speed._PLAIN_KERNELS.keys() == TILES.keys()
 
 
 def with_triton(version: str, platform: Platform) -> Platform:
