@@ -117,11 +117,6 @@ def batch_invariant_chunk() -> int:
     return value
 
 
-def may_hopper_gather() -> bool:
-    """True when MLA_PLUGIN_HOPPER_GATHER is "1"."""
-    return _may_be_set("MLA_PLUGIN_HOPPER_GATHER") and bool(read("MLA_PLUGIN_HOPPER_GATHER"))
-
-
 def is_value_check_requested() -> bool:
     """True when MLA_PLUGIN_CHECK is "1"."""
     return _may_be_set("MLA_PLUGIN_CHECK") and bool(read("MLA_PLUGIN_CHECK"))

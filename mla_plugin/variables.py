@@ -226,14 +226,6 @@ VARIABLES: tuple[Variable, ...] = (
         "mla-plugin",
     ),
     _ours(
-        "MLA_PLUGIN_HOPPER_GATHER",
-        _is_one,
-        _ONE,
-        False,
-        "On Hopper the second decode kernel also takes caches in `fp8` and `fp8_ds_mla`, and pages of other sizes than "
-        "multiples of 64; nobody has timed it on those.",
-    ),
-    _ours(
         "MLA_PLUGIN_STRICT_TE",
         _is_one,
         _ONE,

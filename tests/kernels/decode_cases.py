@@ -84,11 +84,10 @@ def paged(shape: Shape, page_size: int, dtype: torch.dtype, lengths: list[int], 
     cache = torch.full((len(order), page_size, width), torch.nan, dtype=dtype, device=DEVICE)
     page_table = torch.full((batch, pages_each + 2), 2**30, dtype=torch.int32, device=DEVICE)
     for b, length in enumerate(lengths):
-        for n in range(-(-length // page_size)):
-            page = order.pop()
-            rows = inputs.tokens[b, n * page_size : min((n + 1) * page_size, length)]
-            cache[page, : rows.shape[0]] = rows
-            page_table[b, n] = page
+        pages = torch.tensor([order.pop() for _ in range(-(-length // page_size))], dtype=torch.int64, device=DEVICE)
+        keys = torch.arange(length, device=DEVICE)
+        cache[pages[keys // page_size], keys % page_size] = inputs.tokens[b, :length]
+        page_table[b, : len(pages)] = pages
     return replace(
         inputs,
         c_kv=cache[..., :rank],

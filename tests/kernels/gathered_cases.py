@@ -44,8 +44,8 @@ def _quantised(inputs: Inputs, kv_format: str) -> tuple[Inputs, tuple[torch.Tens
             found[b, :length] = rows[b, :length]
             continue
         page_size = inputs.c_kv.shape[1]
-        for key in range(length):
-            found[inputs.page_table[b, key // page_size], key % page_size] = rows[b, key]
+        keys = torch.arange(length, device=DEVICE)
+        found[inputs.page_table[b, keys // page_size].long(), keys % page_size] = rows[b, :length]
     held = cache_format.dequantised(
         *cache_format.split_quantised(rows.contiguous(), RANK, kv_format, scale), kv_format, torch.float64
     )
@@ -87,13 +87,13 @@ def call_of(
 
 def is_taken(tensors: DecodeTensors) -> bool:
     """Whether the kernel that gathers computes a call."""
-    described = launch.make_launches(tensors, may_gather=True).described
+    described = launch.make_launches(tensors).described
     return isinstance(described, launch.hopper.Descriptors) and described.gathers
 
 
 def check(inputs: Inputs, tensors: DecodeTensors) -> None:
     """As good as PyTorch over the same numbers, by the kernel that gathers."""
     assert is_taken(tensors)
-    out, lse = launch.decode(tensors, known_of(tensors), *launch.GATHERING)
+    out, lse = launch.decode(tensors, known_of(tensors))
     assert lse is not None
     assert_as_good_as_pytorch(out, lse, inputs, tensors.causal)

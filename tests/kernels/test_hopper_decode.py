@@ -136,7 +136,7 @@ def test_queries_off_16_bytes_are_not_taken() -> None:
         (lambda: usual(heads=17), "by the Hopper kernel"),
         (lambda: usual(page_size=192), "by the Hopper kernel"),
         (lambda: with_leftpad(usual(), [3, 0]), "by the plain kernel: leftpad_kv"),
-        (lambda: usual(page_size=16), "by the plain kernel: page_size=16"),
+        (lambda: usual(page_size=16), "by the Hopper kernel"),
         (lambda: usual(heads=16), "by the plain kernel: 16 (query, head) pairs"),
         (lambda: usual(rank=256), "by the plain kernel: kv_lora_rank=256"),
         (lambda: usual(dtype=torch.float32), "by the plain kernel: torch.float32"),

@@ -23,7 +23,14 @@ def note(platform: Platform, **changes: object) -> str:
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"page_size": None}, {"seqlen_q": 4, "num_heads": 16, "causal": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"page_size": None}, {"seqlen_q": 4, "num_heads": 16, "causal": True}),
+        *({"page_size": 1}, {"page_size": 96}, {"kv_cache_format": "fp8"}),
+        *({"kv_cache_format": "fp8", "page_size": None}, {"kv_cache_format": "fp8_ds_mla", "page_size": 16}),
+    ],
+)
 def test_the_hopper_kernel(changes: dict) -> None:
     assert note(H100, **changes) == "by the Hopper kernel"
 
@@ -37,14 +44,12 @@ def test_the_hopper_kernel(changes: dict) -> None:
         ),
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
         (
-            {"kv_cache_format": "fp8"},
-            "kv_cache_format='fp8', the Hopper kernel needs kv_cache_format='plain', or MLA_PLUGIN_HOPPER_GATHER=1, "
-            "which nobody has timed",
+            {"kv_cache_format": "fp8_ds_mla"},
+            "'fp8_ds_mla' with page_size=64, at which the Hopper kernel is not faster",
         ),
         (
-            {"page_size": 96},
-            "page_size=96, the Hopper kernel needs a multiple of 64, or MLA_PLUGIN_HOPPER_GATHER=1, which nobody has "
-            "timed",
+            {"kv_cache_format": "fp8_ds_mla", "page_size": None},
+            "'fp8_ds_mla' with page_size=None, at which the Hopper kernel is not faster",
         ),
         ({"kv_lora_rank": 256}, "kv_lora_rank=256, qk_rope_head_dim=64, the Hopper kernel needs 512 and 64"),
         ({"qk_rope_head_dim": 0}, "kv_lora_rank=512, qk_rope_head_dim=0, the Hopper kernel needs 512 and 64"),
@@ -58,17 +63,6 @@ def test_the_hopper_kernel(changes: dict) -> None:
 )
 def test_the_plain_kernel_and_why(changes: dict, reason: str) -> None:
     assert note(H100, **changes) == f"by the plain kernel: {reason}"
-
-
-GATHERED = [{"kv_cache_format": "fp8"}, {"kv_cache_format": "fp8_ds_mla", "page_size": None}, {"page_size": 1}]
-
-
-@pytest.mark.parametrize("changes", GATHERED)
-def test_the_variable_lets_it_gather(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "MLA_PLUGIN_HOPPER_GATHER=1" in note(H100, **changes)
-    monkeypatch.setenv("MLA_PLUGIN_HOPPER_GATHER", "1")
-    assert note(H100, **changes) == "by the Hopper kernel"
-    assert "leftpad_kv" in note(H100, **changes, has_leftpad_kv=True)
 
 
 def test_another_triton() -> None:

@@ -43,7 +43,7 @@ def test_factors_in_combination(kv_format: str, seed: int, parts: int, monkeypat
     draw = random.Random(f"{kv_format} {100 * parts + seed}")
     batch, seqlen_q, heads = draw.choice([1, 2, 3, 7]), draw.choice([1, 2, 3, 4]), draw.choice([24, 48, 128])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randrange(300)]) for _ in range(batch)]
-    page_size = draw.choice(PAGES if kv_format == PLAIN else [None, 64, *PAGES])
+    page_size = draw.choice([None, 64, *PAGES] if kv_format == FP8 else PAGES)
     dtype = draw.choice([dtype for name, dtype in KINDS if name == kv_format])
     check(*call_of((batch, seqlen_q, heads, 300), page_size, kv_format, dtype, lengths, seed, draw.random() < 0.7))
 
@@ -75,24 +75,23 @@ def test_tiles_behind_the_longest_sequence_do_not_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "page_size"), [(FP8, 64), (FP8_DS_MLA, 1), (FP8_DS_MLA, None), (PLAIN, 16), (PLAIN, 64)]
+    ("kv_format", "page_size", "is_expected"),
+    [
+        *((FP8, 64, True), (FP8, None, True), (FP8_DS_MLA, 1, True), (PLAIN, 16, True), (PLAIN, 64, True)),
+        *((FP8_DS_MLA, 64, False), (FP8_DS_MLA, None, False)),
+    ],
 )
-def test_the_backend_gathers_while_the_variable_says_so(
-    kv_format: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_backend_launches_what_it_says(
+    kv_format: str, page_size: int | None, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ``explain`` says so."""
     _, tensors = call_of((2, 1, 20, 300), page_size, kv_format, BFLOAT16, [300, 17])
     launched: list[object] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *_: launched.append(self.kernel))
-    for text in ("0", "1", "0"):
-        monkeypatch.setenv("MLA_PLUGIN_HOPPER_GATHER", text)
-        launched.clear()
-        decode.forward(tensors, batch_invariant=False)
-        accepted = decode.select(DecodeRequest.of(tensors).replace(device_type="cuda"), H100)
-        assert isinstance(accepted, Accepted)
-        expected = text == "1" or (kv_format, page_size) == (PLAIN, 64)  # with nothing to gather
-        assert (hopper_decode_kernel in launched) == expected
-        assert (accepted.notes == ("by the Hopper kernel",)) == expected
+    decode.forward(tensors, batch_invariant=False)
+    accepted = decode.select(DecodeRequest.of(tensors).replace(device_type="cuda"), H100)
+    assert isinstance(accepted, Accepted)
+    assert (hopper_decode_kernel in launched) == is_expected
+    assert (accepted.notes == ("by the Hopper kernel",)) == is_expected
 
 
 @pytest.mark.parametrize("kv_format", [FP8, FP8_DS_MLA, PLAIN])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -259,8 +258,8 @@ def launches_of(
     )
 
 
-def make_launches(tensors: DecodeTensors, may_gather: bool = False) -> Launches:
-    """The launches of the kernels that divide the tiles of all sequences evenly; may_gather: as in ``hopper_rule``."""
+def make_launches(tensors: DecodeTensors) -> Launches:
+    """The launches of the kernels that divide the tiles of all sequences evenly."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     tile = tile_of(tensors, device, rows)
@@ -270,7 +269,7 @@ def make_launches(tensors: DecodeTensors, may_gather: bool = False) -> Launches:
     parts = min(slots, batch * key_tiles)
     can_describe = can_use_descriptors(tensors, device, tile, page_size_of(tensors))
     few = hopper_rule.few_tiles_because(batch * key_tiles, slots)
-    is_hopper = few is None and hopper.takes(tensors, device, can_describe, may_gather)
+    is_hopper = few is None and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: CacheDescriptors | hopper.Descriptors | None = None
@@ -293,10 +292,6 @@ def make_launches(tensors: DecodeTensors, may_gather: bool = False) -> Launches:
     constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
     code = (is_hopper, combine and combine.arguments[-4:-1], *constants.values())
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
-
-
-GATHERING = (functools.partial(make_launches, may_gather=True), f"{_KEPT}, may gather on Hopper")
-"""The last arguments of ``decode`` with may_gather."""
 
 
 def decode(

@@ -84,7 +84,6 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
         has_leftpad_kv=request.has_leftpad_kv,
         has_aligned_rows=request.has_aligned_rows,
         batch_invariant=request.batch_invariant,
-        may_gather=environment.may_hopper_gather(),
     )
 
 
@@ -104,6 +103,4 @@ def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
         return DecodeOutput(*invariant.decode(tensors, known_of(tensors), environment.batch_invariant_chunk()))
     from mla_plugin.kernels.decode import launch
 
-    if environment.may_hopper_gather():
-        return DecodeOutput(*launch.decode(tensors, known_of(tensors), *launch.GATHERING))
     return DecodeOutput(*launch.decode(tensors, known_of(tensors)))

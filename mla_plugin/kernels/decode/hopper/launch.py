@@ -58,12 +58,11 @@ def _has_aligned_rows(tensors: DecodeTensors) -> bool:
     )
 
 
-def takes(tensors: DecodeTensors, device: Device, can_describe: bool, may_gather: bool) -> bool:
+def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
     """Whether the kernel computes a call.
 
     Args:
         can_describe: descriptors can read its cache (``can_use_descriptors``).
-        may_gather: see ``rule.GATHER``.
     """
     q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
     _, seqlen_q, heads, rank = q_nope_abs.shape
@@ -78,7 +77,6 @@ def takes(tensors: DecodeTensors, device: Device, can_describe: bool, may_gather
         kv_cache_format=tensors.kv_cache_format,
         has_leftpad_kv=tensors.leftpad_kv is not None,
         has_aligned_rows=_has_aligned_rows(tensors),
-        may_gather=may_gather,
     )
     if reason is not None or tensors.c_kv.numel() == 0 or not (can_describe or _gathers(tensors)):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.arguments.cache_format import PLAIN
+from mla_plugin.arguments.cache_format import FP8_DS_MLA, PLAIN
 from mla_plugin.kernels.decode.tiles import tile_for
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -14,8 +14,6 @@ TILE = 64
 """Keys of a tile, and rows of one."""
 TILES_OF_A_PART = 2
 """At least so many: on an H200 B 32, H 128, 1024 keys take 37 us, by the plain kernel 46; B 1, 8192 keys 22, 20.5."""
-GATHER = "MLA_PLUGIN_HOPPER_GATHER"
-"""Lets it take calls that ``must_gather``, which it can but nobody has timed."""
 
 
 def must_gather(kv_cache_format: str, page_size: int | None) -> bool:
@@ -34,14 +32,12 @@ def plain_kernel_because(
     has_leftpad_kv: bool = False,
     has_aligned_rows: bool = True,
     batch_invariant: bool = False,
-    may_gather: bool = False,
 ) -> str | None:
     """Why the plain kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
 
     Args:
         rows: (query, head) pairs of a sequence.
         dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
-        may_gather: ``GATHER`` is 1.
     """
     if batch_invariant:
         return "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly"
@@ -52,10 +48,8 @@ def plain_kernel_because(
         return f"{widths}, the Hopper kernel needs {RANK} and {ROPE}"
     if has_leftpad_kv:
         return "leftpad_kv, which the Hopper kernel does not take"
-    if must_gather(kv_cache_format, page_size) and not may_gather:
-        usual = f"kv_cache_format={PLAIN!r}" if kv_cache_format != PLAIN else f"a multiple of {TILE}"
-        given = f"kv_cache_format={kv_cache_format!r}" if kv_cache_format != PLAIN else f"page_size={page_size}"
-        return f"{given}, the Hopper kernel needs {usual}, or {GATHER}=1, which nobody has timed"
+    if kv_cache_format == FP8_DS_MLA and (page_size is None or page_size % TILE == 0):
+        return f"{kv_cache_format!r} with page_size={page_size}, at which the Hopper kernel is not faster"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
