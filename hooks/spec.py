@@ -47,8 +47,8 @@ def forward(  # type: ignore[empty-body]
     ``out`` and ``lse`` are fresh tensors as ``AttentionOutput`` describes. A row that sees no key gives out 0 and
     lse -inf; padded rows of ``thd`` and rows beyond a sequence's length are rows that see no key. Inputs may have any
     strides as long as the last dimension is contiguous. No host synchronisation on a CUDA device. NaN in a query
-    propagates to its row of ``out``. Do not change process-wide settings, environment variables or ``tensors``, do not
-    print, and do not keep any tensor of a call.
+    propagates to its row of ``out``, unless ``Accepted.drops_nan`` says otherwise. Do not change process-wide settings,
+    environment variables or ``tensors``, do not print, and do not keep any tensor of a call.
 
     A decode request comes with ``DecodeTensors`` and returns a ``DecodeOutput``, under the same rules; the call may be
     captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.

@@ -80,12 +80,15 @@ class Accepted:
         notes: facts worth showing in ``explain``, such as the kernel that will run.
         kv_cache_formats: formats of quantised caches that the backend's decode reads. If the request's format is not
             among them, the acceptance counts as a refusal, so a backend need not know the formats that it cannot read.
+        drops_nan: of decode: the row of ``out`` may be 0 where a query has NaN, because the library leaves out parts of
+            the keys whose sums are NaN. Otherwise that row must be NaN, see ``forward``.
     """
 
     priority: int = 0
     backward_by: str | None = None
     notes: tuple[str, ...] = ()
     kv_cache_formats: tuple[str, ...] = ()
+    drops_nan: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, int):

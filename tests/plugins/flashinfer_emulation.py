@@ -93,8 +93,10 @@ class Wrapper:
             )
         )
         assert out.is_contiguous()
-        out.copy_(result.out.flatten(0, 1))
         assert result.lse is not None
+        lost = result.lse / self.options["sm_scale"] < -5e4  # below the maximum that it starts from
+        result.lse.masked_fill_(lost, -math.inf)
+        out.copy_(result.out.masked_fill(lost.transpose(1, 2)[..., None], 0).flatten(0, 1))
         return (result.lse.transpose(1, 2).flatten(0, 1) / math.log(2)).float()
 
 

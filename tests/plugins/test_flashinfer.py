@@ -311,6 +311,24 @@ def test_queries_that_do_not_start_on_16_bytes() -> None:
     assert torch.equal(out, run(given._replace(q_nope_abs=shifted.clone())).out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [2.0**-9, 2.0**-10, 2.0**-11, 3e-6, 2.0**-30])
+@pytest.mark.usefixtures("_library")
+def test_a_tiny_scale_loses_no_scores(scale: float, dtype: torch.dtype) -> None:
+    """q k is far below -5e4, where FlashInfer's maximum starts; for other scales the queries stay as they are."""
+    tensors = call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE, softmax_scale=scale)
+    tensors = tensors._replace(**{name: getattr(tensors, name).to(dtype) for name in tensors._fields[:4]})
+    q_nope_abs = tensors.q_nope_abs * 0.01
+    q_nope_abs[..., 0] = -min(2.0, 100 * scale) * (2**14 if scale < 2**-10 else 1)
+    tensors.c_kv[..., 0] = 1000.0
+    tensors = tensors._replace(q_nope_abs=q_nope_abs)
+    exact = reference.decode(tensors._replace(lengths=None)).out
+    output = flashinfer.forward(DecodePlan(request(dtype=dtype), hopper(), "flashinfer"), tensors)
+    torch.testing.assert_close(output.out.double(), exact, atol=2e-2, rtol=2e-2)
+    (wrapper,) = Wrapper.made
+    assert (wrapper.options["sm_scale"] == scale) == (scale >= 2**-10)
+
+
 def test_a_call_without_lengths_is_an_error() -> None:
     with pytest.raises(ValueError, match="flashinfer needs page_table and seqlens_kv"):
         run(call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE)._replace(lengths=None))

@@ -33,7 +33,12 @@ class DecodeConformance(Suite):
     """Subclass it in a test file, name the backend and what it refuses; pytest collects the rest.
 
     The attributes are those of ``BackendConformance``; the tags that ``refuses`` may name are ``DecodeCase.tags``.
+
+    Attributes:
+        lowest_score: all scores of a query are as low in one call, as attention's softmax allows.
     """
+
+    lowest_score: float = -65536.0
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
@@ -169,6 +174,11 @@ class DecodeConformance(Suite):
         """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
         _check_output(case, output, expected(tensors))
 
+    def drops_nan(self, plan: DecodePlan) -> bool:
+        """See ``Accepted``."""
+        answer = self._answer(plan.request)
+        return isinstance(answer, Accepted) and answer.drops_nan
+
     def _check_spoilt(
         self, plan: DecodePlan, case: DecodeCase, tensors: DecodeTensors, q: torch.Tensor, generator: torch.Generator
     ) -> None:
@@ -177,7 +187,7 @@ class DecodeConformance(Suite):
         place = spoilt.spoil(q, wanted[1].exact, layout, generator)
         output = self.forward(plan, tensors)
         if place is not None:
-            spoilt.repair(place, output.out, output.lse, wanted, layout)
+            spoilt.repair(place, output.out, output.lse, wanted, layout, self.drops_nan(plan))
         _check_output(case, output, wanted)
 
     def _check_library(self, case: DecodeCase, tensors: DecodeTensors, wanted: tuple[Yardstick, Yardstick]) -> None:

@@ -124,7 +124,7 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
         place = spoilt.spoil(q, wanted[1].exact, layout, suite._generator())
         if place is not None:
             output = suite.forward(plan, tensors._replace(**{name: q}))
-            spoilt.repair(place, output.out, output.lse, wanted, layout)
+            spoilt.repair(place, output.out, output.lse, wanted, layout, suite.drops_nan(plan))
             checks.check_error(f"out beside a query with NaN in {name}", output.out, wanted[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from mla_plugin.hooks.decode import DecodeOutput
 _KEPT = "flashinfer"
 """Where a layout's ``Work`` is kept."""
 WORKSPACE_BYTES = 128 << 20
+_LEAST_SCALE = 2.0**-10
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
@@ -225,6 +227,7 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
     page_table, lengths = tensors.page_table, tensors.lengths
     if page_table is None or lengths is None:
         raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...)")
+    tensors = _rescaled(tensors)
     known = known_of(tensors)
     work = known.kept.get(_KEPT)
     if work is None:
@@ -232,6 +235,20 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
     key = (kernel, work, page_table.data_ptr(), tensors.softmax_scale)
     plan: MLAPlan = lengths.schedule(key, lambda held: MLAPlan(kernel, work, tensors.softmax_scale, page_table, held))
     return plan.run(tensors)
+
+
+def _rescaled(tensors: DecodeTensors) -> DecodeTensors:
+    """The call with a power of two moved from a tiny softmax_scale to the queries.
+
+    FlashInfer takes q k below -5e4, before the scale, for hidden (``math::inf`` in its math.cuh). With a usual scale
+    such a score is below -3000; with a tiny one it may be near 0.
+    """
+    scale = tensors.softmax_scale
+    if not 0 < scale < _LEAST_SCALE:
+        return tensors
+    power = 2.0 ** max(math.frexp(scale)[1] + 3, -24)  # in float16 less of the queries would be lost than by rounding
+    q_nope_abs, q_rope = tensors.q_nope_abs * power, tensors.q_rope * power
+    return tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, softmax_scale=scale / power)
 
 
 def _work(tensors: DecodeTensors, page_table: torch.Tensor) -> Work:
