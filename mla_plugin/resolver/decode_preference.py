@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mla_plugin import environment
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
@@ -28,9 +29,9 @@ _OTHER_PAGES = 4.0
 """Distance between the two kinds of pages: as much as four doublings of the length."""
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
-_PLAIN_KERNEL = 1.14
-"""How many times as long our plain kernel takes as the Hopper kernel: geometric mean of 162 calls on an H200, relative
-to the other backends."""
+_PLAIN_KERNEL, _PLAIN_KERNEL_GATHERED = 1.14, 1.28
+"""How many times as long our plain kernel takes as the Hopper kernel, which copies tiles by TMA or gathers them:
+geometric means of 162 and 40 calls on an H200."""
 
 
 def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
@@ -67,8 +68,8 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
         distance = sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 2
         for name, value in row.behind.items():
-            if name == "triton" and is_plain and row.has_hopper_kernel:
-                value += math.log(_PLAIN_KERNEL)
+            if name == "triton" and is_plain:
+                value += math.log(row.plain_kernel)
             sums[name] = sums.get(name, 0.0) + weight * value
             weights[name] = weights.get(name, 0.0) + weight
     behind = {name: sums[name] / weights[name] for name in sums}
@@ -112,12 +113,12 @@ class _Measured(NamedTuple):
     Attributes:
         place: its coordinates.
         behind: each backend's log time relative to the fastest.
-        has_hopper_kernel: whether ``triton`` was measured with the Hopper kernel.
+        plain_kernel: how many times as long ``triton`` takes without the Hopper kernel.
     """
 
     place: tuple[float, ...]
     behind: dict[str, float]
-    has_hopper_kernel: bool
+    plain_kernel: float
 
 
 def _parsed(line: str) -> _Measured:
@@ -131,7 +132,10 @@ def _parsed(line: str) -> _Measured:
     behind = {name: math.log(value / fastest) for name, value in found.items()}
     call = _Call(batch, heads, seqlen_q, profile, page_size)
     given = (torch.bfloat16, rule.RANK, rule.ROPE, seqlen_q * heads, page_size)
-    return _Measured(call.place, behind, rule.plain_kernel_because(*given) is None)
+    plain_kernel = 1.0
+    if rule.plain_kernel_because(*given) is None:
+        plain_kernel = _PLAIN_KERNEL_GATHERED if rule.must_gather(PLAIN, page_size) else _PLAIN_KERNEL
+    return _Measured(call.place, behind, plain_kernel)
 
 
 @functools.cache

@@ -258,7 +258,7 @@ def fastest(**changes: Any) -> str:
 
 @pytest.mark.parametrize(
     ("changes", "slower"),
-    [({"num_heads": 64}, 1.14), ({"num_heads": 16}, 1.0), ({"num_heads": 64, "page_size": 16}, 1.0)],
+    [({"num_heads": 64}, 1.14), ({"num_heads": 16}, 1.0), ({"num_heads": 64, "page_size": 16}, 1.28)],
     ids=str,
 )
 def test_without_the_hopper_kernel_ours_counts_as_slow_as_the_plain_one(
