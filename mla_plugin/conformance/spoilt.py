@@ -50,7 +50,8 @@ def repair(
     """
     row = _rows(out, layout)[place]
     if not bool(row.isnan().all()) and not (drops_nan and not bool(row.any())):
-        fail("a query has NaN and its out does not; expected NaN, so that an error upstream shows")
+        or_zeros = ", or of zeros (drops_nan)" if drops_nan else ""
+        fail(f"the out of a query with NaN; expected a row of NaN{or_zeros}, so that an error upstream shows")
     of_out, of_lse = expected
     row.copy_(_rows(of_out.exact, layout)[place])
     if lse is not None:

@@ -85,6 +85,8 @@ def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
         return _wrong(f"Accepted(notes={reprlib.repr(accepted.notes)})", "a tuple of strings")
     if not _are_texts(accepted.kv_cache_formats):
         return _wrong(f"Accepted(kv_cache_formats={reprlib.repr(accepted.kv_cache_formats)})", "a tuple of strings")
+    if accepted.drops_nan not in (True, False):
+        return _wrong(f"Accepted(drops_nan={reprlib.repr(accepted.drops_nan)})", "True or False")
     return accepted
 
 

@@ -33,5 +33,5 @@ def test_a_row_of_nan_or_of_zeros(row: list[float], drops_nan: bool, is_right: b
         spoilt.repair(*arguments)
         assert bool((out == 7).all())
     else:
-        with pytest.raises(ConformanceError, match="a query has NaN and its out does not"):
+        with pytest.raises(ConformanceError, match="the out of a query with NaN; expected a row of NaN"):
             spoilt.repair(*arguments)

@@ -78,7 +78,7 @@ DECODE_JOBS = (
     *(DecodeJob(page_size=16), DecodeJob("fp16", 1, True), DecodeJob(page_size=48)),
     *(DecodeJob("bf16", page_size, kv_cache_format="fp8") for page_size in (0, 64)),
     DecodeJob("fp16", 16, True, kv_cache_format="fp8"),
-    *(DecodeJob("bf16", page_size, page_size == 1, kv_cache_format="fp8_ds_mla") for page_size in (1, 16)),
+    *(DecodeJob("bf16", 1, True, kv_cache_format="fp8_ds_mla"), DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla")),
 )
 
 

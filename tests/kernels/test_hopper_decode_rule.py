@@ -45,11 +45,11 @@ def test_the_hopper_kernel(changes: dict) -> None:
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
         (
             {"kv_cache_format": "fp8_ds_mla"},
-            "'fp8_ds_mla' with page_size=64, at which the Hopper kernel is not faster",
+            "kv_cache_format='fp8_ds_mla' with page_size=64, where the Hopper kernel is slower",
         ),
         (
             {"kv_cache_format": "fp8_ds_mla", "page_size": None},
-            "'fp8_ds_mla' with page_size=None, at which the Hopper kernel is not faster",
+            "kv_cache_format='fp8_ds_mla' with page_size=None, where the Hopper kernel is slower",
         ),
         ({"kv_lora_rank": 256}, "kv_lora_rank=256, qk_rope_head_dim=64, the Hopper kernel needs 512 and 64"),
         ({"qk_rope_head_dim": 0}, "kv_lora_rank=512, qk_rope_head_dim=0, the Hopper kernel needs 512 and 64"),

@@ -17,6 +17,7 @@ import torch
 from mla_plugin import reference
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import DecodeCase
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.flashinfer import plan as planning
 
@@ -94,7 +95,7 @@ class Wrapper:
         )
         assert out.is_contiguous()
         assert result.lse is not None
-        lost = result.lse / self.options["sm_scale"] < -5e4  # below the maximum that it starts from
+        lost = result.lse / self.options["sm_scale"] < -5e4  # as by the library, see docs/limits.md
         result.lse.masked_fill_(lost, -math.inf)
         out.copy_(result.out.masked_fill(lost.transpose(1, 2)[..., None], 0).flatten(0, 1))
         return (result.lse.transpose(1, 2).flatten(0, 1) / math.log(2)).float()
@@ -204,6 +205,10 @@ class EmulatedFlashInfer:
 
     def _accepts(self, case: Any) -> bool:
         return bool(super()._accepts(_OnCuda(**vars(case))))  # type: ignore[misc]
+
+    def _answer(self, request: Any) -> Any:
+        is_decode = isinstance(request, DecodeRequest)
+        return super()._answer(request.replace(device_type="cuda") if is_decode else request)  # type: ignore[misc]
 
     def _plan(self, case: Any) -> Any:
         as_cuda = _OnCuda(**vars(case))

@@ -38,7 +38,7 @@ class TestTriton(DecodeConformance):
 class TestFlashInfer(DecodeConformance):
     backend = "flashinfer"
     device = "cuda"
-    lowest_score = -2048.0  # it takes q k below -5e4, before the scale, for hidden
+    lowest_score = -2048.0  # see docs/limits.md
     refuses = MappingProxyType(
         {
             "fp32": "dtype=torch.float32",

@@ -111,6 +111,10 @@ class Emulated(DecodeConformance):
     def platform(self) -> Platform:
         return hopper(self.distribution)
 
+    def _answer(self, request: Any) -> Any:
+        is_decode = isinstance(request, DecodeRequest)
+        return super()._answer(request.replace(device_type="cuda") if is_decode else request)
+
     def _plan(self, case: DecodeCase) -> Any:
         return super()._plan(_OnCuda(**vars(case)))
 

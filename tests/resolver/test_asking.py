@@ -94,6 +94,7 @@ WRONG = [
     (lambda: Accepted(backward_by="sdqa"), "'sdqa'"),
     (lambda: Accepted(backward_by=["sdpa"]), "['sdpa']"),
     (lambda: Accepted(backward_by=""), "''"),
+    (lambda: Accepted(drops_nan="no"), "drops_nan='no'"),
     (Lazy, "Lazy"),
     (Made(Lazy), "no priority"),
     (Accepted, "Accepted"),

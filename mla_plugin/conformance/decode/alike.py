@@ -89,8 +89,8 @@ def check_low_scores(suite: DecodeConformance, case: DecodeCase) -> None:
     for leftpads in (None, (3, 0, 30)):
         other = replace(case, lengths=(40, 9, 33), rows=48, seqlen_q=3, leftpads=leftpads, softmax_scale=2.0**-4)
         tensors = _drawn(suite, other)
-        tensors.q_nope_abs.zero_()
-        tensors.q_rope.zero_()
+        q_nope_abs, q_rope = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors[:2])  # not expanded
+        tensors = tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope)
         tensors.q_nope_abs[..., 0], tensors.c_kv[..., 0] = suite.lowest_score * 2.0**-6, 1024.0
         _check(suite, other, tensors, f"with scores of {suite.lowest_score:.0f}")
 

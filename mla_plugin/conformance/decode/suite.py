@@ -35,7 +35,8 @@ class DecodeConformance(Suite):
     The attributes are those of ``BackendConformance``; the tags that ``refuses`` may name are ``DecodeCase.tags``.
 
     Attributes:
-        lowest_score: all scores of a query are as low in one call, as attention's softmax allows.
+        lowest_score: the score of every key in the call that tests hidden keys; higher for a library that takes lower
+            scores for hidden.
     """
 
     lowest_score: float = -65536.0

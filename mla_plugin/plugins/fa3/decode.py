@@ -50,7 +50,7 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     if reasons:
         return Refused(reasons)
     provider = providers.installed(platform)
-    # of split keys FlashAttention 3 leaves out the parts whose sums are NaN
+    # FlashAttention 3 leaves out splits whose sums are NaN, so the row is 0
     return Accepted(notes=(f"{provider.distribution} {platform.version(provider.distribution)}, qv",), drops_nan=True)
 
 

@@ -240,13 +240,15 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
 def _rescaled(tensors: DecodeTensors) -> DecodeTensors:
     """The call with a power of two moved from a tiny softmax_scale to the queries.
 
-    FlashInfer takes q k below -5e4, before the scale, for hidden (``math::inf`` in its math.cuh). With a usual scale
-    such a score is below -3000; with a tiny one it may be near 0.
+    FlashInfer's running maximum starts at -5e4 (``math::inf`` in its math.cuh), before the scale: a query whose
+    products with all keys are lower gets 0. With a usual scale such scores are below -3000, with a tiny one near 0.
     """
     scale = tensors.softmax_scale
     if not 0 < scale < _LEAST_SCALE:
         return tensors
-    power = 2.0 ** max(math.frexp(scale)[1] + 3, -24)  # in float16 less of the queries would be lost than by rounding
+    # float16 queries lose bits below 2^-14, so their scale becomes no more than _LEAST_SCALE
+    exponent = math.frexp(scale)[1]
+    power = 2.0 ** (max(exponent + 9, -24) if tensors.q_nope_abs.dtype == torch.float16 else max(exponent + 3, -100))
     q_nope_abs, q_rope = tensors.q_nope_abs * power, tensors.q_rope * power
     return tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, softmax_scale=scale / power)
 

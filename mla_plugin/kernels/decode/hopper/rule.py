@@ -48,8 +48,8 @@ def plain_kernel_because(
         return f"{widths}, the Hopper kernel needs {RANK} and {ROPE}"
     if has_leftpad_kv:
         return "leftpad_kv, which the Hopper kernel does not take"
-    if kv_cache_format == FP8_DS_MLA and (page_size is None or page_size % TILE == 0):
-        return f"{kv_cache_format!r} with page_size={page_size}, at which the Hopper kernel is not faster"
+    if kv_cache_format == FP8_DS_MLA and not must_gather(PLAIN, page_size):
+        return f"{kv_cache_format=} with {page_size=}, where the Hopper kernel is slower"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
