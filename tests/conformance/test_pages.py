@@ -97,11 +97,18 @@ def test_a_run_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.Captu
     assert "ended early" in capsys.readouterr().out
 
 
+KNOWN_FAILURES = {"flashinfer_h200": ["TestDecode::test_unlike_calls"]}
+"""Of libraries; docs/limits.md has the reason."""
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/conformance").glob("*.json")), ids=lambda path: path.stem)
 def test_the_pages_in_docs_are_the_tools_own(path: Path) -> None:
     found = json.loads(path.read_text())
     assert path.stem == pages.file_name(found["backend"], found["device"])
     text = path.with_suffix(".md").read_text()
     assert text.startswith(f"# What `{found['backend']}` computes on {found['device']}\n")
-    assert found["total"]["failed"] == 0
-    assert f"{found['total']['computed']} cases computed, {found['total']['refused']} refused, 0 failed." in text
+    known = KNOWN_FAILURES.get(path.stem, [])
+    assert found["failures"] == known
+    assert found["total"]["failed"] == len(known)
+    total = f"{found['total']['computed']} cases computed, {found['total']['refused']} refused, {len(known)} failed."
+    assert total in text
