@@ -50,8 +50,8 @@ def repair(
     """
     row = _rows(out, layout)[place]
     if not bool(row.isnan().all()) and not (drops_nan and not bool(row.any())):
-        or_zeros = ", or of zeros (drops_nan)" if drops_nan else ""
-        fail(f"the out of a query with NaN; expected a row of NaN{or_zeros}, so that an error upstream shows")
+        or_zeros = " or, with drops_nan, 0" if drops_nan else ""
+        fail(f"a query has NaN and its row of out does not show it; expected NaN{or_zeros} in the whole row")
     of_out, of_lse = expected
     row.copy_(_rows(of_out.exact, layout)[place])
     if lse is not None:

@@ -33,5 +33,5 @@ def test_a_row_of_nan_or_of_zeros(row: list[float], drops_nan: bool, is_right: b
         spoilt.repair(*arguments)
         assert bool((out == 7).all())
     else:
-        with pytest.raises(ConformanceError, match="the out of a query with NaN; expected a row of NaN"):
+        with pytest.raises(ConformanceError, match="a query has NaN and its row of out does not show it; expected NaN"):
             spoilt.repair(*arguments)

@@ -16,10 +16,9 @@ import torch
 
 from mla_plugin import reference
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.conformance import DecodeCase
-from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.flashinfer import plan as planning
+from tests.plugins.judged_for_cuda import JudgedForCuda
 
 
 @dataclass(frozen=True)
@@ -185,15 +184,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     Wrapper.made.clear()
 
 
-class _OnCuda(DecodeCase):
-    """A case whose request says that it is on a CUDA device."""
-
-    def request(self, device: torch.device | str) -> Any:
-        return super().request(device).replace(device_type="cuda")
-
-
-class EmulatedFlashInfer:
-    """For a conformance class: requests are judged for a Hopper, and computed here."""
+class EmulatedFlashInfer(JudgedForCuda):
+    """Of a Hopper with either version."""
 
     @pytest.fixture(autouse=True, params=sorted(LIBRARIES))
     def _library(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,17 +194,6 @@ class EmulatedFlashInfer:
 
     def platform(self) -> Platform:
         return hopper("0.7.2")
-
-    def _accepts(self, case: Any) -> bool:
-        return bool(super()._accepts(_OnCuda(**vars(case))))  # type: ignore[misc]
-
-    def _answer(self, request: Any) -> Any:
-        is_decode = isinstance(request, DecodeRequest)
-        return super()._answer(request.replace(device_type="cuda") if is_decode else request)  # type: ignore[misc]
-
-    def _plan(self, case: Any) -> Any:
-        as_cuda = _OnCuda(**vars(case))
-        return super()._plan(as_cuda)  # type: ignore[misc]
 
 
 def lse_refusal(labels: frozenset[str], capability: tuple[int, int]) -> tuple[str, ...]:

@@ -18,11 +18,10 @@ import torch
 
 from mla_plugin import reference
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.conformance import DecodeCase
-from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.flashmla import providers
 from tests.plugins.flash_libraries import check_tile_addresses, install
+from tests.plugins.judged_for_cuda import JudgedForCuda
 
 LEAST_SCALE = 1e-3 / 1.4426950408889634
 FLASH_MLA_REFUSES = MappingProxyType(
@@ -44,7 +43,7 @@ FLASH_MLA_REFUSES = MappingProxyType(
     }
 )
 """What the conformance suite must find refused, by its tags."""
-made: list[torch.Tensor] = []
+made: list[list[int]] = []
 """The lengths of every schedule that was worked out."""
 
 
@@ -60,7 +59,7 @@ def earlier_metadata(
     cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert num_heads_k == 1
-    made.append(cache_seqlens.clone())
+    made.append(cache_seqlens.tolist())
     return torch.tensor([num_q_tokens_per_head_k], dtype=torch.int32), cache_seqlens.clone()
 
 
@@ -140,7 +139,7 @@ def later_call(
     config = (*q.shape[:3], *k_cache.shape[1:3], causal)
     if tile_scheduler_metadata.lengths is None:
         tile_scheduler_metadata.lengths, tile_scheduler_metadata.config = cache_seqlens.clone(), config
-        made.append(cache_seqlens.clone())
+        made.append(cache_seqlens.tolist())
     assert torch.equal(tile_scheduler_metadata.lengths, cache_seqlens)
     assert tile_scheduler_metadata.config == config
     return attend(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal)
@@ -184,15 +183,8 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> Platform:
     return hopper(distribution)
 
 
-class _OnCuda(DecodeCase):
-    """A case whose request says that it is on a CUDA device."""
-
-    def request(self, device: torch.device | str) -> DecodeRequest:
-        return super().request(device).replace(device_type="cuda")
-
-
-class EmulatedFlashMLA:
-    """For a conformance class: requests are judged for a Hopper, and computed here."""
+class EmulatedFlashMLA(JudgedForCuda):
+    """Of a Hopper with vLLM's."""
 
     @pytest.fixture(autouse=True)
     def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +192,3 @@ class EmulatedFlashMLA:
 
     def platform(self) -> Platform:
         return hopper()
-
-    def _accepts(self, case: Any) -> bool:
-        return bool(super()._accepts(_OnCuda(**vars(case))))  # type: ignore[misc]
-
-    def _plan(self, case: Any) -> Any:
-        return super()._plan(_OnCuda(**vars(case)))  # type: ignore[misc]

@@ -13,12 +13,13 @@ import torch
 from mla_plugin import reference
 from mla_plugin.arguments import decode_layout
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.conformance import DecodeCase, DecodeConformance, decode_cases
+from mla_plugin.conformance import DecodeCase, decode_cases
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import fa3
 from mla_plugin.plugins.fa3 import decode
 from tests.plugins.flash_libraries import check_tile_addresses, install
+from tests.plugins.judged_for_cuda import JudgedForCuda
 
 SCHEMA = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, "
@@ -80,14 +81,7 @@ def operator(*arguments: Any) -> list[torch.Tensor]:
     return [out, lse]
 
 
-class _OnCuda(DecodeCase):
-    """A case whose request says that it is on a CUDA device."""
-
-    def request(self, device: torch.device | str) -> DecodeRequest:
-        return super().request(device).replace(device_type="cuda")
-
-
-class Emulated(DecodeConformance):
+class Emulated(JudgedForCuda):
     """For each provider."""
 
     backend = "fa3"
@@ -105,18 +99,8 @@ class Emulated(DecodeConformance):
     def cases(self) -> tuple[DecodeCase, ...]:
         return tuple(case for case in decode_cases() if case.dtype in (torch.bfloat16, torch.float16))[::2]
 
-    def _accepts(self, case: DecodeCase) -> bool:
-        return super()._accepts(_OnCuda(**vars(case)))
-
     def platform(self) -> Platform:
         return hopper(self.distribution)
-
-    def _answer(self, request: Any) -> Any:
-        is_decode = isinstance(request, DecodeRequest)
-        return super()._answer(request.replace(device_type="cuda") if is_decode else request)
-
-    def _plan(self, case: DecodeCase) -> Any:
-        return super()._plan(_OnCuda(**vars(case)))
 
 
 class TestOwnPackage(Emulated):
@@ -149,7 +133,8 @@ class TestVllm(Emulated):
 
 
 def request(**changes: Any) -> DecodeRequest:
-    return replace(_OnCuda("deepseek", dtype=torch.bfloat16, rank=512).request("cpu"), **changes)
+    on_cpu = DecodeCase("deepseek", dtype=torch.bfloat16, rank=512).request("cpu")
+    return on_cpu.replace(**{"device_type": "cuda", **changes})
 
 
 def test_deepseek_and_minicpm3_are_taken_and_the_provider_named() -> None:

@@ -19,6 +19,7 @@ _KEPT = "flashinfer"
 """Where a layout's ``Work`` is kept."""
 WORKSPACE_BYTES = 128 << 20
 _LEAST_SCALE = 2.0**-10
+"""Of softmax_scale; a smaller one is replaced, see ``_rescaled``."""
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
@@ -246,9 +247,8 @@ def _rescaled(tensors: DecodeTensors) -> DecodeTensors:
     scale = tensors.softmax_scale
     if not 0 < scale < _LEAST_SCALE:
         return tensors
-    # float16 queries lose bits below 2^-14, so their scale becomes no more than _LEAST_SCALE
-    exponent = math.frexp(scale)[1]
-    power = 2.0 ** (max(exponent + 9, -24) if tensors.q_nope_abs.dtype == torch.float16 else max(exponent + 3, -100))
+    # the new scale is 2^-10 to 2^-9 in float16, whose small numbers lose bits, and 2^-4 to 2^-3 in bfloat16
+    power = 2.0 ** (math.frexp(scale)[1] + (9 if tensors.q_nope_abs.dtype == torch.float16 else 3))
     q_nope_abs, q_rope = tensors.q_nope_abs * power, tensors.q_rope * power
     return tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope, softmax_scale=scale / power)
 
