@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,7 +285,8 @@ def choices(record: Record) -> str:
             mask = row["mask"] if row["mask"] in ("causal", "full") else f"window {row['mask']}"
             sizes = f"{row['batch']},{heads},{row['seqlen']}", "/".join(map(str, row["dims"]))
             rows.append([*sizes, ", ".join((mask, *kinds)), which, *cells.values()])
-    notes = [f"{what} measured again at commit {commit[:10]}" for what, commit in record.get("again", {}).items()]
+    again = Counter(given for row in record["rows"] for given in row.get("again", {}).items())
+    notes = [f"{what} measured again at commit {commit[:10]} ({n} calls)" for (what, commit), n in again.items()]
     superseded = {what for row in record["rows"] for what in row.get("superseded", ())}
     notes += [f"{what} left out where it was measured before its kernel changed" for what in sorted(superseded)]
     table = markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)

@@ -13,7 +13,8 @@ shuffled order, because a GPU's clock drifts and a model never runs one kernel f
 against float64, in the first and the last head, is more than twice that of plain PyTorch in bfloat16 is not timed.
 dk and dv are not looked at. ``--again`` times the backends that are installed; ``--merge`` keeps the one named, times
 what the others took when the kept result was measured over what they took now, so that both are of one GPU's state. A
-time that was not taken again is of code that has changed: it is set aside as ``superseded``.
+time that was not taken again is of code that has changed: it is set aside as ``superseded``. With ``--rest-unchanged``
+it stays, for a change that reaches only some calls.
 ``choice`` is what the resolver takes for the forward and for the backward. Writes
 benchmarks/results/prefill_backends_<gpu>.json after each shape, prints a table last.
 """
@@ -295,8 +296,8 @@ def measure_again(backend: str, options: argparse.Namespace) -> None:
     print(path)
 
 
-def merge(again: dict[str, Any]) -> None:
-    """Into the kept results of the same GPU; what was not measured again is set aside in ``superseded``."""
+def merge(again: dict[str, Any], *, rest_unchanged: bool) -> None:
+    """Into the kept results of the same GPU; each row says at which commit it was measured again."""
     backend = again["backend"]
     now = {_case_of(row): row for row in again["rows"]}
     kinds = [kind for kind in ("forward", "backward") if kind in again["rows"][0]]
@@ -311,11 +312,11 @@ def merge(again: dict[str, Any]) -> None:
             if backend in found and common:
                 kept[backend] = found[backend] * statistics.geometric_mean(common)
                 row.get("superseded", {}).pop(f"{backend} {kind}", None)
-            elif backend in kept:
+                row.setdefault("again", {})[f"{backend} {kind}"] = again["commit"]
+            elif backend in kept and not rest_unchanged:
                 row.setdefault("superseded", {})[f"{backend} {kind}"] = kept.pop(backend)
             if not row.get("superseded", True):
                 del row["superseded"]
-        record["again"] = {f"{backend} {kind}": again["commit"] for kind in kinds}
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -364,9 +365,10 @@ def main() -> None:
     arguments.add_argument("--again", choices=BACKENDS, help="in every shape, after a change of this backend's")
     arguments.add_argument("--forward-only", action="store_true", help="with --again")
     arguments.add_argument("--merge", type=Path, metavar="FILE", help="put what --again wrote into the kept results")
+    arguments.add_argument("--rest-unchanged", action="store_true", help="with --merge: keep times not taken again")
     options = arguments.parse_args()
     if options.merge:
-        return merge(json.loads(options.merge.read_text()))
+        return merge(json.loads(options.merge.read_text()), rest_unchanged=options.rest_unchanged)
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: nothing to time")
     if options.again:
