@@ -24,6 +24,17 @@ def test_options_of_a_dense_call() -> None:
     assert options.named("causal", "softmax_scale") == {"causal": True, "softmax_scale": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("window_size", "expected"),
+    [((2**31 - 2, 5), (-1, 5)), ((5, 2**31 - 2), (5, -1)), ((141, 141), (-1, -1)), ((140, 140), (140, 140))],
+)
+def test_a_side_of_the_window_that_hides_no_key_is_unlimited(
+    window_size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    request = mla_request(attn_mask_type="no_mask", max_seqlen_q=83, max_seqlen_kv=141, window_size=window_size)
+    assert Options.of(request, 0.5, Rows(request, None, None)).window_size == expected
+
+
 def test_options_of_a_packed_call() -> None:
     case = Case("", "thd", torch.bfloat16, (2, 3), (4, 1), (4, 4), (5, 5), attn_mask_type="padding")
     request, tensors = case.request(), case.tensors()

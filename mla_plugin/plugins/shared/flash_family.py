@@ -19,7 +19,7 @@ class Options(NamedTuple):
     Attributes:
         softmax_scale: multiplies the scores.
         causal: the right side of the window is closed; the diagonal ends at the last query and the last key.
-        window_size: (left, right); -1 is unlimited.
+        window_size: (left, right); -1 is unlimited, and stands for every side that hides no key.
         max_seqlen_q, max_seqlen_k: longest sequence.
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence starts in memory; None for dense tensors.
         seqused_q, seqused_k: int32 [B], true lengths; None when every sequence fills its place.
@@ -41,10 +41,13 @@ class Options(NamedTuple):
     def of(cls, request: AttentionRequest, softmax_scale: float, rows: Rows) -> Options:
         """The options of a call whose rows are those of ``rows``."""
         q, kv = rows.q, rows.kv
+        # FlashAttention 4 subtracts a side from an index with 32 bits, which overflows near 2**31
+        longest = max(request.max_seqlen_q, request.max_seqlen_kv)
+        left, right = (-1 if side >= longest else side for side in request.window_size)
         return cls(
             softmax_scale,
             request.is_causal,
-            request.window_size,
+            (left, right),
             request.max_seqlen_q,
             request.max_seqlen_kv,
             None if q is None else q.starts,
