@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy
 import pytest
 import torch
 
@@ -51,6 +54,17 @@ def test_a_missing_package_is_named() -> None:
     assert list(not_installed(bare, "X", "a")) == ["a is not installed"]
     assert list(not_installed(bare, "X", "a", "b")) == ["X is not installed: none of a, b"]
     assert list(not_installed(one, "X", "a", "b")) == []
+
+
+def test_an_import_keeps_the_random_state_of_numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """JAX, which FlashAttention 4's packages import, draws from it."""
+    (tmp_path / "drawing_when_imported.py").write_text("import numpy\nnumpy.random.rand(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    numpy.random.seed(7)
+    expected = numpy.random.rand()
+    numpy.random.seed(7)
+    imported("x 1", "drawing_when_imported", "")
+    assert numpy.random.rand() == expected
 
 
 def test_an_import_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -79,6 +81,20 @@ def not_installed(platform: Platform, name: str, *distributions: str) -> Iterato
         yield f"{name} is not installed: none of {', '.join(distributions)}"
 
 
+@contextlib.contextmanager
+def _numpy_random_state_kept() -> Iterator[None]:
+    """FlashAttention 4 imports JAX where that is installed, one of whose modules draws random numbers when imported."""
+    random = sys.modules.get("numpy.random")
+    if random is None:
+        yield
+        return
+    state = random.get_state()
+    try:
+        yield
+    finally:
+        random.set_state(state)
+
+
 def imported(found: str, module: str, remedy: str, mark: str | None = None) -> Any:
     """The module of an installed package.
 
@@ -92,7 +108,8 @@ def imported(found: str, module: str, remedy: str, mark: str | None = None) -> A
         RuntimeError: the module cannot be imported, or is another one.
     """
     try:
-        library = importlib.import_module(module)
+        with contextlib.nullcontext() if module in sys.modules else _numpy_random_state_kept():
+            library = importlib.import_module(module)
     except ImportError as error:
         raise RuntimeError(f"{found} is installed, but {module} cannot be imported ({error}): {remedy}") from error
     if mark is not None and not hasattr(library, mark):
