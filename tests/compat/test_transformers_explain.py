@@ -128,7 +128,7 @@ def test_windows_are_kinds_of_their_own():
 def test_why_is_answered_for_every_layer():
     text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4", is_training=True, seqlen=512)
     assert '=> pip install "mla-plugin[fa4]"' in text
-    assert "Then fa4 runs this request's forward and backward" in text
+    assert "Then fa4 runs this request's " in text  # both passes, or the one where it is measured to be the fastest
     text = mla_plugin.explain(deepseek(), platform=GPU, why="fa4")
     assert "fa4 cannot compute this: DecodeRequest, expected AttentionRequest" in text
 
