@@ -44,12 +44,12 @@ class Options(NamedTuple):
         """The options of a call whose rows are those of ``rows``."""
         q, kv = rows.q, rows.kv
         # FlashAttention 4 subtracts a side from an index with 32 bits, which overflows near 2**31
-        longest = max(request.max_seqlen_q, request.max_seqlen_kv)
-        left, right = (-1 if side >= longest else side for side in request.window_size)
+        longest = request.max_seqlen_q if request.max_seqlen_q > request.max_seqlen_kv else request.max_seqlen_kv
+        left, right = request.window_size
         return cls(
             softmax_scale,
             request.is_causal,
-            (left, right),
+            (-1 if left >= longest else left, -1 if right >= longest else right),
             request.max_seqlen_q,
             request.max_seqlen_kv,
             None if q is None else q.starts,
