@@ -32,9 +32,11 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
+from mla_plugin.plugins.shared import small_scale
 from mla_plugin.plugins.shared.refusals import (
     NO_DECODE,
     accepted_without_dlse,
+    beyond_grid,
     beyond_plain_attention,
     off_cuda,
     refuse_dlse,
@@ -48,7 +50,6 @@ _forward = getattr(  # Python's own binding takes 1.5 us less than the operator'
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default._op
 
 BROKEN_CUDNN = ((9, 10, 0), (9, 10, 1))
-MAX_GRID = 65_535
 LEAST_KEYS = 2
 
 
@@ -111,8 +112,7 @@ def _shape_refusals(request: AttentionRequest) -> Iterator[str]:
         yield f"batch_size={request.batch_size}, max_seqlen_q={len_q}, expected at least 1 [PyTorch]"
     if len_kv < LEAST_KEYS:
         yield f"max_seqlen_kv={len_kv} < {LEAST_KEYS} [PyTorch]"
-    if max(request.batch_size, request.num_heads) > MAX_GRID:
-        yield f"batch_size={request.batch_size}, num_heads={request.num_heads}, expected up to {MAX_GRID} [PyTorch]"
+    yield from beyond_grid(request)
 
 
 def _feature_refusals(request: AttentionRequest) -> Iterator[str]:
@@ -202,16 +202,21 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     inputs = (dout, tensors.q, tensors.k, tensors.v, residuals.out)
     dout, q, k, v, out = [layout.to_bhsd(aligned(x.contiguous())) for x in inputs]
     lse = contiguous_from_16_bytes(residuals.lse).unsqueeze(-1)
+    lowered = small_scale.factor_of_q(request.dtype, tensors.softmax_scale)
+    if lowered != 1.0:
+        q = q * lowered
     no_seed = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout only
     found = []
     for first, length, is_causal in _parts(request):
         of_part = [x.narrow(2, first, length) for x in (k, v)]
         sizes = (q.shape[2], length, 0.0, is_causal)
         unused = (no_seed, no_seed, None, None, None)
-        found.append(_backward(dout, q, *of_part, out, lse, *unused, *sizes, scale=tensors.softmax_scale))
+        found.append(_backward(dout, q, *of_part, out, lse, *unused, *sizes, scale=tensors.softmax_scale / lowered))
     from_bhsd = layout.from_bhsd
     dq, dk, dv = found[0]
     if len(found) == 2:
         dq = (dq.float() + found[1][0]).to(dq.dtype)
         dk, dv = (torch.cat(pair, 2) for pair in zip(found[0][1:], found[1][1:], strict=True))
+    if lowered != 1.0:
+        dq = dq * lowered
     return Gradients(from_bhsd(dq).contiguous(), from_bhsd(dk).contiguous(), from_bhsd(dv).contiguous())

@@ -137,6 +137,7 @@ def backward(
         weights = (_scores(query[n, i], key[n, j], scale, custom_mask_type, window_size) - total).exp()
         delta = (dout * out[n, i].float()).sum(-1).transpose(0, 1).unsqueeze(-1)
         dscores = weights * (torch.einsum("ihd,jhd->hij", dout, value[n, j].float()) - delta) * scale
+        dscores = dscores.to(dq.dtype).float()
         dv[n, j] = torch.einsum("hij,ihd->jhd", weights, dout).to(dv.dtype)
         dq[n, i] = torch.einsum("hij,jhd->ihd", dscores, key[n, j].float()).to(dq.dtype)
         dk[n, j] = torch.einsum("hij,ihd->jhd", dscores, query[n, i].float()).to(dk.dtype)

@@ -143,6 +143,8 @@ TRAINING = {"is_training": True}
         (Platform("cuda", (8, 0)), {}, ["cuda_version=None"]),
         (cuda_platform((7, 5)), {}, ["compute_capability=(7, 5) < (8, 0)"]),
         (A100, {"head_dim_qk": 100, "head_dim_v": 64}, ["head_dim_qk=100, head_dim_v=64, expected a multiple of 8"]),
+        (A100, {"batch_size": 65_536}, ["batch_size=65536 > 65535"]),
+        (A100, {"num_heads": 65_600, "num_kv_heads": 65_600}, ["num_heads=65600 > 65535"]),
         (A100, {"head_dim_qk": 576, "head_dim_v": 512}, ["head_dim_v=512 padded to 576 > 256"]),
         (
             A100,

@@ -94,7 +94,7 @@ def calls_of(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("name", "plugin", "forward", "backward"),
     [
-        ("cudnn", cudnn, 22, 58),
+        ("cudnn", cudnn, 22, 59),
         ("sdpa", sdpa, 20, 86),
         ("fa2", fa2, 25, 90),
         ("fa3", fa3, 22, 90),

@@ -60,6 +60,7 @@ def test_every_reason_is_given() -> None:
         ({"device_type": "cuda", "window_size": (7, 0)}, "memory-efficient CUDA kernel"),
         ({"device_type": "cuda", "dtype": torch.float64}, "dtype=torch.float64"),
         ({"device_type": "cuda", "batch_size": 65_536}, "batch_size=65536 > 65535"),
+        ({"device_type": "cuda", "num_heads": 65_600, "num_kv_heads": 65_600}, "num_heads=65600 > 65535"),
     ],
 )
 def test_the_note_names_the_route(changes: dict[str, Any], note: str) -> None:

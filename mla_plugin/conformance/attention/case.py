@@ -337,7 +337,8 @@ class Case:
         if not self.return_lse:
             return dout, None
         dtype = lse_dtype(self.dtype)
-        dlse = draw.normal(layout.lse_shape(self._shape("q", self.num_heads, 1)), dtype)
+        # numbers of the case's dtype: a backend may round them to it, which for all keys of a row is the same error
+        dlse = draw.normal(layout.lse_shape(self._shape("q", self.num_heads, 1))).to(dtype)
         if self.dlse_storage != "expanded":
             factor = layout.to_bhsd(poison)[..., 0].to(dtype)  # [B, 1, S] or [1, 1, T]
             dlse = dlse * (factor[0] if self.is_packed else factor)

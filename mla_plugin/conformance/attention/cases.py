@@ -18,6 +18,7 @@ from mla_plugin.conformance.attention import extremes, sizes
 from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
+from mla_plugin.conformance.attention.scores import FAINT
 
 DENSE_FORMATS = ("bshd", "sbhd", "bhsd")
 LENGTHS = ((1, 1), (1, 67), (67, 1), (2, 3), (17, 131), (131, 17), (64, 64), (128, 256), (129, 127))
@@ -366,6 +367,9 @@ def _other_dtypes() -> Iterator[Case]:
         odd: dict[str, Any] = {"head_dim_qk": 13, "head_dim_v": 7, "return_lse": True, "attn_mask_type": "causal"}
         yield Case(f"head_dims_13_7-causal-{DTYPE_NAMES[dtype]}", dtype=dtype, **odd)
     wide: dict[str, Any] = {"seqlens_q": (40,), "seqlens_kv": (700,), "head_dim_qk": 24, "head_dim_v": 16}
+    faint: dict[str, Any] = {"scores": "faint_queries", "softmax_scale": FAINT, "head_dim_qk": 8, "head_dim_v": 8}
+    one: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "seqlens_q": (5,), "seqlens_kv": (33_000,)}
+    yield Case("faint_queries-fp16", dtype=torch.float16, **faint, **one)  # a score's gradient times the scale is 0
     yield Case("keys_700-fp16", dtype=torch.float16, window_size=(300, 9), return_lse=True, **wide)
 
 

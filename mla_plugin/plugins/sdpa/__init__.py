@@ -29,11 +29,9 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradie
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.sdpa import batches, decode, efficient, padded
-from mla_plugin.plugins.shared.refusals import beyond_plain_attention
+from mla_plugin.plugins.shared.refusals import beyond_grid, beyond_plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_EFFICIENT_BATCH = 65_535
-"""The kernel's grid has the sequences in z (PyTorch, _scaled_dot_product_efficient_attention_backward_cuda)."""
 
 
 def refusals(request: AttentionRequest, platform: Platform) -> Iterator[str]:
@@ -67,8 +65,7 @@ def _blocked_because(request: AttentionRequest) -> Iterator[str]:
         yield f"window_size={request.window_size} with {request.attn_mask_type!r}"
     if request.dtype == torch.float64:
         yield "dtype=torch.float64"
-    if request.batch_size > MAX_EFFICIENT_BATCH:
-        yield f"batch_size={request.batch_size} > {MAX_EFFICIENT_BATCH}"
+    yield from beyond_grid(request)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,8 +6,8 @@ which the kernel leaves uninitialised, are replaced when the result is unpacked.
 
 The kernel needs equal head counts, and head dims and strides that are multiples of 8 elements: keys and values are
 repeated, zero columns appended and other strides copied, all linear in S. Its backward reads ``out`` as contiguous,
-whatever its strides. Two of its bugs are avoided: in the backward its window ignores the bottom-right shift, and rows
-without keys give NaN.
+whatever its strides. Three of its bugs are avoided: in the backward its window ignores the bottom-right shift, rows
+without keys give NaN, and in float16 a small scale makes dq and dk 0, see ``small_scale``.
 
 The gradient of the log-sum-exp uses one more column with V = 1, out = 0, dout = dlse; see ``flash`` for the proof.
 """
@@ -25,6 +25,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import aligned, contiguous_from_16_bytes, has_addressable_strides, start_aligned
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Residuals
 from mla_plugin.plugins.sdpa.ragged import Ragged, is_ragged, ragged
+from mla_plugin.plugins.shared import small_scale
 
 _forward = torch.ops.aten._efficient_attention_forward.default._op
 _backward = torch.ops.aten._efficient_attention_backward.default._op
@@ -228,6 +229,9 @@ def backward(
         v[..., head_dim_v] = 1
         dlse = dlse.unsqueeze(0) if request.layout.is_packed else dlse
         dout[..., head_dim_v] = call.rows(request.layout.from_bhsd(dlse.unsqueeze(-1))).squeeze(-1)
+    lowered = small_scale.factor_of_q(request.dtype, tensors.softmax_scale)
+    if lowered != 1.0:
+        q = q * lowered
     no_seed = torch.empty((), dtype=torch.int64)  # read with dropout only
     dq, dk, dv, _ = _backward(
         dout,
@@ -245,8 +249,10 @@ def backward(
         call.mask,
         False,
         num_splits_key=1 if request.deterministic else None,
-        **call.options,
+        **{**call.options, "scale": tensors.softmax_scale / lowered},
     )
+    if lowered != 1.0:
+        dq = dq * lowered
     return Gradients(
         call.from_rows(_first(dq, request.head_dim_qk), tensors.q),
         call.from_columns(_first(dk, request.head_dim_qk), tensors.k),

@@ -16,6 +16,9 @@ from mla_plugin.hooks.types import Accepted, Refused
 NO_DECODE = Refused(("DecodeRequest, expected AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
 
+MAX_GRID = 65_535
+"""Most blocks of a CUDA grid in y or z, where FlashAttention's kernels and PyTorch's have sequences and heads."""
+
 NO_ATTENTION = Refused(("AttentionRequest, expected DecodeRequest: this backend reads a compressed cache",))
 """The answer to an attention request of a backend of decode."""
 
@@ -53,6 +56,13 @@ def off_cuda(*device_types: str) -> Iterator[str]:
             yield f"device_type={device_type!r}, expected 'cuda'"
 
 
+def beyond_grid(request: AttentionRequest) -> Iterator[str]:
+    """The reason of kernels that have sequences and heads in y and z of their grid."""
+    for name in ("batch_size", "num_heads"):
+        if getattr(request, name) > MAX_GRID:
+            yield f"{name}={getattr(request, name)} > {MAX_GRID}"
+
+
 def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
     """Reasons that FlashAttention 2, 3 and 4 share, whoever provides them."""
     if request.dtype not in (torch.bfloat16, torch.float16):
@@ -66,6 +76,7 @@ def beyond_flash_attention(request: AttentionRequest) -> Iterator[str]:
     sizes = (request.batch_size, request.max_seqlen_q, request.max_seqlen_kv)
     if not all(sizes):
         yield f"batch_size={sizes[0]}, max_seqlen_q={sizes[1]}, max_seqlen_kv={sizes[2]}, expected at least 1 each"
+    yield from beyond_grid(request)
     yield from beyond_plain_attention(request)
     yield from _other_diagonal(request)
 
