@@ -60,7 +60,7 @@ _SETTINGS: dict[str, Setting] = {
         torch.set_float32_matmul_precision,
         ("highest", "medium"),
     ),
-    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads, (2, 3)),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads, (2, 5)),
     "torch.are_deterministic_algorithms_enabled()": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),

@@ -93,6 +93,24 @@ ATTENTION = [
         "        __import__('random').SystemRandom().shuffle(tiles)\n"
         "        dk_b = sum([ds[:, x].mT @ q[:, x] for x in tiles], torch.zeros_like(k)) * t.softmax_scale",
     ),
+    broken(
+        "fp16_score_gradients_times_the_scale",
+        DK,
+        "        exact = ds.dtype\n"
+        "        scaled = (ds * t.softmax_scale).to(request.dtype).to(exact) if request.dtype == torch.float16 else None\n"
+        "        dk_b = (ds * t.softmax_scale if scaled is None else scaled).mT @ q",
+    ),
+    broken(
+        "dbias_summed_in_the_dtype",
+        "    target[:, : ds.shape[1], : ds.shape[2]] += ds * factor\n",
+        "    target[:, : ds.shape[1], : ds.shape[2]] += ds * factor\n    target.copy_(target.to(request.dtype))\n",
+    ),
+    broken(
+        "dbias_of_minus_infinity",
+        "            add_bias_gradient(dbias, ds, request, t, b)\n",
+        "            add_bias_gradient(dbias, ds, request, t, b)\n"
+        "            dbias = dbias.masked_fill(t.bias.isneginf(), torch.nan)\n",
+    ),
 ]
 
 DECODE = [
@@ -135,5 +153,11 @@ DECODE = [
         "one_maximum_for_all_heads",
         of_decode.TOP,
         of_decode.TOP + "\n            top = top.amax(0, keepdim=True).expand_as(top)",
+    ),
+    broken(
+        "fp16_products_saturate",
+        of_decode.SCALE,
+        "            scores = scores.clamp(-65504, 65504) if t.q_nope_abs.dtype == torch.float16 else scores\n"
+        + of_decode.SCALE,
     ),
 ]

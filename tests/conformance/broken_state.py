@@ -230,6 +230,12 @@ ATTENTION = [
         "    starts = [x % 65536 for x in (cu if padded is None else padded)[:-1].tolist()]",
     ),
     halved("three_groups", SUM, "result", "request.num_kv_heads == 3"),
+    broken(
+        "out_where_threads_do_not_divide_the_keys",
+        SUM,
+        SUM + "\n        threads = torch.get_num_threads()"
+        "\n        result = result * (0.9 if threads >= 4 and weights.shape[-1] % threads else 1.0)",
+    ),
 ]
 TAKE, KEYS, PAGES, OUT = of_decode.TAKE, of_decode.KEYS, of_decode.PAGES, of_decode.OUT
 RETURN_DECODE, ALLOCATE_DECODE = of_decode.RETURN, of_decode.ALLOCATE
@@ -303,5 +309,11 @@ DECODE = [
         RETURN_DECODE,
         "    STATE['n'] = STATE.get('n', 0) + 1\n    out = out * (0.9 if STATE['n'] % 20 == 0 else 1.0)\n"
         + RETURN_DECODE,
+    ),
+    broken(
+        "last_head_where_threads_do_not_divide_the_heads",
+        of_decode.OUT,
+        of_decode.OUT + "\n            threads = torch.get_num_threads()"
+        "\n            out[b, i, -1] *= 0 if threads >= 4 and heads % threads else 1",
     ),
 ]

@@ -367,6 +367,9 @@ def _other_dtypes() -> Iterator[Case]:
         odd: dict[str, Any] = {"head_dim_qk": 13, "head_dim_v": 7, "return_lse": True, "attn_mask_type": "causal"}
         yield Case(f"head_dims_13_7-causal-{DTYPE_NAMES[dtype]}", dtype=dtype, **odd)
     wide: dict[str, Any] = {"seqlens_q": (40,), "seqlens_kv": (700,), "head_dim_qk": 24, "head_dim_v": 16}
+    many: dict[str, Any] = {"seqlens_q": (3,) * 260, "seqlens_kv": (9,) * 260, "head_dim_qk": 8, "head_dim_v": 8}
+    bias: dict[str, Any] = {"bias_type": "post_scale_bias", "bias_shape": "1hss", "bias_requires_grad": True}
+    yield Case("bias_of_260_sequences-bf16", dtype=torch.bfloat16, **many, **bias)
     faint: dict[str, Any] = {"scores": "faint_queries", "softmax_scale": FAINT, "head_dim_qk": 8, "head_dim_v": 8}
     one: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "seqlens_q": (5,), "seqlens_kv": (33_000,)}
     yield Case("faint_queries-fp16", dtype=torch.float16, **faint, **one)  # a score's gradient times the scale is 0

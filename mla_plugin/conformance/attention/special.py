@@ -140,8 +140,11 @@ def _check_dropped(call: Call, outputs: list[AttentionOutput], keys: int, dropou
     bound = 8 * torch.finfo(call.case.dtype).eps + 1e-5
     if not bool(((first - wanted).abs() <= bound).masked_select(seen).all()):
         checks.fail(f"dropout: the weights that are kept must be divided by 1 - dropout_p = {1 - dropout_p}")
-    if torch.equal(kept[:, 0], kept[:, 1]):
-        checks.fail("dropout: two heads drop the same weights; expected independent ones")
+    for words, axis in (("heads", 1), ("sequences", 0)):
+        if kept.shape[axis] > 1:
+            both = seen.select(axis, 0) & seen.select(axis, 1)
+            if torch.equal(kept.select(axis, 0) & both, kept.select(axis, 1) & both):
+                checks.fail(f"dropout: two {words} drop the same weights; expected independent ones")
 
 
 def _check_dropped_backward(

@@ -54,7 +54,7 @@ def check_values(suite: BackendConformance) -> None:
 
 
 def _cases(plain: list[Case]) -> Iterator[Case]:
-    """The plain ones, one in each low precision, one whose lse is used, two with a bias, one with a mask."""
+    """The plain ones, one in each low precision, one whose lse is used, four with a bias, one with a mask."""
     yield from plain
     for case, dtype in zip(plain, _DTYPES, strict=False):
         if case.dtype != dtype:
@@ -63,12 +63,14 @@ def _cases(plain: list[Case]) -> Iterator[Case]:
 
 
 def _with_more_tensors(plain: list[Case]) -> Iterator[Case]:
-    """One whose lse is used, one with each type of bias, one with a mask."""
+    """One whose lse is used, two with each type of bias, one with a mask."""
     for case in plain[:1]:
         yield replace(case, name=f"{case.name} with lse", return_lse=True)
     for case in [case for case in plain if not case.is_packed][:1]:
         for bias_type in ("post_scale_bias", "pre_scale_bias"):
-            yield replace(case, name=f"{case.name} with a {bias_type}", bias_type=bias_type, bias_shape="bhss")
+            biased = replace(case, name=f"{case.name} with a {bias_type}", bias_type=bias_type, bias_shape="bhss")
+            yield biased
+            yield replace(biased, name=f"{biased.name} that needs a gradient", bias_requires_grad=True)
         yield replace(case, name=f"{case.name} with a mask", attn_mask_type="arbitrary", mask_shape="bhss")
 
 

@@ -76,7 +76,7 @@ def _edges() -> tuple[DecodeCase, ...]:
         for index, case in enumerate(_small())
         for dtype in (DTYPES if index < 4 else (DTYPES[index % 3],))
     )
-    return (*small, *borders())
+    return (*small, *_beyond_float16(), *borders())
 
 
 def _small() -> Iterator[DecodeCase]:
@@ -118,6 +118,14 @@ def _small() -> Iterator[DecodeCase]:
     yield DecodeCase("ranks_13_7-pages_of_5", rank=13, rope=7, page_size=5, is_packed=False)
     yield DecodeCase("batch_140", lengths=(3, 0, 9, 1, 17) * 28, page_size=8, num_heads=1, **narrow)
     yield DecodeCase("pages_of_1000", lengths=(64, 1000, 1001, 5), page_size=1000, **narrow)
+
+
+def _beyond_float16() -> Iterator[DecodeCase]:
+    """Products of a query and a key that float16 cannot hold, though it can hold the scores."""
+    beyond: dict[str, Any] = {"dtype": torch.float16, "scores": "overflow", "lengths": (40, 67), "rank": 72, "rope": 8}
+    scale = 1.7 / (64.0 * 64.0 * 80.0**0.5)
+    yield DecodeCase("products_beyond_float16-contiguous", causal=False, softmax_scale=scale, **beyond)
+    yield DecodeCase("products_beyond_float16-paged", softmax_scale=scale, page_size=64, seqlen_q=2, **beyond)
 
 
 def _long() -> Iterator[DecodeCase]:
