@@ -176,7 +176,7 @@ ATTENTION = [
     broken(
         "answer_depends_on_threads",
         ACCEPT,
-        "    reasons = (*reasons, 'num_heads=1') if torch.get_num_threads() == 3 else reasons\n" + ACCEPT,
+        "    reasons = (*reasons, 'num_heads=1') if torch.get_num_threads() > 3 else reasons\n" + ACCEPT,
     ),
     broken(
         "answer_depends_on_the_default_dtype",
@@ -298,7 +298,7 @@ DECODE = [
     broken(
         "answer_depends_on_threads",
         of_decode.ACCEPT,
-        "    return Refused(('num_heads=1',)) if torch.get_num_threads() == 3 else Accepted()",
+        "    return Refused(('num_heads=1',)) if torch.get_num_threads() > 3 else Accepted()",
     ),
     broken(
         "scale_at_most_one", of_decode.SCALE, of_decode.SCALE.replace("t.softmax_scale", "min(t.softmax_scale, 1.0)")

@@ -77,7 +77,7 @@ def test_the_triton_plugin_counts_columns_as_the_kernels_do() -> None:
         assert triton_decode.columns(request) == sum(split_head_dim(rank))
 
 
-@pytest.mark.parametrize("case", decode_cases()[::3], ids=str)
+@pytest.mark.parametrize("case", [case for case in decode_cases() if case.lengths][::3], ids=str)
 def test_sdpa_computes_several_sequences_without_their_lengths_as_on_a_gpu(case: DecodeCase) -> None:
     few = replace(case, spare_columns=min(case.spare_columns, 2))  # a hundred unused pages a sequence take seconds
     tensors = few.tensors("cpu", torch.Generator().manual_seed(0), math.nan)
