@@ -382,8 +382,9 @@ Small chunks keep a small batch parallel; large chunks cost less per key.
 
 {versions}
 
-`python -m benchmarks.prefill_backends`: milliseconds of `mla_plugin.attention` on each backend, in bfloat16. The
-resolver's choice is in bold; forward and backward are chosen separately. Packed lengths are log-normal.
+`python -m benchmarks.prefill_backends`: milliseconds of each backend's forward and backward in bfloat16, from CUDA
+graphs, so without time on the host. The resolver's choice is in bold; forward and backward are chosen separately.
+Packed lengths are log-normal.
 
 {training_figure}
 

@@ -67,6 +67,10 @@ def _are(values: object, kind: type, count: int) -> bool:
     return isinstance(values, tuple) and len(values) == count and all(isinstance(x, kind) for x in values)
 
 
+FORWARD_ONLY = "forward only: "
+"""How the note begins that says why a backend that runs the forward does not run the backward."""
+
+
 @dataclass(frozen=True)
 class Accepted:
     """A backend can run the request.
@@ -76,7 +80,8 @@ class Accepted:
             before the unfused fallback; a positive number before every built-in, higher numbers first; a negative
             number after everything else. Built-in backends are ordered by the resolver, which ignores their priority.
         backward_by: name of the backend that runs the backward; None for the accepting backend itself. Ignored for
-            built-in backends outside TransformerEngine, where forward and backward are chosen independently.
+            built-in backends where forward and backward are chosen independently: outside TransformerEngine, without
+            dropout, and with no backend requested by name.
         notes: facts worth showing in ``explain``, such as the kernel that will run.
         kv_cache_formats: formats of quantised caches that the backend's decode reads. If the request's format is not
             among them, the acceptance counts as a refusal, so a backend need not know the formats that it cannot read.
@@ -91,7 +96,7 @@ class Accepted:
     drops_nan: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.priority, int):
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
             raise TypeError(f"priority={self.priority!r}; expected an integer, 0 for the default order")
 
 

@@ -24,7 +24,7 @@ from mla_plugin.cli.model_shape import count, width
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
+from mla_plugin.resolver import Decision, DecodeDecision, changes, describe_decode, survey, survey_decode
 from mla_plugin.resolver.explanation import describe
 from mla_plugin.resolver.why import Why
 from mla_plugin.resolver.why import why as ask_why
@@ -62,7 +62,7 @@ SHARED_MEMORY_PER_BLOCK = {
 }
 """Largest opt-in shared memory of a thread block in bytes (CUDA C++ Programming Guide, compute capabilities)."""
 
-ASSUMED: dict[str, Any] = {"cuda_version": "13.0", "cudnn_version": (9, 20, 0)}
+ASSUMED: dict[str, Any] = {"cuda_version": changes.CUDA, "cudnn_version": changes.CUDNN}
 """Assumed properties of a described CUDA device if this PyTorch has no CUDA."""
 
 
@@ -297,20 +297,20 @@ def platform_of(arguments: argparse.Namespace) -> Platform:
         raise ValueError("this machine has no CUDA device; describe one with --capability, such as --capability 8.0")
     platform = device.platform("cuda" if is_cuda and has_cuda else "cpu")
     packages = dict(platform.packages) | dict(arguments.package)
-    changes: dict[str, Any] = {
+    described: dict[str, Any] = {
         "device_type": "cuda" if is_cuda else "cpu",
         "packages": tuple(sorted((name, version) for name, version in packages.items() if version)),
     }
     if arguments.capability not in (None, platform.compute_capability):
         shared_memory = SHARED_MEMORY_PER_BLOCK.get(arguments.capability)
-        changes |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
-        changes |= {"multi_processor_count": None, "tools": platform.tools - {"triton-interpreter"}}
+        described |= {"compute_capability": arguments.capability, "shared_memory_per_block": shared_memory}
+        described |= {"multi_processor_count": None, "tools": platform.tools - {"triton-interpreter"}}
     given = {name: getattr(arguments, name) for name in ASSUMED if getattr(arguments, name)}
     assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
     if assumed:
         words = ", ".join(f"{name}={value}" for name, value in assumed.items())
         print(f"note: this PyTorch has no CUDA; assumed {words}", file=sys.stderr)
-    return dataclasses.replace(platform, **changes, **assumed, **given)
+    return dataclasses.replace(platform, **described, **assumed, **given)
 
 
 def _differences(value: Any) -> dict[str, Any]:

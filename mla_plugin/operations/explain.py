@@ -20,6 +20,7 @@ from mla_plugin.operations.decode import api as decode_api
 from mla_plugin.operations.latent import api as latent_api
 from mla_plugin.resolver import Decision, DecodeDecision, describe_decode, survey, survey_decode
 from mla_plugin.resolver import explain as explain_request
+from mla_plugin.resolver.asking import check_backend_is_registered, check_hypothetical
 from mla_plugin.resolver.explanation import describe
 
 if TYPE_CHECKING:
@@ -118,10 +119,7 @@ def explain(*subject: Any, **arguments: Any) -> str:
         TypeError: the subject is none of these, or an argument is not accepted with it.
         ValueError: an argument is invalid; the message says what was given and what is expected.
     """
-    platform = arguments.get("platform")
-    if not (platform is None or isinstance(platform, Platform)):
-        raise TypeError(f"platform={platform!r}; expected a mla_plugin.Platform, or None for the current device")
-    _check_environ(arguments.get("environ"))
+    check_hypothetical(arguments.get("platform"), arguments.get("environ"))
     first = subject[0] if subject else arguments.get("request", arguments.get("q", arguments.get("model")))
     if isinstance(first, (AttentionRequest, DecodeRequest)):
         return _bound(explain_request, "request", subject, arguments)
@@ -132,16 +130,6 @@ def explain(*subject: Any, **arguments: Any) -> str:
     if _adapter(first) is not None:
         return _bound(_explain_model, "model", subject, arguments)
     raise TypeError(f"explain() got {_kind_of(first)}; {_ACCEPTED}")
-
-
-def _check_environ(environ: object) -> None:
-    if environ is None:
-        return
-    if not (isinstance(environ, Mapping) and all(isinstance(x, str) for pair in environ.items() for x in pair)):
-        raise TypeError(
-            f"environ={environ!r}; expected names and values as in os.environ, all strings, such as "
-            "{'NVTE_FLASH_ATTN': '0'}, or None for the process's"
-        )
 
 
 def _bound(function: Callable[..., str], what: str, subject: tuple[Any, ...], arguments: dict[str, Any]) -> str:
@@ -171,6 +159,7 @@ def _explain_call(
 ) -> str:
     asked = ask(*tensors, **arguments)
     if not asked.requests:
+        check_backend_is_registered(asked.backend)
         return "=> no backend: the call has no queries or no keys, so there is nothing to compute"
     options: dict[str, Any] = {"backend": asked.backend, "why": why, "platform": platform, "environ": environ}
     options |= {"te_release": te_release}

@@ -33,6 +33,23 @@ def check_backend_name(backend: object) -> None:
     raise error(f"backend={backend!r}; the name of a backend, or None for the best one; registered: {registered}")
 
 
+def check_hypothetical(platform: object, environ: object) -> None:
+    """Check the arguments that describe a machine.
+
+    Raises:
+        TypeError: ``platform`` is neither a Platform nor None, or ``environ`` is neither a mapping of strings nor None.
+    """
+    if not (platform is None or isinstance(platform, Platform)):
+        raise TypeError(f"platform={platform!r}; expected a mla_plugin.Platform, or None for the current device")
+    if environ is None:
+        return
+    if not (isinstance(environ, Mapping) and all(isinstance(x, str) for pair in environ.items() for x in pair)):
+        raise TypeError(
+            f"environ={environ!r}; expected names and values as in os.environ, all strings, such as "
+            "{'NVTE_FLASH_ATTN': '0'}, or None for the process's"
+        )
+
+
 def ask(
     name: str,
     select_backend: Callable[..., Any],

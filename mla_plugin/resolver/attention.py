@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest, Plan
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
+from mla_plugin.hooks.types import FORWARD_ONLY, Accepted, NoBackendError, Platform, Refused, TraceEntry
 from mla_plugin.resolver import choice, preference
-from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name
+from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name, check_hypothetical
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Survey:
             return TraceEntry(name, False, "backend", (self._why_no_backward(answer),)), None
         notes = forward.notes
         if isinstance(answer, Refused):
-            notes += (f"forward only: {'; '.join(answer.reasons)}",)
+            notes += (FORWARD_ONLY + "; ".join(answer.reasons),)
         return TraceEntry(name, True, "backend", notes), backward or name
 
     def _takes_passes_apart(self, name: str) -> bool:
@@ -112,7 +112,7 @@ class _Survey:
         asked = self.asked
         if asked.backend is not None:
             return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was requested by name",))
-        off = choice.switched_off(name, self.request, asked.platform, asked.environ)
+        off = choice.left_out(name, self.request, asked.platform, asked.environ)
         if off is not None and (self.is_free or name in ("triton", preference.FALLBACK)):
             return off
         if name == "triton":
@@ -163,9 +163,10 @@ def survey(
 
     Raises:
         EnvironmentVariableError: a variable has a value that is not accepted.
-        TypeError: ``backend`` is neither a name nor None.
+        TypeError: ``backend`` is not a name, ``platform`` not a Platform or ``environ`` not a mapping of strings.
         ValueError: ``backend`` is not registered, or ``te_release`` is not known or cannot express the request.
     """
+    check_hypothetical(platform, environ)
     environ = dict(environment.gates()) if environ is None else environ
     if not environment.parse("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ):
         request = request.replace(deterministic=True)

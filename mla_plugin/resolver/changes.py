@@ -24,8 +24,8 @@ GPUS: dict[tuple[int, int], str] = {
 }
 """Compute capabilities that are tried, and a GPU of each."""
 
-_CUDA, _CUDNN = "13.0", (9, 20, 0)
-"""Assumed properties of a hypothetical GPU."""
+CUDA, CUDNN = "13.0", (9, 20, 0)
+"""Versions that are assumed of a hypothetical GPU's machine, and of an upgrade."""
 
 
 class Situation(NamedTuple):
@@ -65,17 +65,19 @@ def of_packages(name: str, situation: Situation) -> Iterator[Change]:
             command = package.upgrade if found else package.command
             yield Change("package", command, _with_package(package.name, package.version))
     if name == "cudnn":
-        major = (situation.platform.cuda_version or _CUDA).split(".")[0]
+        major = (situation.platform.cuda_version or CUDA).split(".")[0]
         yield Change(
             "package",
             f"pip install --upgrade nvidia-cudnn-cu{major}",
-            lambda s: s._replace(platform=dataclasses.replace(s.platform, cudnn_version=_CUDNN)),
+            lambda s: s._replace(
+                platform=dataclasses.replace(s.platform, cudnn_version=max(s.platform.cudnn_version or CUDNN, CUDNN))
+            ),
         )
         if situation.platform.device_type == "cuda" and situation.platform.cuda_version is None:
             yield Change(
                 "package",
                 "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally",
-                lambda s: s._replace(platform=dataclasses.replace(s.platform, cuda_version=_CUDA)),
+                lambda s: s._replace(platform=dataclasses.replace(s.platform, cuda_version=CUDA)),
             )
 
 
@@ -195,8 +197,8 @@ def of_device(capability: tuple[int, int], situation: Situation) -> Change:
             s.platform,
             device_type="cuda",
             compute_capability=capability,
-            cuda_version=kept.cuda_version or _CUDA,
-            cudnn_version=s.platform.cudnn_version or _CUDNN,
+            cuda_version=kept.cuda_version or CUDA,
+            cudnn_version=s.platform.cudnn_version or CUDNN,
             shared_memory_per_block=None,
             multi_processor_count=None,
             device_name=None,

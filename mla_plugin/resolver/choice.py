@@ -6,7 +6,6 @@ decides which of them do. The two passes are chosen independently, because they 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from mla_plugin import environment
@@ -14,15 +13,9 @@ from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform, TraceEntry
 from mla_plugin.resolver.attention_speed import fastest_first
 from mla_plugin.resolver.preference import FALLBACK, by_priority, triton_opt_in_obstacles
+from mla_plugin.resolver.switches import switched_off
 
-_SWITCHES: Mapping[str, tuple[str, ...]] = {
-    "fa2": ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2"),
-    "fa3": ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3"),
-    "fa4": ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4"),
-    "cudnn": ("NVTE_FUSED_ATTN",),
-    FALLBACK: ("NVTE_UNFUSED_ATTN",),
-}
-"""The variables that switch a backend off when 0."""
+_INTERPRETER = "Triton's interpreter is slow; it runs only when requested by name or by NVTE_MLA_TRITON=1"
 
 
 def is_as_strict_as_te(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
@@ -30,26 +23,12 @@ def is_as_strict_as_te(request: AttentionRequest, environ: Mapping[str, str]) ->
     return request.host == "transformer_engine" or bool(environment.parse("MLA_PLUGIN_STRICT_TE", environ))
 
 
-def switched_off(
-    name: str, request: AttentionRequest, platform: Platform, environ: Mapping[str, str]
-) -> TraceEntry | None:
-    """What switches a built-in backend off, whatever it can compute; None if nothing does."""
+def left_out(name: str, request: AttentionRequest, platform: Platform, environ: Mapping[str, str]) -> TraceEntry | None:
+    """The line of a built-in backend that is not tried, whatever it can compute; None if nothing leaves it out."""
     if name == "triton" and platform.device_type != "cuda":
-        return TraceEntry(name, False, "host", ("Triton's interpreter is slow; it runs only when requested by name",))
-    if name == "triton":
-        off = ["NVTE_MLA_TRITON=0"] if environment.parse("NVTE_MLA_TRITON", environ) == "0" else []
-    elif name == FALLBACK and _is_without_transformer_engine(request, environ):
-        off = []
-    else:
-        switches = (switch for switch in _SWITCHES.get(name, ()) if not environment.parse(switch, environ))
-        off = [f"{switch}={environ[switch]}" for switch in itertools.islice(switches, 1)]  # the next is not parsed then
-    return TraceEntry(name, False, "environment", tuple(off)) if off else None
-
-
-def _is_without_transformer_engine(request: AttentionRequest, environ: Mapping[str, str]) -> bool:
-    """Megatron-Core sets all three variables to 0 for ``attention_backend=local``, which mla-plugin replaces."""
-    switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-    return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)
+        return TraceEntry(name, False, "host", (_INTERPRETER,))
+    off = switched_off(name, request, environ)
+    return TraceEntry(name, False, "environment", off) if off else None
 
 
 def order(
@@ -68,7 +47,7 @@ def order(
         builtin: names of the built-in backends.
         direction: ``"forward"`` or ``"backward"``.
     """
-    allowed = [name for name in builtin if switched_off(name, request, platform, environ) is None]
+    allowed = [name for name in builtin if left_out(name, request, platform, environ) is None]
     fused = [name for name in allowed if name != FALLBACK]
     if platform.device_type == "cuda":
         fused = fastest_first(request, platform, fused, direction)

@@ -14,8 +14,9 @@ from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Accepted, NoBackendError, Platform, Refused, TraceEntry
 from mla_plugin.resolver import decode_preference
-from mla_plugin.resolver.asking import ask_all, check_backend_name
+from mla_plugin.resolver.asking import ask_all, check_backend_name, check_hypothetical
 from mla_plugin.resolver.explanation import ADVICE, describe_platform, lines, log_decision
+from mla_plugin.resolver.switches import switched_off
 
 _CACHE_SIZE = 4096
 
@@ -108,27 +109,28 @@ def survey_decode(
     environ: Mapping[str, str] | None = None,
 ) -> DecodeDecision:
     """Make a decision, uncached, and return it with everything that led to it; arguments and errors as ``survey``."""
+    check_hypothetical(platform, environ)
     environ = dict(environment.gates()) if environ is None else environ
     if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
         request = request.replace(batch_invariant=True)
     asked = ask_all(request, backend, platform, environ)
     platform, backend = asked.platform, asked.backend
-    off: dict[str, str] = {}
+    off: dict[str, tuple[str, ...]] = {}
     if backend is not None:
         tried = [backend]
     else:
         tried = decode_preference.order(request, platform, asked.priorities, asked.builtin)
-        off = decode_preference.switched_off(asked.environ)
+        off = {name: switched_off(name, request, asked.environ) for name in asked.builtin}
     trace = []
     for name in (*tried, *(name for name in asked.names if name not in tried)):
-        left_out = (off[name],) if name in off else () if name in tried else (_NOT_TRIED,)
+        left_out = off.get(name) or (() if name in tried else (_NOT_TRIED,))
         trace.append(_verdict(name, asked.answers.get(name), left_out, backend))
     chosen = next((entry.backend for entry in trace if entry.accepted), None)
     plan = DecodePlan(request, platform, chosen, tuple(trace)) if chosen else None
     return DecodeDecision(request, platform, tuple(trace), plan)
 
 
-_NOT_TRIED = "on the CPU it runs only when requested by name"
+_NOT_TRIED = "off CUDA it runs only when requested by name"
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)

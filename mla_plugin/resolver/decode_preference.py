@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 import torch
 
-from mla_plugin import environment
 from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.attention_speed import lacks_hopper_kernels
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
-from mla_plugin.resolver.preference import by_priority
+from mla_plugin.resolver.preference import FALLBACK, by_priority
 
-FALLBACK = "sdpa"
+FUSED = ("triton", "flashinfer", "fa3", "flashmla")
+"""Fused built-in backends of decode, in the order for GPUs on which nothing was measured.
 
-UNMEASURED = ("triton", "flashinfer", "fa3", "flashmla")
-"""On other GPUs: off Hopper FlashInfer runs its ``fa2`` kernel, which was slower than ours in every case on an H200."""
+Off Hopper FlashInfer runs its ``fa2`` kernel, which was slower than ours in every case on an H200.
+"""
 
 _WHOLE, _SMALL = 64, 16
 """Pages of 64 and more are read by descriptors, smaller ones token by token or in parts."""
@@ -34,25 +34,12 @@ _PLAIN_KERNEL, _PLAIN_KERNEL_GATHERED = 1.14, 1.28
 geometric means of 162 and 40 calls on an H200, each in turns in one run."""
 
 
-def switched_off(environ: Mapping[str, str]) -> dict[str, str]:
-    """Backends that a variable switches off, and the variable."""
-    off = {}
-    if environment.parse("NVTE_MLA_TRITON", environ) == "0":
-        off["triton"] = "NVTE_MLA_TRITON=0"
-    for name in ("NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN"):
-        if not environment.parse(name, environ):
-            off["fa3"] = f"{name}=0"
-    if not environment.parse("NVTE_UNFUSED_ATTN", environ):
-        off[FALLBACK] = "NVTE_UNFUSED_ATTN=0"
-    return off
-
-
 def measured_order(request: DecodeRequest, platform: Platform) -> tuple[str, ...]:
     """Fused built-in backends, fastest first, as measured on a GPU of this compute capability."""
     times = measured_times(request, platform)
     if not times:
-        return UNMEASURED
-    return tuple(sorted(UNMEASURED, key=lambda name: times.get(name, math.inf)))
+        return FUSED
+    return tuple(sorted(FUSED, key=lambda name: times.get(name, math.inf)))
 
 
 def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, float]:

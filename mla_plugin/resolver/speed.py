@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
+from mla_plugin.hooks.types import FORWARD_ONLY, TraceEntry
 from mla_plugin.resolver import attention_measured, attention_speed, choice, decode_preference
 from mla_plugin.resolver.decode import DecodeDecision
 from mla_plugin.resolver.explanation import Decision
@@ -83,9 +84,20 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
                 continue
             gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
             entry = reasons[name]
-            why = "; ".join(entry.reasons)
-            if entry.accepted and direction != "backward":
-                why = why_before(decision, chosen, name, direction, environ)
-            elif entry.accepted and not why:
-                why = "this request's backward runs on the forward's backend"
-            yield f"{direction} on {name} would be {gain}: {why}"
+            yield f"{direction} on {name} would be {gain}: {_why_not(entry, decision, chosen, direction, environ)}"
+
+
+def _why_not(
+    entry: TraceEntry,
+    decision: Decision | DecodeDecision,
+    chosen: str,
+    direction: str,
+    environ: Mapping[str, str],
+) -> str:
+    """Why a backend does not run a pass that it would run faster than the chosen one."""
+    if not entry.accepted:
+        return "; ".join(entry.reasons)
+    if direction != "backward":
+        return why_before(decision, chosen, entry.backend, direction, environ)
+    forward_only = [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]
+    return "; ".join(forward_only) or "this request's backward runs on the forward's backend"

@@ -16,7 +16,7 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Platform, TraceEntry
 from mla_plugin.resolver import changes, speed
-from mla_plugin.resolver.asking import check_backend_name
+from mla_plugin.resolver.asking import check_backend_name, check_hypothetical
 from mla_plugin.resolver.attention import survey
 from mla_plugin.resolver.changes import Change, Situation
 from mla_plugin.resolver.decode import DecodeDecision, survey_decode
@@ -72,6 +72,7 @@ def why(
     if name is None:
         raise TypeError("why=None; expected the name of a backend")
     check_backend_name(name)
+    check_hypothetical(platform, environ)
     environ = dict(environment.gates()) if environ is None else environ
     platform = platform or device.platform(request.device_type, request.device_index)
     now = Situation(request, platform, environ, backend)

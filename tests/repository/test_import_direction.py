@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.operations.latent": {*SHARED, "operations.attention", *VALUES},
     "mla_plugin.operations.decode": {"resolver", "hooks.manager", "environment", *VALUES},
     "mla_plugin.context_parallel": {*SHARED, *PASSES, "resolver", "environment", *VALUES},
-    **{f"mla_plugin.{entry}": {*SHARED, *PASSES, "context_parallel", *VALUES} for entry in ENTRIES},
+    **{f"mla_plugin.{entry}": {*SHARED, *PASSES, "context_parallel", "resolver", *VALUES} for entry in ENTRIES},
     "mla_plugin.operations": {
         *(*SHARED, *PASSES, *ENTRIES, "context_parallel"),
         *("resolver", "hooks.manager", "layers", "environment", *VALUES),

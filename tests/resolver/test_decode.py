@@ -201,11 +201,11 @@ def test_the_cpu_falls_to_sdpa_alone() -> None:
     assert decision.plan is not None
     assert decision.plan.forward_backend == "sdpa"
     (entry,) = (entry for entry in decision.trace if entry.backend == "triton")
-    assert entry.reasons == ("on the CPU it runs only when requested by name",)
+    assert entry.reasons == ("off CUDA it runs only when requested by name",)
 
 
 def test_every_name_in_the_table_is_a_backend() -> None:
-    for order in (decode_measured.BACKENDS, decode_preference.UNMEASURED):
+    for order in (decode_measured.BACKENDS, decode_preference.FUSED):
         assert set(order) <= set(BUILTIN_BACKENDS)
 
 
@@ -230,7 +230,7 @@ def asked_in(row: dict[str, Any]) -> DecodeRequest:
 def test_the_table_is_the_kept_result() -> None:
     assert decode_table.MODULE.read_text() == decode_table.text()
     assert decode_table.BACKENDS == decode_measured.BACKENDS
-    assert set(decode_preference.UNMEASURED) == set(decode_measured.BACKENDS)
+    assert set(decode_preference.FUSED) == set(decode_measured.BACKENDS)
 
 
 def behind(row: dict[str, Any], missing: tuple[str, ...]) -> float | None:
@@ -326,7 +326,7 @@ def test_no_sequence_and_no_room() -> None:
 def test_the_gpu_decides_by_its_own_measurements() -> None:
     """Where the capability was not measured, nothing is compared."""
     assert decode_preference.measured_times(request(), gpu((8, 0))) == {}
-    assert decode_preference.measured_order(request(), gpu((8, 0))) == decode_preference.UNMEASURED
+    assert decode_preference.measured_order(request(), gpu((8, 0))) == decode_preference.FUSED
 
 
 @pytest.mark.parametrize(

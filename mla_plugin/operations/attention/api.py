@@ -15,6 +15,7 @@ from mla_plugin.arguments.options import COMM_TYPES, CallOptions
 from mla_plugin.hooks.attention import AttentionRequest, request_of
 from mla_plugin.operations.attention.known import keep, known_of, plain_known_of
 from mla_plugin.operations.attention.run import is_observed, run_known, run_observed
+from mla_plugin.resolver.asking import check_backend_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,8 +110,8 @@ def attention(
     """
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r} is {type(backend).__name__}; expected a backend's name or None")
+    if type(backend) is not str and backend is not None:
+        check_backend_name(backend)
     if cp_comm_type != "p2p" and cp_group is None:  # with a group every rank checks it
         check_choice("cp_comm_type", cp_comm_type, COMM_TYPES)
     options = CallOptions(  # positional: takes half the time of keyword arguments

@@ -11,7 +11,7 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.refusals import BATCH_DEPENDENT
 from mla_plugin.hooks.refusals import beyond_plain_attention as beyond_plain_attention
 from mla_plugin.hooks.refusals import beyond_the_tensors as beyond_the_tensors
-from mla_plugin.hooks.types import Accepted, Refused
+from mla_plugin.hooks.types import FORWARD_ONLY, Accepted, Refused
 
 NO_DECODE = Refused(("DecodeRequest, expected AttentionRequest: this backend reads expanded keys and values",))
 """The answer to a decode request of a backend that computes none."""
@@ -30,9 +30,12 @@ def batch_dependence(request: DecodeRequest, why: str) -> Iterator[str]:
 
 
 def accepted_without_dlse(request: AttentionRequest, *notes: str) -> Accepted:
-    """The acceptance of a backend whose kernel takes no gradient of lse: ``sdpa`` runs the backward that has one."""
+    """The acceptance of a backend whose kernel takes no gradient of lse.
+
+    Requested by name, ``sdpa`` runs the backward that has one; otherwise the fastest backend that takes it does.
+    """
     if request.is_training and request.return_lse:
-        notes += ("the kernel takes no gradient of lse, so sdpa runs the backward",)
+        notes += (f"{FORWARD_ONLY}the kernel takes no gradient of lse",)
         return Accepted(backward_by="sdpa", notes=notes)
     return Accepted(notes=notes)
 
