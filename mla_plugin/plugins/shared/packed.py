@@ -131,6 +131,8 @@ class Rows:
             self.q.clear(lse.t().unsqueeze(-1), -torch.inf)
         if self.q is None or self.request.layout.is_packed:
             return lse
+        if self.request.batch_size == 1:
+            return lse.unsqueeze(0)
         return lse.view(lse.shape[0], self.request.batch_size, -1).transpose(0, 1)
 
 
