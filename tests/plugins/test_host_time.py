@@ -134,7 +134,7 @@ def test_a_dense_call_of_a_packed_library_takes_few_steps(monkeypatch: pytest.Mo
     request = request_of(tensors, CallOptions().completed(tensors)).replace(device_type="cuda")
     plan = Plan(request, replace(HOPPER, packages=(("vllm", "0.26.0"),)), "fa3", "fa3")
     assert fa3.forward(plan, tensors).out.shape == v.shape
-    assert calls_of(lambda: fa3.forward(plan, tensors)) <= 37
+    assert (found := calls_of(lambda: fa3.forward(plan, tensors))) <= 28, found
 
 
 BASE: dict[str, Any] = {"softmax_scale": 0.1, "attn_mask_type": "causal", "deterministic": False, "return_lse": False}

@@ -71,7 +71,7 @@ def key_of_stream(backend: str, x: torch.Tensor) -> str | None:
     """
     if not x.is_cuda:
         return f"{backend} on the CPU"
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return None
     return f"{backend} on stream {torch._C._cuda_getCurrentRawStream(x.device.index)}"
 
@@ -90,10 +90,12 @@ def _concatenated_forward(
     run: Run, rows: Rows, tensors: AttentionTensors
 ) -> Callable[[AttentionTensors], AttentionOutput]:
     concatenate_q, concatenate_k, concatenate_v = (_concatenation(rows, x) for x in (tensors.q, tensors.k, tensors.v))
+    request, layout = rows.request, rows.request.layout
+    shape = (request.batch_size, request.max_seqlen_q, request.num_heads, request.head_dim_v)
 
     def forward(tensors: AttentionTensors) -> AttentionOutput:
         found = run(concatenate_q(tensors.q), concatenate_k(tensors.k), concatenate_v(tensors.v))
-        return AttentionOutput(rows.queries(found[0]), rows.lse(found[1]))
+        return AttentionOutput(layout.from_bshd(found[0].view(shape)), rows.lse(found[1]))
 
     return forward
 
