@@ -68,28 +68,74 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     inverse = None if order is None else order.argsort()
     owned = []
     for number, x in enumerate((k, v)):
-        parts = None if found is None else watch.attempt(_by_owner, call, found[1 + number], inverse)
-        if parts is None:  # this rank failed: the owners still expect a message of this size
-            parts = x.view(group.size, -1)
-        received = exchange(group, parts)
-        owned.append(None if found is None else watch.attempt(_owned, call, found[1 + number], received, inverse))
+        shares = None if found is None else watch.attempt(_shares, call, found[1][number], x, inverse)
+        # a rank that failed still sends: the owners expect a message of this size
+        received = exchange(group, x.view(group.size, -1) if shares is None else shares.of_owners)
+        owned.append(None if shares is None else watch.attempt(_owned, call, shares.own, received))
     dk, dv = owned
     if found is None or dk is None or dv is None:
         return None
     return found[0], dk, dv
 
 
-def _by_owner(call: Call, total: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of all tokens, ordered by owner for sending."""
-    return by_rank(total.to(call.request.dtype), call.layout, call.group.size, inverse)
+class _Gradient(NamedTuple):
+    """What one part contributes to the gradient of K or of V.
+
+    Attributes:
+        keys: the keys of whole sequences that the part saw.
+        values: their gradient, in memory of its own.
+    """
+
+    keys: slice
+    values: torch.Tensor
 
 
-def _owned(call: Call, total: torch.Tensor, received: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of this rank's tokens, summed over the ranks. This rank's own contribution is not rounded."""
-    group = call.group
-    own = of_rank(total, call.layout, group.size, group.rank, inverse)
-    for source in range(group.size):
-        if source != group.rank:
+class _Shares(NamedTuple):
+    """A rank's contributions to the gradient of K or of V.
+
+    Attributes:
+        of_owners: [size, ...] in the dtype of K, for the ranks that own the keys.
+        own: of this rank's own keys, in float32 (float64 for float64), not rounded.
+    """
+
+    of_owners: torch.Tensor
+    own: torch.Tensor
+
+
+def _shares(call: Call, parts: list[_Gradient], x: torch.Tensor, inverse: torch.Tensor | None) -> _Shares:
+    """Sums over the parts; the first one's memory is used again.
+
+    There are at most two parts. A sum of two numbers in the dtype of K is rounded once, as if it were summed in float32
+    and rounded for the message, so no tensor of all tokens is needed in float32.
+
+    Args:
+        call: of this rank.
+        parts: of K or of V.
+        x: K or V of all ranks.
+        inverse: of the order of packed sequences.
+    """
+    axis, size, rank = call.layout.tokens, call.group.size, call.group.rank
+
+    def rows(part: _Gradient) -> torch.Tensor:
+        """The gradient of all keys: 0 for those that the part did not see."""
+        if part.values.shape[axis] == x.shape[axis]:
+            return part.values
+        whole = torch.zeros_like(x)
+        whole[(slice(None),) * axis + (part.keys,)] = part.values
+        return whole
+
+    total = rows(parts[0])
+    own = of_rank(total, call.layout, size, rank, inverse).to(call.wide)
+    for part in parts[1:]:
+        own += of_rank(rows(part), call.layout, size, rank, inverse)
+        total[(slice(None),) * axis + (part.keys,)] += part.values
+    return _Shares(by_rank(total, call.layout, size, inverse), own)
+
+
+def _owned(call: Call, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """The gradient of this rank's tokens, summed over the ranks."""
+    for source in range(call.group.size):
+        if source != call.group.rank:
             own += received[source]
     return own.to(call.request.dtype)
 
@@ -179,11 +225,12 @@ def _compute(call: Call, k: torch.Tensor, v: torch.Tensor) -> Forward:
 
 def _differentiate(
     call: Call, saved: Saved, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> Backward:
-    """dq of this rank's queries, and their contribution to dk and dv of all tokens, in float32."""
+) -> tuple[torch.Tensor, tuple[list[_Gradient], list[_Gradient]]]:
+    """dq of this rank's queries, and what their parts contribute to dk and dv, the part with the most keys first."""
     axis = call.layout.tokens
-    total_q = torch.zeros_like(saved.q, dtype=call.wide, memory_format=torch.contiguous_format)
-    total_k, total_v = (torch.zeros_like(x, dtype=call.wide) for x in (k, v))
+    of_q: list[torch.Tensor] = []
+    of_k: list[_Gradient] = []
+    of_v: list[_Gradient] = []
     for part in parts_of(call):
         tensors = tensors_of(call, part, _queries(call, saved.q, part.queries, axis), k, v)
         rows = AttentionOutput(
@@ -193,8 +240,10 @@ def _differentiate(
         dlse_rows = None if dlse is None else _queries(call, dlse, part.queries, -1).contiguous()
         dout_rows = _queries(call, dout, part.queries, axis)
         dq, dk, dv = call.backward(part.request, tensors, rows, dout_rows, dlse_rows)
-        _queries(call, total_q, part.queries, axis).add_(dq)
-        keys = slice(None) if call.layout.is_packed else part.keys
-        for total, found in ((total_k, dk), (total_v, dv)):
-            total[(slice(None),) * axis + (keys,)].add_(found)
-    return total_q.to(saved.q.dtype), total_k, total_v
+        of_q.append(dq)
+        of_k.insert(0, _Gradient(slice(None) if call.layout.is_packed else part.keys, dk))
+        of_v.insert(0, _Gradient(of_k[0].keys, dv))
+    if len(of_q) == 1:
+        return of_q[0], (of_k, of_v)
+    # in packed sequences the rows of the other part are 0
+    return of_q[0].add_(of_q[1]) if call.layout.is_packed else torch.cat(of_q, axis), (of_k, of_v)
