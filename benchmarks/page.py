@@ -158,7 +158,9 @@ def not_captured(record: Record) -> str:
 
 
 def figure(name: str, gpu: str = GPU) -> str:
-    """A figure in both themes; GitHub and the site show the one that fits the reader's."""
+    """A figure in both themes; GitHub and the site show the one that fits the reader's. Empty without its results."""
+    if name not in figures.drawable(gpu):
+        return ""
     words, file = CAPTIONS[name], figures.file_name(name, gpu)
     return "\n".join(f"![{words}](figures/{file}_{theme}.svg#gh-{theme}-mode-only)" for theme in figures.INK)
 
@@ -301,11 +303,13 @@ class Section:
         results: names of the results; the first one's versions are shown.
         text: with fields in braces.
         fields: gets the records, returns what the text names; ``versions`` and figures are there anyway.
+        more: names of further results, whose records follow where they were kept.
     """
 
     results: tuple[str, ...]
     text: str
     fields: Callable[..., dict[str, str]]
+    more: tuple[str, ...] = ()
 
 
 SECTIONS = (
@@ -412,7 +416,7 @@ Of that, everything up to a backend that does nothing takes {entry_us} us.
         lambda record: {"dispatch": dispatch(record), "entry_us": f"{record['layers']['all of it']:.0f}"},
     ),
     Section(
-        ("context_parallel_x2", "context_parallel_x4", "latent_attention_x2"),
+        ("context_parallel_x2",),
         """\
 ## Context parallelism
 
@@ -426,15 +430,23 @@ backward in GiB.
 
 {cp}
 
-Use `all_gather` for windows. Here the backward of its right-aligned calls ran on our kernels, and one GPU's backward on
-cuDNN. FlashAttention 3 and 4 support both; this was not measured with them.
+Use `all_gather` for windows.
+""",
+        lambda *records: {"cp": context_parallel(*records)},
+        more=("context_parallel_x4",),
+    ),
+    Section(
+        ("latent_attention_x2",),
+        """## Latents over several GPUs
+
+{versions}
 
 `torchrun --nproc-per-node 2 -m benchmarks.latent_attention`: the same for `latent_attention`, with the expansion. The
-ideal is one GPU's attention on K and V that are already expanded. `all_gather` makes right-aligned calls here too.
+ideal is one GPU's attention on K and V that are already expanded.
 
 {latent}
 """,
-        lambda two, four, latent: {"cp": context_parallel(two, four), "latent": latents(latent)},
+        lambda record: {"latent": latents(record)},
     ),
     Section(
         ("first_call",),
@@ -533,8 +545,9 @@ def render(gpu: str = GPU) -> str:
     """The whole page of a GPU: the sections whose results were kept."""
     parts = [HEAD.format(gpu=gpu.replace("_", " "))]
     for section in SECTIONS:
-        if all((RESULTS / f"{name}_{gpu}.json").exists() for name in section.results):
-            records = [load(name, gpu) for name in section.results]
+        kept = [name for name in (*section.results, *section.more) if (RESULTS / f"{name}_{gpu}.json").exists()]
+        if set(section.results) <= set(kept):
+            records = [load(name, gpu) for name in kept]
             shown = {f"{name}_figure": figure(name, gpu) for name in CAPTIONS}
             parts.append(section.text.format(versions=versions(records[0]), **shown, **section.fields(*records)))
     return "\n".join(parts)
