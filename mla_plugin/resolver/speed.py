@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
+from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
-from mla_plugin.hooks.types import FORWARD_ONLY, TraceEntry
+from mla_plugin.hooks.types import FORWARD_ONLY, Platform, TraceEntry
 from mla_plugin.resolver import attention_measured, attention_speed, choice, decode_preference
 from mla_plugin.resolver.decode import DecodeDecision
 from mla_plugin.resolver.explanation import Decision
-from mla_plugin.resolver.preference import FALLBACK
+from mla_plugin.resolver.preference import FALLBACK, triton_opt_in_obstacles
 
 _NOTICEABLE = 1.01
 """Times closer than this ratio count as equal: two runs of one kernel differ by as much."""
@@ -57,7 +58,7 @@ def why_before(
     if {first, second} - set(BUILTIN_BACKENDS):
         return "a third-party backend is placed by its priority"
     if isinstance(request, AttentionRequest):
-        if first == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "1":
+        if first == "triton" and _is_put_first(request, decision.platform, environ):
             return "NVTE_MLA_TRITON=1 puts triton first"
         if choice.is_as_strict_as_te(request, environ):
             return "that is TransformerEngine's order"
@@ -99,5 +100,18 @@ def _why_not(
         return "; ".join(entry.reasons)
     if direction != "backward":
         return why_before(decision, chosen, entry.backend, direction, environ)
-    forward_only = [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]
-    return "; ".join(forward_only) or "this request's backward runs on the forward's backend"
+    if forward_only := [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]:
+        return "; ".join(forward_only)
+    forward = decision.plan.forward_backend if decision.plan else chosen
+    if forward != chosen:
+        return f"{forward} leaves this request's backward to {chosen}"
+    if chosen == "triton" and _is_put_first(decision.request, decision.platform, environ):
+        return why_before(decision, chosen, entry.backend, direction, environ)
+    return "this request's backward runs on the forward's backend"
+
+
+def _is_put_first(request: AttentionRequest | DecodeRequest, platform: Platform, environ: Mapping[str, str]) -> bool:
+    """Whether NVTE_MLA_TRITON=1 puts our Triton kernels before all others, whatever was measured."""
+    if isinstance(request, DecodeRequest) or environment.parse("NVTE_MLA_TRITON", environ) != "1":
+        return False
+    return not triton_opt_in_obstacles(request, platform)

@@ -91,8 +91,8 @@ def why(
     lines = [f"{name} does not take this request on {describe_platform(platform)}: {'; '.join(reasons)}"]
     if remedy is None:
         last = _applied(now, _candidates(name, now))._replace(backend=name)
-        rest = _entry(_decide(last, te_release), name).reasons
-        kept = tuple(reason for reason in reasons if reason in rest) or reasons
+        rest = _tried(last, name, te_release)
+        kept = tuple(reason for reason in reasons if rest is not None and reason in rest.reasons) or reasons
         lines.append(f"=> {name} cannot compute this: {'; '.join(kept)}")
         return Why(name, "impossible", chosen, reasons, (), "\n".join(lines))
     lines += [f"=> {_in_words(remedy)}", *_afterwards(name, now, remedy, te_release)]
@@ -113,8 +113,21 @@ def _entry(decision: Decision | DecodeDecision, name: str) -> TraceEntry:
     return found
 
 
+def _tried(situation: Situation, name: str, te_release: str | None) -> TraceEntry | None:
+    """A backend's line in a changed situation; None where that has no decision.
+
+    On a GPU TransformerEngine's selection raises for some requests that it never sees on the CPU, and a variable that
+    is unset may have kept another one, with a value that is not accepted, from being read.
+    """
+    try:
+        return _entry(_decide(situation, te_release), name)
+    except (AssertionError, TypeError, ValueError):
+        return None
+
+
 def _can_run(situation: Situation, name: str, te_release: str | None) -> bool:
-    return _entry(_decide(situation, te_release), name).accepted
+    entry = _tried(situation, name, te_release)
+    return entry is not None and entry.accepted
 
 
 def _applied(situation: Situation, wanted: Sequence[Change]) -> Situation:

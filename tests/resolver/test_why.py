@@ -11,7 +11,7 @@ import mla_plugin
 from mla_plugin import DecodeRequest, Platform
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
 from mla_plugin.resolver import survey, survey_decode
-from mla_plugin.resolver.changes import Situation
+from mla_plugin.resolver.changes import Situation, of_device, of_packages
 from mla_plugin.resolver.why import why
 from tests.requests import A100, CPU, mla_request
 
@@ -247,3 +247,42 @@ def test_names_that_are_off(name, error, message):
     with pytest.raises(error) as caught:
         mla_plugin.explain(mla_request(), platform=H100, why=name)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["triton", "fa2", "cudnn", "fa4"])
+def test_what_transformer_engine_raises_for_on_a_gpu_is_no_remedy_on_the_cpu(name):
+    """Its selection asserts that a window has two sides; on the CPU it is not asked."""
+    window = mla_request(attn_mask_type="no_mask", window_size=(-1, 5), device_type="cpu")
+    for request in (window.replace(host="transformer_engine"), window):
+        given = {"te_release": "2.20"} if request is window else {}
+        answer = ask(name, request, CPU, **given)
+        assert answer.state in ("refuses", "impossible")
+        assert "device_type='cpu', expected 'cuda'" in answer.text
+        sided = ask(name, request.replace(window_size=(5, 5)), CPU, **given)
+        assert sided.state == "refuses"
+    with pytest.raises(ValueError, match="has_score_mod=True"):
+        ask(name, mla_request(has_score_mod=True), te_release="2.14")
+    assert ask(name, mla_request(has_score_mod=True, device_type="cpu"), CPU, te_release="2.14").state == "refuses"
+
+
+def test_a_variable_that_was_never_read_may_have_any_value():
+    """NVTE_FLASH_ATTN=0 keeps the versions' variables from being read; unset, they are."""
+    environ = {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "on"}
+    answer = ask("fa3", mla_request(), with_packages(flash_attn_3="3.0.0"), environ)
+    assert answer.state == "off"
+    assert [change.text for change in answer.remedy] == [
+        "unset NVTE_FLASH_ATTN (it is '0')",
+        "unset NVTE_FLASH_ATTN_V3 (it is 'on')",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [(None, (9, 20, 0)), ((9, 8, 0), (9, 20, 0)), ((9, 25, 1), (9, 25, 1)), ((10, 0, 0), (10, 0, 0))],
+)
+def test_an_upgrade_of_cudnn_never_takes_a_newer_one_away(found, wanted):
+    now = Situation(mla_request(), dataclasses.replace(H100, cudnn_version=found), {})
+    (upgrade,) = of_packages("cudnn", now)
+    assert upgrade.text == "pip install --upgrade nvidia-cudnn-cu13"
+    assert upgrade.apply(now).platform.cudnn_version == wanted
+    assert of_device((10, 0), now).apply(now).platform.cudnn_version == (found or (9, 20, 0))
