@@ -85,29 +85,36 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
                 continue
             gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
             entry = reasons[name]
-            yield f"{direction} on {name} would be {gain}: {_why_not(entry, decision, chosen, direction, environ)}"
+            why = "; ".join(entry.reasons)
+            if entry.accepted:
+                why = why_not_chosen(entry, decision, chosen, direction, environ)
+            yield f"{direction} on {name} would be {gain}: {why}"
 
 
-def _why_not(
+def why_not_chosen(
     entry: TraceEntry,
     decision: Decision | DecodeDecision,
     chosen: str,
     direction: str,
     environ: Mapping[str, str],
 ) -> str:
-    """Why a backend does not run a pass that it would run faster than the chosen one."""
-    if not entry.accepted:
-        return "; ".join(entry.reasons)
-    if direction != "backward":
-        return why_before(decision, chosen, entry.backend, direction, environ)
-    if forward_only := [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]:
-        return "; ".join(forward_only)
-    forward = decision.plan.forward_backend if decision.plan else chosen
-    if forward != chosen:
-        return f"{forward} leaves this request's backward to {chosen}"
-    if chosen == "triton" and _is_put_first(decision.request, decision.platform, environ):
-        return why_before(decision, chosen, entry.backend, direction, environ)
-    return "this request's backward runs on the forward's backend"
+    """Why a pass runs on ``chosen`` and not on a backend that can run the request."""
+    if direction == "backward" and isinstance(decision.request, AttentionRequest) and decision.plan:
+        if forward_only := [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]:
+            return "; ".join(forward_only)
+        forward = decision.plan.forward_backend
+        if not _are_chosen_apart(decision.request, forward, environ):
+            if forward != chosen:
+                return f"{forward} leaves this request's backward to {chosen}"
+            return "this request's backward runs on the forward's backend"
+    return why_before(decision, chosen, entry.backend, direction, environ)
+
+
+def _are_chosen_apart(request: AttentionRequest, forward: str, environ: Mapping[str, str]) -> bool:
+    """Whether forward and backward are chosen independently, given what was chosen for the forward."""
+    if forward not in BUILTIN_BACKENDS or request.dropout_p:
+        return False
+    return not choice.is_as_strict_as_te(request, environ)
 
 
 def _is_put_first(request: AttentionRequest | DecodeRequest, platform: Platform, environ: Mapping[str, str]) -> bool:

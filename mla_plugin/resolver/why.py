@@ -84,7 +84,7 @@ def why(
     if entry.accepted:
         text, reasons = _behind(name, now, decision, te_release)
         return Why(name, "behind", chosen, reasons, (), text)
-    reasons = entry.reasons or ("it is left out",)
+    reasons = entry.reasons
     if _can_run(now._replace(backend=name), name, te_release):
         return _off(name, now, decision, reasons, te_release)
     remedy = _remedy(name, now, te_release)
@@ -226,10 +226,9 @@ def _behind(
     """Text that names what is chosen instead of a backend that can run, and the reason for each pass."""
     found, reasons = [], []
     for direction, first in speed.passes(decision).items():
-        if direction == "forward" or now.backend is None:
-            reason = speed.why_before(decision, first, name, direction, now.environ)
-            found.append(f"{first} is chosen for the {direction} ({reason})")
-            reasons.append(reason)
+        reason = speed.why_not_chosen(_entry(decision, name), decision, first, direction, now.environ)
+        found.append(f"{first} is chosen for the {direction} ({reason})")
+        reasons.append(reason)
     text = f"{name} can run this request; {'; '.join(found)}."
     named = _entry(_decide(now._replace(backend=name), te_release), name)
     if named.accepted:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import prefill_table
 from benchmarks.measured_calls import attention_request
@@ -151,7 +152,32 @@ def test_other_packages_stand_where_their_priority_says_and_the_fallback_behind_
 
 
 def test_the_interpreter_is_for_tests() -> None:
-    assert "triton" not in tried(mla_request(device_type="cpu"), {}, CPU)
+    request = mla_request(device_type="cpu", dtype=torch.float16)
+    interpreter = replace(CPU, packages=H100.packages, tools=frozenset({"triton-interpreter"}))
+    assert tried(request, {}, CPU) == [name for name in BUILTIN if name != "triton"]
+    (entry,) = (e for e in survey(request, platform=interpreter, environ={}).trace if e.backend == "triton")
+    assert (entry.accepted, entry.layer) == (False, "host")
+    assert entry.reasons == (
+        "Triton's interpreter is slow; it runs only when requested by name or by NVTE_MLA_TRITON=1",
+    )
+    for given in ({"backend": "triton", "environ": {}}, {"environ": {"NVTE_MLA_TRITON": "1"}}):
+        assert resolve(request, platform=interpreter, **given).forward_backend == "triton"
+
+
+def test_the_opt_in_adds_triton_once_and_not_where_it_is_blocked() -> None:
+    assert sorted(tried(mla_request(), {"NVTE_MLA_TRITON": "1"})) == sorted(BUILTIN)
+    names = choice.order(mla_request(), H100, {"NVTE_MLA_TRITON": "1"}, {}, BUILTIN[1:], "forward")
+    assert sorted(names) == sorted(BUILTIN[1:])
+    with_both = {"NVTE_MLA_TRITON": "1", "MLA_PLUGIN_BLOCK": "triton"}
+    assert "triton" not in runs(mla_request(is_training=True), **with_both)
+
+
+def test_a_variable_that_is_off_is_the_environments() -> None:
+    decision = survey(mla_request(), platform=H100, environ={"NVTE_FUSED_ATTN": "0", "NVTE_MLA_TRITON": "0"})
+    off = {entry.backend: entry for entry in decision.trace if entry.layer == "environment"}
+    assert set(off) == {"triton"}  # cudnn refuses this platform's version anyway
+    assert not off["triton"].accepted
+    assert off["triton"].reasons == ("NVTE_MLA_TRITON=0",)
 
 
 def runs(request: AttentionRequest, installed: tuple[str, ...] = ("fa3", "fa4"), **environ: str) -> tuple[str, str]:

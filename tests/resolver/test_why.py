@@ -60,6 +60,52 @@ def test_what_is_slower_says_by_how_much():
     assert answer.text.endswith("=> to run it anyway, request it by name: backend='fa2', or MLA_PLUGIN_BACKEND=fa2")
 
 
+def test_what_only_runs_the_forward_is_not_compared_for_the_backward():
+    """FlashAttention 4's backward would be faster, and vLLM's FlashAttention 3 was never measured."""
+    answer = ask("fa4", GROUPED, with_packages(flash_attn_4="4.0.0b36"))
+    assert answer.chosen == {"forward": "triton", "backward": "cudnn"}
+    assert answer.reasons[0].startswith("measured: fa4 takes 1.")
+    assert answer.reasons[1].startswith("forward only: training with head_dim_qk=192, head_dim_v=128, num_heads=64")
+    assert f"cudnn is chosen for the backward ({answer.reasons[1]})" in answer.text
+    answer = ask("fa3", GROUPED, with_packages(vllm="0.25.1"))
+    assert answer.reasons[1] == "forward only: is_training=True: vllm has no backward, flash-attn-3 has"
+    assert answer.text.splitlines()[-1] == (
+        "   It cannot run both passes: is_training=True: vllm has no backward, flash-attn-3 has."
+    )
+
+
+def test_inside_transformer_engine_one_order_places_both_passes():
+    request = mla_request(head_dim_qk=128, host="transformer_engine", is_training=True)
+    answer = ask("fa2", request, with_packages(flash_attn="2.8.3"))
+    assert answer.chosen == {"forward": "cudnn", "backward": "cudnn"}
+    assert answer.reasons == (
+        "that is TransformerEngine's order",
+        "this request's backward runs on the forward's backend",
+    )
+    answer = ask("triton", mla_request(dtype=torch.float64, host="transformer_engine", window_size=(512, 0)))
+    assert answer.text.splitlines()[1:] == [
+        "=> change the request: bfloat16",
+        "   Then it runs when requested by name, backend='triton': TransformerEngine's own choice applies unless "
+        "NVTE_MLA_TRITON=1 and its conditions hold",
+    ]
+
+
+def test_the_release_of_transformer_engine_counts():
+    strict, platform = {"MLA_PLUGIN_STRICT_TE": "1"}, with_packages(flash_attn="2.8.3")
+    assert ask("fa2", mla_request(), platform, strict, te_release="2.16").state == "off"
+    assert ask("fa2", mla_request(), platform, strict, te_release="2.17").state == "behind"
+
+
+def test_this_machine_and_its_environment_are_the_default(monkeypatch):
+    request = mla_request(device_type="cpu")
+    assert why("sdpa", request).state == "runs"
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    answer = why("sdpa", request)
+    assert (answer.state, answer.reasons) == ("off", ("NVTE_UNFUSED_ATTN=0",))
+    with pytest.raises(TypeError, match="why=None; expected the name of a backend"):
+        why(None, request)
+
+
 def test_where_nothing_was_measured_it_says_so():
     answer = ask("fa2", platform=A100)
     assert "no measurements for compute_capability=(8, 0); expected order on such GPUs: triton, fa2" in answer.text
