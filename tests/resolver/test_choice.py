@@ -221,8 +221,24 @@ def test_a_backend_by_name_keeps_its_own_backward() -> None:
     training = mla_request(is_training=True)
     plan = resolve(training, backend="cudnn", platform=with_libraries(("fa4",)), environ={})
     assert (plan.forward_backend, plan.backward_backend) == ("cudnn", "cudnn")
-    with pytest.raises(NoBackendError, match="vllm has no backward"):
+    with pytest.raises(NoBackendError, match=r"fa3 +refuses +is_training=True: vllm has no backward"):
         resolve(training, backend="fa3", platform=with_libraries(("fa3",)), environ={})
+    plan = resolve(training.replace(return_lse=True), backend="cudnn", platform=with_libraries(()), environ={})
+    assert (plan.forward_backend, plan.backward_backend) == ("cudnn", "sdpa")
+
+
+def test_without_a_backward_both_passes_are_named_alike() -> None:
+    for request in (mla_request(num_heads=64, num_kv_heads=4), mla_request(return_lse=True)):
+        forward, backward = runs(request)
+        assert forward == backward
+
+
+def test_a_variable_asks_for_batch_invariance() -> None:
+    decision = survey(mla_request(), platform=H100, environ={"MLA_PLUGIN_BATCH_INVARIANT": "1"})
+    assert decision.request == mla_request(batch_invariant=True)
+    assert survey(mla_request(), platform=H100, environ={"MLA_PLUGIN_BATCH_INVARIANT": "0"}).request == mla_request()
+    assert decision.plan is not None
+    assert decision.plan.trace == decision.trace
 
 
 def test_without_a_backend_for_the_backward_nothing_trains() -> None:
@@ -281,6 +297,19 @@ def test_where_nothing_was_measured_the_generation_decides() -> None:
     assert tried(mla_request(), {}, blackwell)[:3] == ["cudnn", "fa4", "triton"]
     assert tried(mla_request(), {}, A100)[:2] == ["triton", "fa2"]
     assert tried(mla_request(head_dim_v=192), {}, A100)[:3] == ["fa2", "cudnn", "triton"]
+
+
+def test_under_transformer_engines_rules_its_own_reason_comes_first() -> None:
+    environ = {name: "0" for name in ("NVTE_MLA_TRITON", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")}
+    decision = survey(mla_request(host="transformer_engine"), platform=with_libraries(()), environ=environ)
+    entries = {entry.backend: (entry.layer, *entry.reasons) for entry in decision.trace}
+    assert entries["triton"] == ("environment", "NVTE_MLA_TRITON=0")
+    assert entries["sdpa"] == ("environment", "NVTE_UNFUSED_ATTN=0")
+    assert entries["cudnn"] == ("cascade", "TransformerEngine rule 1: NVTE_FUSED_ATTN=0")
+    decision = survey(mla_request(host="transformer_engine"), platform=with_libraries(()), environ={})
+    (entry,) = (entry for entry in decision.trace if entry.backend == "triton")
+    assert entry.layer == "host"
+    assert entry.reasons[0].startswith("TransformerEngine's own choice applies unless NVTE_MLA_TRITON=1")
 
 
 LOCAL = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
