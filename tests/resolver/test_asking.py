@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from mla_plugin import (
     Accepted,
@@ -15,12 +16,14 @@ from mla_plugin import (
     NoBackendError,
     Platform,
     Refused,
+    attention,
     explain,
     hookimpl,
     resolve,
 )
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import preference, survey, survey_decode
+from mla_plugin.resolver.why import why
 from tests.requests import mla_request
 
 REQUEST = mla_request(device_type="cpu")
@@ -254,6 +257,14 @@ def test_a_backend_is_asked_for_by_a_text(backend: object, request_: object) -> 
         assert "registered: triton, fa3" in str(caught.value)
 
 
+@pytest.mark.parametrize("tokens", [3, 0])
+def test_a_call_checks_the_backend_even_if_there_is_nothing_to_compute(tokens: int) -> None:
+    q = torch.zeros(1, tokens, 2, 8)
+    for backend in (5, ["sdpa"], b"sdpa"):
+        with pytest.raises(TypeError, match=r"backend=.*; the name of a backend, or None for the best one"):
+            attention(q, q, q, backend=backend)
+
+
 @pytest.mark.parametrize("backend", ["", "  "])
 @pytest.mark.parametrize("request_", [REQUEST, DECODE], ids=["attention", "decode"])
 def test_an_empty_name_is_not_none(backend: str, request_: object) -> None:
@@ -267,7 +278,8 @@ def test_an_empty_name_is_not_none(backend: str, request_: object) -> None:
 ENTRIES = {
     "resolve": resolve,
     "explain": explain,
-    "why": lambda request, **given: explain(request, why="sdpa", **given),
+    "explain, why": lambda request, **given: explain(request, why="sdpa", **given),
+    "why": lambda request, **given: why("sdpa", request, **given),
     "survey": lambda request, **given: (survey if isinstance(request, AttentionRequest) else survey_decode)(
         request, **given
     ),

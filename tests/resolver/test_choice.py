@@ -300,7 +300,7 @@ def test_where_nothing_was_measured_the_generation_decides() -> None:
 
 
 def test_under_transformer_engines_rules_its_own_reason_comes_first() -> None:
-    environ = {name: "0" for name in ("NVTE_MLA_TRITON", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")}
+    environ = dict.fromkeys(("NVTE_MLA_TRITON", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "0")
     decision = survey(mla_request(host="transformer_engine"), platform=with_libraries(()), environ=environ)
     entries = {entry.backend: (entry.layer, *entry.reasons) for entry in decision.trace}
     assert entries["triton"] == ("environment", "NVTE_MLA_TRITON=0")
