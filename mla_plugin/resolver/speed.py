@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
-from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
 from mla_plugin.hooks.types import FORWARD_ONLY, Platform, TraceEntry
 from mla_plugin.resolver import attention_measured, attention_speed, choice, decode_preference
@@ -44,8 +43,7 @@ def _by_speed(decision: Decision | DecodeDecision, direction: str) -> list[str]:
     if isinstance(decision, DecodeDecision):
         return list(decode_preference.measured_order(decision.request, decision.platform))
     known = attention_speed.known_order(decision.request, decision.platform)
-    names = [name for name in BUILTIN_BACKENDS if name in attention_measured.BACKENDS or name in known]
-    order = attention_speed.fastest_first(decision.request, decision.platform, names, direction)
+    order = attention_speed.fastest_first(decision.request, decision.platform, attention_measured.BACKENDS, direction)
     times = _times(decision, direction)
     return [name for name in order if name in times or name in known]
 
@@ -117,8 +115,7 @@ def _are_chosen_apart(request: AttentionRequest, forward: str, environ: Mapping[
     return not choice.is_as_strict_as_te(request, environ)
 
 
-def _is_put_first(request: AttentionRequest | DecodeRequest, platform: Platform, environ: Mapping[str, str]) -> bool:
+def _is_put_first(request: AttentionRequest, platform: Platform, environ: Mapping[str, str]) -> bool:
     """Whether NVTE_MLA_TRITON=1 puts our Triton kernels before all others, whatever was measured."""
-    if isinstance(request, DecodeRequest) or environment.parse("NVTE_MLA_TRITON", environ) != "1":
-        return False
-    return not triton_opt_in_obstacles(request, platform)
+    is_asked_for = environment.parse("NVTE_MLA_TRITON", environ) == "1"
+    return is_asked_for and not triton_opt_in_obstacles(request, platform)

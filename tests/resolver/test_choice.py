@@ -244,8 +244,9 @@ def test_a_variable_asks_for_batch_invariance() -> None:
 def test_without_a_backend_for_the_backward_nothing_trains() -> None:
     off = {"NVTE_MLA_TRITON": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V2": "0"}
     assert runs(mla_request(), ("fa3",), **off)[0] == "fa3"
-    with pytest.raises(NoBackendError, match="no backend can run the backward"):
+    with pytest.raises(NoBackendError, match="no backend can run the backward") as caught:
         runs(mla_request(is_training=True), ("fa3",), **off)
+    assert not any(entry.accepted for entry in caught.value.trace)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -14,6 +14,7 @@ from mla_plugin import Accepted, DecodeRequest, Platform, hookimpl
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import attention_speed, decode_preference, speed, survey, survey_decode
 from mla_plugin.resolver.speed import faster, passes
+from mla_plugin.resolver.why import why
 from tests.requests import A100, CPU, mla_request
 
 H100 = Platform(
@@ -130,6 +131,14 @@ def test_a_third_party_backend_is_compared_with_nothing(add) -> None:
     assert passes(survey(TRAINING, platform=H100, environ={})) == {"forward": "other", "backward": "other"}
 
 
+def test_a_third_party_backend_is_placed_by_its_priority(add) -> None:
+    add(Accepted(priority=1))
+    answer = why("triton", TRAINING, platform=H100, environ={"NVTE_MLA_TRITON": "1"})
+    placed = "a third-party backend is placed by its priority"
+    assert answer.reasons == (placed, "this request's backward runs on the forward's backend")
+    assert why("other", mla_request(), platform=H100, environ={}).state == "runs"
+
+
 def test_a_third_party_backend_that_leaves_its_backward_to_the_fallback(add) -> None:
     add(Accepted(priority=1, backward_by="sdpa"))
     found = lines(TRAINING)
@@ -176,9 +185,11 @@ def test_the_opt_in_is_named_for_both_passes_and_only_where_it_decides() -> None
     window = mla_request(window_size=(512, 0))
     decision = survey(window, platform=H100, environ=environ)
     assert speed.why_before(decision, "triton", "fa2", "forward", environ).startswith("measured: fa2 takes ")
-    assert speed.why_before(survey_decode(DECODE, platform=H100, environ={}), "triton", "fa3", "decode", environ) != (
-        "NVTE_MLA_TRITON=1 puts triton first"
-    )
+    blocked = environ | {"MLA_PLUGIN_BLOCK": "triton"}
+    assert why("fa2", request, platform=H100, environ=blocked).reasons[0].startswith("measured: fa2 takes ")
+    for decode_environ in (environ, {"MLA_PLUGIN_STRICT_TE": "1"}):
+        few = DECODE.replace(num_heads=16, host="transformer_engine")
+        assert why("fa3", few, platform=H100, environ=decode_environ).reasons[0].startswith("measured: fa3 takes ")
 
 
 def test_what_was_not_measured_is_said(monkeypatch) -> None:
