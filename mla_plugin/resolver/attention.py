@@ -177,6 +177,7 @@ def survey(
         EnvironmentVariableError: a variable has a value that is not accepted.
         TypeError: ``backend`` is not a name, ``platform`` not a Platform or ``environ`` not a mapping of strings.
         ValueError: ``backend`` is not registered, or ``te_release`` is not known or cannot express the request.
+        AssertionError: TransformerEngine's selection decides, and asserts that a window fits its mask.
     """
     check_hypothetical(platform, environ)
     environ = dict(environment.gates()) if environ is None else environ
