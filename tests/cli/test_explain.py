@@ -302,7 +302,8 @@ def test_why_of_a_backend_that_can_run_is_status_0(capsys: pytest.CaptureFixture
 def test_why_as_json_beside_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
     found = decision(capsys, *H100, "--env", "NVTE_FUSED_ATTN=0", "--why", "cudnn")
     assert found["plan"]["forward"] != "cudnn"
-    assert found["why"]["state"] == "off"
+    assert (found["why"]["backend"], found["why"]["state"]) == ("cudnn", "off")
+    assert found["why"]["text"].startswith("cudnn could run this request but is off: NVTE_FUSED_ATTN=0\n=> unset")
     assert found["why"]["reasons"] == ["NVTE_FUSED_ATTN=0"]
     assert found["why"]["remedy"] == [{"kind": "variable", "do": "unset NVTE_FUSED_ATTN (it is '0')"}]
     assert found["why"]["chosen"] == found["plan"]

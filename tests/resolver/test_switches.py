@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from mla_plugin import DecodeRequest
+from mla_plugin import DecodeRequest, NoBackendError, resolve
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
 from mla_plugin.resolver import survey, survey_decode
@@ -67,3 +67,14 @@ def test_transformer_engines_rules_have_no_such_exception_and_never_decide_decod
         assert decode.plan is not None
         assert decode.plan.forward_backend == "sdpa"
     assert survey_decode(DECODE.replace(device_type="cpu"), platform=CPU, environ=LOCAL).plan is None
+
+
+def test_a_backend_requested_by_name_runs_whatever_the_variables_say() -> None:
+    off = dict.fromkeys(SWITCHES, "0")
+    for request in (mla_request(device_type="cpu"), DECODE.replace(device_type="cpu")):
+        assert resolve(request, backend="sdpa", platform=CPU, environ=off).forward_backend == "sdpa"
+        by_variable = off | {"MLA_PLUGIN_BACKEND": "sdpa"}
+        assert resolve(request, platform=CPU, environ=by_variable).forward_backend == "sdpa"
+        blocked = by_variable | {"MLA_PLUGIN_BLOCK": "sdpa"}
+        with pytest.raises(NoBackendError, match=r"sdpa +off +excluded by MLA_PLUGIN_BLOCK"):
+            resolve(request, platform=CPU, environ=blocked)

@@ -99,6 +99,7 @@ def test_the_release_of_transformer_engine_counts():
 def test_this_machine_and_its_environment_are_the_default(monkeypatch):
     request = mla_request(device_type="cpu")
     assert why("sdpa", request).state == "runs"
+    assert why("fa2", request).text.startswith("fa2 does not take this request on cpu: ")
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     answer = why("sdpa", request)
     assert (answer.state, answer.reasons) == ("off", ("NVTE_UNFUSED_ATTN=0",))
@@ -309,6 +310,15 @@ def test_what_transformer_engine_raises_for_on_a_gpu_is_no_remedy_on_the_cpu(nam
     with pytest.raises(ValueError, match="has_score_mod=True"):
         ask(name, mla_request(has_score_mod=True), te_release="2.14")
     assert ask(name, mla_request(has_score_mod=True, device_type="cpu"), CPU, te_release="2.14").state == "refuses"
+
+
+def test_of_the_variables_only_those_that_keep_it_off_are_named():
+    environ = {"NVTE_DEBUG": "0", "NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "0", "NVTE_FUSED_ATTN": "1"}
+    answer = ask("fa3", mla_request(), with_packages(flash_attn_3="3.0.0"), environ)
+    assert [change.text for change in answer.remedy] == [
+        "unset NVTE_FLASH_ATTN (it is '0')",
+        "unset NVTE_FLASH_ATTN_V3 (it is '0')",
+    ]
 
 
 def test_a_variable_that_was_never_read_may_have_any_value():
