@@ -146,6 +146,26 @@ def test_a_missing_package_has_its_command(name, platform, command):
     assert f"Then {name} " in answer.text.splitlines()[2]
 
 
+def test_a_pytorch_without_cuda_is_what_to_install():
+    answer = ask("cudnn", platform=dataclasses.replace(H100, cuda_version=None))
+    assert kinds(answer) == ["package"]
+    assert "=> install a CUDA build of PyTorch: https://pytorch.org/get-started/locally" in answer.text
+
+
+def test_pip_brings_the_companions_of_a_package_that_is_upgraded():
+    old = with_packages(flashinfer_python="0.2.0", flashinfer_jit_cache="0.2.0")
+    answer = ask("flashinfer", DECODE.replace(page_size=64, has_host_lengths=True), old)
+    assert [change.text for change in answer.remedy] == ['pip install --upgrade "flashinfer-python>=0.6.12"']
+    packages = dict(answer.remedy[0].apply(Situation(DECODE, old, {})).platform.packages)
+    assert packages["flashinfer-jit-cache"] == packages["flashinfer-python"] == "0.7.2"
+    assert "flashinfer-cubin" not in packages
+
+
+def test_packed_sequences_are_a_remedy_for_padding():
+    answer = ask("fa2", mla_request(attn_mask_type="padding_causal"))
+    assert "=> change the request: packed sequences (qkv_format='thd')" in answer.text
+
+
 def test_another_package_for_the_backward():
     answer = ask("fa3", mla_request(is_training=True, dropout_p=0.0), with_packages(vllm="0.25.1"), backend="triton")
     assert answer.state == "refuses"
@@ -180,6 +200,10 @@ def test_on_the_cpu_a_gpu_is_needed():
         (
             {"qkv_format": "thd", "attn_mask_type": "padding_causal"},
             "a dense batch without padding (qkv_format='bshd', attn_mask_type='causal')",
+        ),
+        (
+            {"qkv_format": "sbhd", "attn_mask_type": "padding"},
+            "a dense batch without padding (qkv_format='sbhd', attn_mask_type='no_mask')",
         ),
     ],
 )
