@@ -110,6 +110,7 @@ WRONG = [
     (lambda: Accepted(backward_by=["sdpa"]), "['sdpa']"),
     (lambda: Accepted(backward_by=""), "''"),
     (lambda: Accepted(drops_nan="no"), "drops_nan='no'"),
+    (lambda: Accepted(kv_cache_formats="fp8"), "kv_cache_formats='fp8'"),
     (Lazy, "Lazy"),
     (Made(Lazy), "no priority"),
     (Accepted, "Accepted"),

@@ -208,6 +208,7 @@ def test_a_backend_of_another_package_has_its_place(answer: object, place: int |
         decision = survey_decode(request(), platform=gpu(), environ={})
     finally:
         manager.unregister("other")
+    assert sorted(entry.backend for entry in decision.trace) == sorted((*BUILTIN_BACKENDS, "other"))
     accepted = [entry.backend for entry in decision.trace if entry.accepted]
     assert ("other" in accepted) == (place is not None)
     if place is not None:
