@@ -339,7 +339,8 @@ def test_unknown_lengths_are_ragged_and_half_of_the_room(monkeypatch: pytest.Mon
 
 
 def test_no_sequence_and_no_room() -> None:
-    assert len(decode_preference.measured_order(request(batch_size=0, max_seqlen_kv=0), gpu())) == 4
+    for empty in ({"batch_size": 0, "max_seqlen_kv": 0}, {"seqlen_q": 0}):
+        assert len(decode_preference.measured_order(request(**empty), gpu())) == 4
 
 
 def test_the_gpu_decides_by_its_own_measurements() -> None:
