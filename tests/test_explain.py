@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 
 import pytest
@@ -124,6 +125,21 @@ def test_a_call_without_queries_asks_no_backend():
     q, k, v = tensors(2, 0, 4)
     text = "=> no backend: the call has no queries or no keys, so there is nothing to compute"
     assert mla_plugin.explain(q, k, v) == text
+
+
+@pytest.mark.parametrize("name", ["attention", "latent_attention", "decode"])
+def test_a_call_without_queries_still_knows_the_backends(name):
+    given = {
+        "attention": (tensors(2, 0, 4), {}),
+        "latent_attention": latents(tokens=0),
+        "decode": ([torch.zeros(0, 1, 4, 16), torch.zeros(0, 1, 4, 8), torch.zeros(0, 9, 24)], {"softmax_scale": 0.1}),
+    }[name]
+    call = functools.partial(mla_plugin.explain, getattr(mla_plugin, name), *given[0], **given[1])
+    assert call(backend="sdpa").startswith("=> no backend: the call has no queries or no keys")
+    with pytest.raises(ValueError, match=r"no backend named 'fa9' is registered; registered: triton"):
+        call(backend="fa9")
+    with pytest.raises(TypeError, match=r"platform='cuda'; expected a mla_plugin\.Platform"):
+        call(platform="cuda")
 
 
 def test_requests_are_explained_as_before():

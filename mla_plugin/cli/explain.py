@@ -368,7 +368,13 @@ def _decided(
     request: AttentionRequest | DecodeRequest, why: str | None, options: dict[str, Any]
 ) -> tuple[Decision | DecodeDecision, Why | None]:
     decision: Decision | DecodeDecision
-    decision = survey_decode(request, **options) if isinstance(request, DecodeRequest) else survey(request, **options)
+    if isinstance(request, DecodeRequest):
+        decision = survey_decode(request, **options)
+    else:
+        try:
+            decision = survey(request, **options)
+        except AssertionError as error:
+            raise ValueError(f"TransformerEngine would raise: {error}") from error
     return decision, None if why is None else ask_why(why, request, **options)
 
 

@@ -92,9 +92,7 @@ def _plain_answer(answers: object, names: frozenset[str]) -> Accepted | Refused:
     if not isinstance(answer, Accepted):
         return _wrong(reprlib.repr(answer), "an instance of Accepted or Refused")
     accepted = _without_subclass(answer, Accepted)
-    priority, backward_by = accepted.priority, accepted.backward_by
-    if not isinstance(priority, int) or isinstance(priority, bool):
-        return _wrong(f"Accepted(priority={reprlib.repr(priority)})", "an integer, 0 for the default order")
+    backward_by = accepted.backward_by
     if backward_by is not None and not (isinstance(backward_by, str) and backward_by in names):
         known = ", ".join(sorted(names))
         return _wrong(f"Accepted(backward_by={reprlib.repr(backward_by)})", f"None or a backend's name: {known}")

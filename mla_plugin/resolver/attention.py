@@ -17,6 +17,7 @@ from mla_plugin.hooks.types import FORWARD_ONLY, Accepted, NoBackendError, Platf
 from mla_plugin.resolver import choice, preference
 from mla_plugin.resolver.asking import Inquiry, ask_all, check_backend_name, check_hypothetical
 from mla_plugin.resolver.explanation import Decision, describe, log_decision, no_backend_message
+from mla_plugin.resolver.switches import switched_off
 
 if TYPE_CHECKING:
     from mla_plugin.resolver.transformer_engine.cascade import CascadeDecision
@@ -92,7 +93,14 @@ class _Survey:
             return self._fastest_backward
         if isinstance(answer, Refused) or answer.backward_by is None:
             return name
-        return answer.backward_by if isinstance(answers.get(answer.backward_by), Accepted) else None
+        if not isinstance(answers.get(answer.backward_by), Accepted) or self._switched_off(answer.backward_by):
+            return None
+        return answer.backward_by
+
+    def _switched_off(self, name: str) -> tuple[str, ...]:
+        """The variable that switches a backend off; one requested by name runs whatever the variables say."""
+        asked = self.asked
+        return () if asked.backend is not None else switched_off(name, self.request, asked.environ)
 
     @functools.cached_property
     def _fastest_backward(self) -> str | None:
@@ -104,7 +112,11 @@ class _Survey:
             return f"forward only, and no backend can run the backward: {'; '.join(answer.reasons)}"
         if answer.backward_by is None:
             return "no backend can run the backward"
-        why = "MLA_PLUGIN_BLOCK excludes" if answer.backward_by in self.asked.blocked else "refuses the request"
+        why = "refuses the request"
+        if off := self._switched_off(answer.backward_by):
+            why = f"{off[0]} switches off"
+        if answer.backward_by in self.asked.blocked:
+            why = "MLA_PLUGIN_BLOCK excludes"
         return f"its backward runs on {answer.backward_by!r}, which {why}"
 
     def _left_out(self, name: str) -> TraceEntry:
@@ -165,6 +177,7 @@ def survey(
         EnvironmentVariableError: a variable has a value that is not accepted.
         TypeError: ``backend`` is not a name, ``platform`` not a Platform or ``environ`` not a mapping of strings.
         ValueError: ``backend`` is not registered, or ``te_release`` is not known or cannot express the request.
+        AssertionError: TransformerEngine's selection decides, and asserts that a window fits its mask.
     """
     check_hypothetical(platform, environ)
     environ = dict(environment.gates()) if environ is None else environ

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from mla_plugin import environment
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
-from mla_plugin.hooks.types import FORWARD_ONLY, TraceEntry
+from mla_plugin.hooks.types import FORWARD_ONLY, Platform, TraceEntry
 from mla_plugin.resolver import attention_measured, attention_speed, choice, decode_preference
 from mla_plugin.resolver.decode import DecodeDecision
 from mla_plugin.resolver.explanation import Decision
-from mla_plugin.resolver.preference import FALLBACK
+from mla_plugin.resolver.preference import FALLBACK, triton_opt_in_obstacles
 
 _NOTICEABLE = 1.01
 """Times closer than this ratio count as equal: two runs of one kernel differ by as much."""
@@ -43,8 +43,7 @@ def _by_speed(decision: Decision | DecodeDecision, direction: str) -> list[str]:
     if isinstance(decision, DecodeDecision):
         return list(decode_preference.measured_order(decision.request, decision.platform))
     known = attention_speed.known_order(decision.request, decision.platform)
-    names = [name for name in BUILTIN_BACKENDS if name in attention_measured.BACKENDS or name in known]
-    order = attention_speed.fastest_first(decision.request, decision.platform, names, direction)
+    order = attention_speed.fastest_first(decision.request, decision.platform, attention_measured.BACKENDS, direction)
     times = _times(decision, direction)
     return [name for name in order if name in times or name in known]
 
@@ -57,7 +56,7 @@ def why_before(
     if {first, second} - set(BUILTIN_BACKENDS):
         return "a third-party backend is placed by its priority"
     if isinstance(request, AttentionRequest):
-        if first == "triton" and environment.parse("NVTE_MLA_TRITON", environ) == "1":
+        if first == "triton" and _is_put_first(request, decision.platform, environ):
             return "NVTE_MLA_TRITON=1 puts triton first"
         if choice.is_as_strict_as_te(request, environ):
             return "that is TransformerEngine's order"
@@ -84,20 +83,39 @@ def faster(decision: Decision | DecodeDecision, environ: Mapping[str, str]) -> I
                 continue
             gain = f"{times[chosen] / times[name]:.2f} times as fast" if {name, chosen} <= times.keys() else "faster"
             entry = reasons[name]
-            yield f"{direction} on {name} would be {gain}: {_why_not(entry, decision, chosen, direction, environ)}"
+            why = "; ".join(entry.reasons)
+            if entry.accepted:
+                why = why_not_chosen(entry, decision, chosen, direction, environ)
+            yield f"{direction} on {name} would be {gain}: {why}"
 
 
-def _why_not(
+def why_not_chosen(
     entry: TraceEntry,
     decision: Decision | DecodeDecision,
     chosen: str,
     direction: str,
     environ: Mapping[str, str],
 ) -> str:
-    """Why a backend does not run a pass that it would run faster than the chosen one."""
-    if not entry.accepted:
-        return "; ".join(entry.reasons)
-    if direction != "backward":
-        return why_before(decision, chosen, entry.backend, direction, environ)
-    forward_only = [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]
-    return "; ".join(forward_only) or "this request's backward runs on the forward's backend"
+    """Why a pass runs on ``chosen`` and not on a backend that can run the request."""
+    if direction == "backward" and isinstance(decision.request, AttentionRequest) and decision.plan:
+        if forward_only := [note for note in entry.reasons if note.startswith(FORWARD_ONLY)]:
+            return "; ".join(forward_only)
+        forward = decision.plan.forward_backend
+        if not _are_chosen_apart(decision.request, forward, environ):
+            if forward != chosen:
+                return f"{forward} leaves this request's backward to {chosen}"
+            return "this request's backward runs on the forward's backend"
+    return why_before(decision, chosen, entry.backend, direction, environ)
+
+
+def _are_chosen_apart(request: AttentionRequest, forward: str, environ: Mapping[str, str]) -> bool:
+    """Whether forward and backward are chosen independently, given what was chosen for the forward."""
+    if forward not in BUILTIN_BACKENDS or request.dropout_p:
+        return False
+    return not choice.is_as_strict_as_te(request, environ)
+
+
+def _is_put_first(request: AttentionRequest, platform: Platform, environ: Mapping[str, str]) -> bool:
+    """Whether NVTE_MLA_TRITON=1 puts our Triton kernels before all others, whatever was measured."""
+    is_asked_for = environment.parse("NVTE_MLA_TRITON", environ) == "1"
+    return is_asked_for and not triton_opt_in_obstacles(request, platform)

@@ -35,6 +35,11 @@ def switched_off(name: str, request: AttentionRequest | DecodeRequest, environ: 
 
 
 def _is_without_transformer_engine(request: AttentionRequest | DecodeRequest, environ: Mapping[str, str]) -> bool:
-    """Megatron-Core sets all three variables to 0 for ``attention_backend=local``, which mla-plugin replaces."""
+    """Megatron-Core sets all three variables to 0 for ``attention_backend=local``, which mla-plugin replaces.
+
+    TransformerEngine's own selection, which never decides decode, knows no such exception.
+    """
+    if isinstance(request, AttentionRequest) and environment.parse("MLA_PLUGIN_STRICT_TE", environ):
+        return False
     switches = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
     return request.host == "megatron" and not any(environment.parse(switch, environ) for switch in switches)

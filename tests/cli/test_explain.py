@@ -160,6 +160,10 @@ def test_an_explicit_backend_never_falls_back(capsys: pytest.CaptureFixture[str]
             "release='2.9': TransformerEngine's selection is known for 2.10 to 2.20.2",
         ),
         ("--device cpu --te-release latest", "release='latest': expected a version of TransformerEngine"),
+        (
+            "--capability 9.0 --host transformer_engine --mask no_mask --window 5 -1",
+            "TransformerEngine would raise: window_size=(5, -1) with attn_mask_type='no_mask': expected (-1, -1) or",
+        ),
         ("--decode --te-release 2.20", "--te-release does not apply to --decode"),
         ("--decode --format thd", "--format does not apply to --decode: leave it out"),
         ("--decode --mask padding", "--mask padding with --decode; expected causal or no_mask"),
@@ -298,7 +302,8 @@ def test_why_of_a_backend_that_can_run_is_status_0(capsys: pytest.CaptureFixture
 def test_why_as_json_beside_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
     found = decision(capsys, *H100, "--env", "NVTE_FUSED_ATTN=0", "--why", "cudnn")
     assert found["plan"]["forward"] != "cudnn"
-    assert found["why"]["state"] == "off"
+    assert (found["why"]["backend"], found["why"]["state"]) == ("cudnn", "off")
+    assert found["why"]["text"].startswith("cudnn could run this request but is off: NVTE_FUSED_ATTN=0\n=> unset")
     assert found["why"]["reasons"] == ["NVTE_FUSED_ATTN=0"]
     assert found["why"]["remedy"] == [{"kind": "variable", "do": "unset NVTE_FUSED_ATTN (it is '0')"}]
     assert found["why"]["chosen"] == found["plan"]

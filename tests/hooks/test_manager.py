@@ -193,8 +193,10 @@ def test_refused_needs_a_reason() -> None:
 
 
 def test_priority_is_a_number() -> None:
-    with pytest.raises(TypeError, match="priority='high'"):
-        Accepted(priority="high")
+    for given in ("high", 1.0, True, False, None):
+        with pytest.raises(TypeError, match=f"priority={given!r}; expected an integer"):
+            Accepted(priority=given)
+    assert Accepted(priority=-3).priority == -3
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_kv_heads", 0), ("head_dim_qk", 0), ("batch_size", -1)])

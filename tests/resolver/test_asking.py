@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from mla_plugin import Accepted, AttentionRequest, DecodeRequest, NoBackendError, Refused, explain, hookimpl, resolve
+from mla_plugin import (
+    Accepted,
+    AttentionRequest,
+    DecodeRequest,
+    NoBackendError,
+    Platform,
+    Refused,
+    attention,
+    explain,
+    hookimpl,
+    resolve,
+)
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import preference, survey, survey_decode
+from mla_plugin.resolver.why import why
 from tests.requests import mla_request
 
 REQUEST = mla_request(device_type="cpu")
@@ -86,7 +100,8 @@ WRONG = [
     (lambda: Accepted(notes="a note"), "'a note'"),
     (lambda: Accepted(notes=(1,)), "(1,)"),
     (lambda: Accepted(notes=["a"]), "['a']"),
-    (lambda: Accepted(priority=True), "True"),
+    (lambda: Accepted(priority=True), "TypeError: priority=True; expected an integer"),
+    (lambda: forged(Accepted(), priority=True), "priority=True"),
     (lambda: Accepted(priority=1.0), "1.0"),
     (lambda: Accepted(priority=float("nan")), "nan"),
     (lambda: forged(Accepted(), priority=float("nan")), "priority=nan"),
@@ -95,6 +110,7 @@ WRONG = [
     (lambda: Accepted(backward_by=["sdpa"]), "['sdpa']"),
     (lambda: Accepted(backward_by=""), "''"),
     (lambda: Accepted(drops_nan="no"), "drops_nan='no'"),
+    (lambda: Accepted(kv_cache_formats="fp8"), "kv_cache_formats='fp8'"),
     (Lazy, "Lazy"),
     (Made(Lazy), "no priority"),
     (Accepted, "Accepted"),
@@ -137,6 +153,26 @@ def test_a_blocked_backward_is_named_as_blocked(add: object, monkeypatch: pytest
     assert decision.plan.forward_backend == "sdpa"
     assert decision.trace[0].reasons == ("its backward runs on 'cudnn', which MLA_PLUGIN_BLOCK excludes",)
     assert survey(REQUEST).plan.forward_backend == "odd"
+
+
+def test_a_backward_that_is_switched_off_is_named_as_off(add: object) -> None:
+    add(Plugin(Accepted(priority=1, backward_by="sdpa")))
+    training, off = REQUEST.replace(is_training=True), {"NVTE_UNFUSED_ATTN": "0"}
+    assert survey(training, environ={}).plan.backward_backend == "sdpa"
+    decision = survey(training, environ=off)
+    assert decision.plan is None
+    assert decision.trace[0].reasons == ("its backward runs on 'sdpa', which NVTE_UNFUSED_ATTN=0 switches off",)
+    blocked = survey(training, environ=off | {"MLA_PLUGIN_BLOCK": "sdpa"})
+    assert blocked.trace[0].reasons == ("its backward runs on 'sdpa', which MLA_PLUGIN_BLOCK excludes",)
+    assert survey(REQUEST, environ=off).plan.forward_backend == "odd"
+    plan = survey(training, backend="odd", environ=off).plan
+    assert (plan.forward_backend, plan.backward_backend) == ("odd", "sdpa")
+
+
+def test_a_backward_that_refuses_is_named_so(add: object) -> None:
+    add(Plugin(Accepted(priority=1, backward_by="cudnn")))
+    decision = survey(REQUEST.replace(is_training=True), environ={})
+    assert decision.trace[0].reasons == ("its backward runs on 'cudnn', which refuses the request",)
 
 
 def test_an_answer_is_read_once(add: object) -> None:
@@ -222,6 +258,14 @@ def test_a_backend_is_asked_for_by_a_text(backend: object, request_: object) -> 
         assert "registered: triton, fa3" in str(caught.value)
 
 
+@pytest.mark.parametrize("tokens", [3, 0])
+def test_a_call_checks_the_backend_even_if_there_is_nothing_to_compute(tokens: int) -> None:
+    q = torch.zeros(1, tokens, 2, 8)
+    for backend in (5, ["sdpa"], b"sdpa"):
+        with pytest.raises(TypeError, match=r"backend=.*; the name of a backend, or None for the best one"):
+            attention(q, q, q, backend=backend)
+
+
 @pytest.mark.parametrize("backend", ["", "  "])
 @pytest.mark.parametrize("request_", [REQUEST, DECODE], ids=["attention", "decode"])
 def test_an_empty_name_is_not_none(backend: str, request_: object) -> None:
@@ -230,3 +274,43 @@ def test_an_empty_name_is_not_none(backend: str, request_: object) -> None:
             ValueError, match=f"backend='{backend}'; the name of a backend, or None.*registered: triton"
         ):
             call(request_, backend=backend)
+
+
+ENTRIES = {
+    "resolve": resolve,
+    "explain": explain,
+    "explain, why": lambda request, **given: explain(request, why="sdpa", **given),
+    "why": lambda request, **given: why("sdpa", request, **given),
+    "survey": lambda request, **given: (survey if isinstance(request, AttentionRequest) else survey_decode)(
+        request, **given
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("request_", [REQUEST, DECODE], ids=["attention", "decode"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"platform": "cuda"}, "platform='cuda'; expected a mla_plugin.Platform, or None for the current device"),
+        ({"platform": Platform}, "expected a mla_plugin.Platform"),
+        ({"platform": 0}, "platform=0; expected a mla_plugin.Platform"),
+        ({"environ": ["NVTE_FLASH_ATTN=0"]}, "environ=['NVTE_FLASH_ATTN=0']; expected names and values"),
+        ({"environ": ""}, "environ=''; expected names and values as in os.environ, all strings"),
+        ({"environ": {"NVTE_FLASH_ATTN": 0}}, "environ={'NVTE_FLASH_ATTN': 0}; expected names and values"),
+        ({"environ": {b"NVTE_FLASH_ATTN": "0"}}, "such as {'NVTE_FLASH_ATTN': '0'}, or None for the process's"),
+    ],
+)
+def test_a_hypothetical_machine_is_checked_by_every_entry(
+    entry: str, request_: object, given: dict[str, object], words: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        ENTRIES[entry](request_, **given)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("request_", [REQUEST, DECODE], ids=["attention", "decode"])
+def test_any_mapping_of_strings_is_an_environment(request_: object) -> None:
+    environ = types.MappingProxyType({"NVTE_FLASH_ATTN": "0"})
+    for call in ENTRIES.values():
+        assert call(request_, platform=Platform(), environ=environ)

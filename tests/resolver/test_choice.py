@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import prefill_table
 from benchmarks.measured_calls import attention_request
@@ -151,7 +152,32 @@ def test_other_packages_stand_where_their_priority_says_and_the_fallback_behind_
 
 
 def test_the_interpreter_is_for_tests() -> None:
-    assert "triton" not in tried(mla_request(device_type="cpu"), {}, CPU)
+    request = mla_request(device_type="cpu", dtype=torch.float16)
+    interpreter = replace(CPU, packages=H100.packages, tools=frozenset({"triton-interpreter"}))
+    assert tried(request, {}, CPU) == [name for name in BUILTIN if name != "triton"]
+    (entry,) = (e for e in survey(request, platform=interpreter, environ={}).trace if e.backend == "triton")
+    assert (entry.accepted, entry.layer) == (False, "host")
+    assert entry.reasons == (
+        "Triton's interpreter is slow; it runs only when requested by name or by NVTE_MLA_TRITON=1",
+    )
+    for given in ({"backend": "triton", "environ": {}}, {"environ": {"NVTE_MLA_TRITON": "1"}}):
+        assert resolve(request, platform=interpreter, **given).forward_backend == "triton"
+
+
+def test_the_opt_in_adds_triton_once_and_not_where_it_is_blocked() -> None:
+    assert sorted(tried(mla_request(), {"NVTE_MLA_TRITON": "1"})) == sorted(BUILTIN)
+    names = choice.order(mla_request(), H100, {"NVTE_MLA_TRITON": "1"}, {}, BUILTIN[1:], "forward")
+    assert sorted(names) == sorted(BUILTIN[1:])
+    with_both = {"NVTE_MLA_TRITON": "1", "MLA_PLUGIN_BLOCK": "triton"}
+    assert "triton" not in runs(mla_request(is_training=True), **with_both)
+
+
+def test_a_variable_that_is_off_is_the_environments() -> None:
+    decision = survey(mla_request(), platform=H100, environ={"NVTE_FUSED_ATTN": "0", "NVTE_MLA_TRITON": "0"})
+    off = {entry.backend: entry for entry in decision.trace if entry.layer == "environment"}
+    assert set(off) == {"triton"}  # cudnn refuses this platform's version anyway
+    assert not off["triton"].accepted
+    assert off["triton"].reasons == ("NVTE_MLA_TRITON=0",)
 
 
 def runs(request: AttentionRequest, installed: tuple[str, ...] = ("fa3", "fa4"), **environ: str) -> tuple[str, str]:
@@ -195,15 +221,32 @@ def test_a_backend_by_name_keeps_its_own_backward() -> None:
     training = mla_request(is_training=True)
     plan = resolve(training, backend="cudnn", platform=with_libraries(("fa4",)), environ={})
     assert (plan.forward_backend, plan.backward_backend) == ("cudnn", "cudnn")
-    with pytest.raises(NoBackendError, match="vllm has no backward"):
+    with pytest.raises(NoBackendError, match=r"fa3 +refuses +is_training=True: vllm has no backward"):
         resolve(training, backend="fa3", platform=with_libraries(("fa3",)), environ={})
+    plan = resolve(training.replace(return_lse=True), backend="cudnn", platform=with_libraries(()), environ={})
+    assert (plan.forward_backend, plan.backward_backend) == ("cudnn", "sdpa")
+
+
+def test_without_a_backward_both_passes_are_named_alike() -> None:
+    for request in (mla_request(num_heads=64, num_kv_heads=4), mla_request(return_lse=True)):
+        forward, backward = runs(request)
+        assert forward == backward
+
+
+def test_a_variable_asks_for_batch_invariance() -> None:
+    decision = survey(mla_request(), platform=H100, environ={"MLA_PLUGIN_BATCH_INVARIANT": "1"})
+    assert decision.request == mla_request(batch_invariant=True)
+    assert survey(mla_request(), platform=H100, environ={"MLA_PLUGIN_BATCH_INVARIANT": "0"}).request == mla_request()
+    assert decision.plan is not None
+    assert decision.plan.trace == decision.trace
 
 
 def test_without_a_backend_for_the_backward_nothing_trains() -> None:
     off = {"NVTE_MLA_TRITON": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_FLASH_ATTN_V2": "0"}
     assert runs(mla_request(), ("fa3",), **off)[0] == "fa3"
-    with pytest.raises(NoBackendError, match="no backend can run the backward"):
+    with pytest.raises(NoBackendError, match="no backend can run the backward") as caught:
         runs(mla_request(is_training=True), ("fa3",), **off)
+    assert not any(entry.accepted for entry in caught.value.trace)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -255,6 +298,19 @@ def test_where_nothing_was_measured_the_generation_decides() -> None:
     assert tried(mla_request(), {}, blackwell)[:3] == ["cudnn", "fa4", "triton"]
     assert tried(mla_request(), {}, A100)[:2] == ["triton", "fa2"]
     assert tried(mla_request(head_dim_v=192), {}, A100)[:3] == ["fa2", "cudnn", "triton"]
+
+
+def test_under_transformer_engines_rules_its_own_reason_comes_first() -> None:
+    environ = dict.fromkeys(("NVTE_MLA_TRITON", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "0")
+    decision = survey(mla_request(host="transformer_engine"), platform=with_libraries(()), environ=environ)
+    entries = {entry.backend: (entry.layer, *entry.reasons) for entry in decision.trace}
+    assert entries["triton"] == ("environment", "NVTE_MLA_TRITON=0")
+    assert entries["sdpa"] == ("environment", "NVTE_UNFUSED_ATTN=0")
+    assert entries["cudnn"] == ("cascade", "TransformerEngine rule 1: NVTE_FUSED_ATTN=0")
+    decision = survey(mla_request(host="transformer_engine"), platform=with_libraries(()), environ={})
+    (entry,) = (entry for entry in decision.trace if entry.backend == "triton")
+    assert entry.layer == "host"
+    assert entry.reasons[0].startswith("TransformerEngine's own choice applies unless NVTE_MLA_TRITON=1")
 
 
 LOCAL = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}

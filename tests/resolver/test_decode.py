@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from typing import Any
 
@@ -138,6 +139,23 @@ def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
         resolve(request(), backend="fa9", platform=gpu(), environ={})
 
 
+def test_decisions_are_cached_and_each_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NVTE_DEBUG", "1")
+    monkeypatch.setenv("NVTE_DEBUG_LEVEL", "1")
+    logger = logging.getLogger("mla_plugin")
+    before, call = logger.level, request(device_type="cpu", batch_size=91)
+    try:
+        assert resolve(call) is resolve(call)
+    finally:
+        logger.setLevel(before)
+    assert [record.getMessage() for record in caplog.records] == ["decode: sdpa"]
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(NoBackendError):
+        resolve(call)
+
+
 def test_nothing_left_names_every_backend() -> None:
     with pytest.raises(NoBackendError) as caught:
         resolve(request(), platform=gpu(packages=()), environ={"NVTE_UNFUSED_ATTN": "0"})
@@ -190,6 +208,7 @@ def test_a_backend_of_another_package_has_its_place(answer: object, place: int |
         decision = survey_decode(request(), platform=gpu(), environ={})
     finally:
         manager.unregister("other")
+    assert sorted(entry.backend for entry in decision.trace) == sorted((*BUILTIN_BACKENDS, "other"))
     accepted = [entry.backend for entry in decision.trace if entry.accepted]
     assert ("other" in accepted) == (place is not None)
     if place is not None:
@@ -320,13 +339,40 @@ def test_unknown_lengths_are_ragged_and_half_of_the_room(monkeypatch: pytest.Mon
 
 
 def test_no_sequence_and_no_room() -> None:
-    assert len(decode_preference.measured_order(request(batch_size=0, max_seqlen_kv=0), gpu())) == 4
+    for empty in ({"batch_size": 0, "max_seqlen_kv": 0}, {"seqlen_q": 0}):
+        assert len(decode_preference.measured_order(request(**empty), gpu())) == 4
 
 
 def test_the_gpu_decides_by_its_own_measurements() -> None:
     """Where the capability was not measured, nothing is compared."""
     assert decode_preference.measured_times(request(), gpu((8, 0))) == {}
     assert decode_preference.measured_order(request(), gpu((8, 0))) == decode_preference.FUSED
+
+
+def test_a_request_is_described_by_what_it_has() -> None:
+    flags = ("causal", "has_seqlens_kv", "has_host_lengths", "has_leftpad_kv", "return_lse", "batch_invariant")
+    for flag in flags:
+        plain = dict.fromkeys(flags, False)
+        assert flag in describe_request(request(**plain | {flag: True})).split(", ")
+        assert flag not in describe_request(request(**plain)).split(", ")
+    assert "contiguous cache" in describe_request(request(page_size=None))
+    text = describe_request(request(profile=Profile(512, 8)))
+    assert "mean length about 512, the longest 8 times as long" in text
+    assert "mean length" not in describe_request(request(profile=Profile(512, 8), has_seqlens_kv=False))
+
+
+def test_a_decision_without_a_plan_has_its_error_and_the_layers_of_its_reasons() -> None:
+    environ = {"MLA_PLUGIN_BLOCK": "fa3,flashmla", "NVTE_UNFUSED_ATTN": "0", "NVTE_MLA_TRITON": "0"}
+    decision = survey_decode(request(), platform=gpu(packages=PACKAGES[1:]), environ=environ)
+    with pytest.raises(NoBackendError) as caught:
+        resolve(request(), platform=gpu(packages=PACKAGES[1:]), environ=environ)
+    assert decision.error == str(caught.value)
+    layers = {entry.backend: entry.layer for entry in decision.trace}
+    assert (layers["fa3"], layers["triton"], layers["flashinfer"]) == ("environment", "environment", "backend")
+    assert survey_decode(request(), platform=gpu(), environ={}).error is None
+    named = survey_decode(request(), backend="triton", platform=gpu(), environ={})
+    assert {entry.layer for entry in named.trace if entry.accepted} == {"backend"}
+    assert {entry.layer for entry in named.trace if "requested by name" in entry.reasons[0]} == {"host"}
 
 
 @pytest.mark.parametrize(

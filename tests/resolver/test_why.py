@@ -11,7 +11,7 @@ import mla_plugin
 from mla_plugin import DecodeRequest, Platform
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
 from mla_plugin.resolver import survey, survey_decode
-from mla_plugin.resolver.changes import Situation
+from mla_plugin.resolver.changes import Situation, of_device, of_packages
 from mla_plugin.resolver.why import why
 from tests.requests import A100, CPU, mla_request
 
@@ -60,6 +60,53 @@ def test_what_is_slower_says_by_how_much():
     assert answer.text.endswith("=> to run it anyway, request it by name: backend='fa2', or MLA_PLUGIN_BACKEND=fa2")
 
 
+def test_what_only_runs_the_forward_is_not_compared_for_the_backward():
+    """FlashAttention 4's backward would be faster, and vLLM's FlashAttention 3 was never measured."""
+    answer = ask("fa4", GROUPED, with_packages(flash_attn_4="4.0.0b36"))
+    assert answer.chosen == {"forward": "triton", "backward": "cudnn"}
+    assert answer.reasons[0].startswith("measured: fa4 takes 1.")
+    assert answer.reasons[1].startswith("forward only: training with head_dim_qk=192, head_dim_v=128, num_heads=64")
+    assert f"cudnn is chosen for the backward ({answer.reasons[1]})" in answer.text
+    answer = ask("fa3", GROUPED, with_packages(vllm="0.25.1"))
+    assert answer.reasons[1] == "forward only: is_training=True: vllm has no backward, flash-attn-3 has"
+    assert answer.text.splitlines()[-1] == (
+        "   It cannot run both passes: is_training=True: vllm has no backward, flash-attn-3 has."
+    )
+
+
+def test_inside_transformer_engine_one_order_places_both_passes():
+    request = mla_request(head_dim_qk=128, host="transformer_engine", is_training=True)
+    answer = ask("fa2", request, with_packages(flash_attn="2.8.3"))
+    assert answer.chosen == {"forward": "cudnn", "backward": "cudnn"}
+    assert answer.reasons == (
+        "that is TransformerEngine's order",
+        "this request's backward runs on the forward's backend",
+    )
+    answer = ask("triton", mla_request(dtype=torch.float64, host="transformer_engine", window_size=(512, 0)))
+    assert answer.text.splitlines()[1:] == [
+        "=> change the request: bfloat16",
+        "   Then it runs when requested by name, backend='triton': TransformerEngine's own choice applies unless "
+        "NVTE_MLA_TRITON=1 and its conditions hold",
+    ]
+
+
+def test_the_release_of_transformer_engine_counts():
+    strict, platform = {"MLA_PLUGIN_STRICT_TE": "1"}, with_packages(flash_attn="2.8.3")
+    assert ask("fa2", mla_request(), platform, strict, te_release="2.16").state == "off"
+    assert ask("fa2", mla_request(), platform, strict, te_release="2.17").state == "behind"
+
+
+def test_this_machine_and_its_environment_are_the_default(monkeypatch):
+    request = mla_request(device_type="cpu")
+    assert why("sdpa", request).state == "runs"
+    assert why("fa2", request).text.startswith("fa2 does not take this request on cpu: ")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    answer = why("sdpa", request)
+    assert (answer.state, answer.reasons) == ("off", ("NVTE_UNFUSED_ATTN=0",))
+    with pytest.raises(TypeError, match="why=None; expected the name of a backend"):
+        why(None, request)
+
+
 def test_where_nothing_was_measured_it_says_so():
     answer = ask("fa2", platform=A100)
     assert "no measurements for compute_capability=(8, 0); expected order on such GPUs: triton, fa2" in answer.text
@@ -99,6 +146,26 @@ def test_a_missing_package_has_its_command(name, platform, command):
     assert f"Then {name} " in answer.text.splitlines()[2]
 
 
+def test_a_pytorch_without_cuda_is_what_to_install():
+    answer = ask("cudnn", platform=dataclasses.replace(H100, cuda_version=None))
+    assert kinds(answer) == ["package"]
+    assert "=> install a CUDA build of PyTorch: https://pytorch.org/get-started/locally" in answer.text
+
+
+def test_pip_brings_the_companions_of_a_package_that_is_upgraded():
+    old = with_packages(flashinfer_python="0.2.0", flashinfer_jit_cache="0.2.0")
+    answer = ask("flashinfer", DECODE.replace(page_size=64, has_host_lengths=True), old)
+    assert [change.text for change in answer.remedy] == ['pip install --upgrade "flashinfer-python>=0.6.12"']
+    packages = dict(answer.remedy[0].apply(Situation(DECODE, old, {})).platform.packages)
+    assert packages["flashinfer-jit-cache"] == packages["flashinfer-python"] == "0.7.2"
+    assert "flashinfer-cubin" not in packages
+
+
+def test_packed_sequences_are_a_remedy_for_padding():
+    answer = ask("fa2", mla_request(attn_mask_type="padding_causal"))
+    assert "=> change the request: packed sequences (qkv_format='thd')" in answer.text
+
+
 def test_another_package_for_the_backward():
     answer = ask("fa3", mla_request(is_training=True, dropout_p=0.0), with_packages(vllm="0.25.1"), backend="triton")
     assert answer.state == "refuses"
@@ -133,6 +200,10 @@ def test_on_the_cpu_a_gpu_is_needed():
         (
             {"qkv_format": "thd", "attn_mask_type": "padding_causal"},
             "a dense batch without padding (qkv_format='bshd', attn_mask_type='causal')",
+        ),
+        (
+            {"qkv_format": "sbhd", "attn_mask_type": "padding"},
+            "a dense batch without padding (qkv_format='sbhd', attn_mask_type='no_mask')",
         ),
     ],
 )
@@ -247,3 +318,51 @@ def test_names_that_are_off(name, error, message):
     with pytest.raises(error) as caught:
         mla_plugin.explain(mla_request(), platform=H100, why=name)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["triton", "fa2", "cudnn", "fa4"])
+def test_what_transformer_engine_raises_for_on_a_gpu_is_no_remedy_on_the_cpu(name):
+    """Its selection asserts that a window has two sides; on the CPU it is not asked."""
+    window = mla_request(attn_mask_type="no_mask", window_size=(-1, 5), device_type="cpu")
+    for request in (window.replace(host="transformer_engine"), window):
+        given = {"te_release": "2.20"} if request is window else {}
+        answer = ask(name, request, CPU, **given)
+        assert answer.state in ("refuses", "impossible")
+        assert "device_type='cpu', expected 'cuda'" in answer.text
+        sided = ask(name, request.replace(window_size=(5, 5)), CPU, **given)
+        assert sided.state == "refuses"
+    with pytest.raises(ValueError, match="has_score_mod=True"):
+        ask(name, mla_request(has_score_mod=True), te_release="2.14")
+    assert ask(name, mla_request(has_score_mod=True, device_type="cpu"), CPU, te_release="2.14").state == "refuses"
+
+
+def test_of_the_variables_only_those_that_keep_it_off_are_named():
+    environ = {"NVTE_DEBUG": "0", "NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "0", "NVTE_FUSED_ATTN": "1"}
+    answer = ask("fa3", mla_request(), with_packages(flash_attn_3="3.0.0"), environ)
+    assert [change.text for change in answer.remedy] == [
+        "unset NVTE_FLASH_ATTN (it is '0')",
+        "unset NVTE_FLASH_ATTN_V3 (it is '0')",
+    ]
+
+
+def test_a_variable_that_was_never_read_may_have_any_value():
+    """NVTE_FLASH_ATTN=0 keeps the versions' variables from being read; unset, they are."""
+    environ = {"NVTE_FLASH_ATTN": "0", "NVTE_FLASH_ATTN_V3": "on"}
+    answer = ask("fa3", mla_request(), with_packages(flash_attn_3="3.0.0"), environ)
+    assert answer.state == "off"
+    assert [change.text for change in answer.remedy] == [
+        "unset NVTE_FLASH_ATTN (it is '0')",
+        "unset NVTE_FLASH_ATTN_V3 (it is 'on')",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [(None, (9, 20, 0)), ((9, 8, 0), (9, 20, 0)), ((9, 25, 1), (9, 25, 1)), ((10, 0, 0), (10, 0, 0))],
+)
+def test_an_upgrade_of_cudnn_never_takes_a_newer_one_away(found, wanted):
+    now = Situation(mla_request(), dataclasses.replace(H100, cudnn_version=found), {})
+    (upgrade,) = of_packages("cudnn", now)
+    assert upgrade.text == "pip install --upgrade nvidia-cudnn-cu13"
+    assert upgrade.apply(now).platform.cudnn_version == wanted
+    assert of_device((10, 0), now).apply(now).platform.cudnn_version == (found or (9, 20, 0))
