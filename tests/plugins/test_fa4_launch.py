@@ -123,7 +123,16 @@ def test_what_is_not_one_launch_of_the_call_s_tensors_stays_with_the_library(lau
         (torch.zeros(1, dtype=torch.int32), False),
         (object(), False),
     ],
-    ids=str,
+    ids=(
+        "nothing",
+        "a number",
+        "a tuple",
+        "no aux",
+        "a tensor of aux",
+        "a list with a tensor",
+        "a tensor",
+        "an object",
+    ),
 )
 def test_other_arguments_must_be_constants(extra: object, is_repeated: bool) -> None:
     kernel = Kernel()
