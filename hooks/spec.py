@@ -66,6 +66,6 @@ def backward(  # type: ignore[empty-body]
     may have run on another backend: only ``out`` and ``lse`` connect the two. Their strides are that backend's; the
     last dimension of ``out`` is contiguous. In a request with ``partial=True`` they belong to a softmax over more keys
     than these; a backend that cannot use them as given must refuse such a request.
-    Padded rows of the gradients are 0. Compute the gradients explicitly: autograd records nothing inside the hooks, not
-    even under ``torch.enable_grad``.
+    The gradients are new memory, and padded rows of them are 0. Compute them explicitly: autograd records nothing
+    inside the hooks, not even under ``torch.enable_grad``.
     """

@@ -389,6 +389,43 @@ def test_a_result_that_does_not_fit_is_the_backends_error(way: str, name: str, v
         get_manager().unregister("wrong")
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_gradients_that_share_memory_are_copied(way: str) -> None:
+    """A caller may add to one of them in place."""
+    shared = torch.ones(2, 5, 2, 24)
+    get_manager().register(Wrong(dk=shared, dv=shared), "wrong")
+    try:
+        q, k, v = (torch.zeros(x.shape).requires_grad_() for x in (Q, K, K))
+        out = call(way, q, k, v, backend="wrong")
+        _, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        dk.fill_(2.0)
+        assert (dv == 1).all()
+    finally:
+        get_manager().unregister("wrong")
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_a_backend_has_the_cache_of_its_kind(
+    way: str, strided: bool, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler, torch.compile and rows that are made contiguous are no reason to prepare each call anew."""
+    caches = []
+    compute_forward = sdpa.forward
+
+    def forward(plan: Plan, tensors: mla_plugin.AttentionTensors) -> AttentionOutput:
+        caches.append(tensors.kept)
+        return compute_forward(plan, tensors)
+
+    monkeypatch.setattr(sdpa, "forward", forward)
+    q = Q.mT.contiguous().mT if strided else Q
+    for _ in range(2):
+        call(way, q, K, V, backend="spy")
+    assert len(caches) == 2
+    assert caches[0] is not None
+    assert caches[0] is caches[1]
+
+
 def test_an_input_handed_back_as_the_result_is_copied() -> None:
     v = torch.zeros(2, 3, 4, 24)
     get_manager().register(Wrong(out=v), "wrong")

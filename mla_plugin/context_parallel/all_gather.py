@@ -83,7 +83,7 @@ class _Gradient(NamedTuple):
 
     Attributes:
         keys: the keys of whole sequences that the part saw.
-        values: their gradient, in memory of its own.
+        values: their gradient, in new memory, as backends return it.
     """
 
     keys: slice

@@ -99,13 +99,13 @@ class Call:
 
     def known(self, request: AttentionRequest, tensors: AttentionTensors) -> Known:
         """The cached ``Known`` of a section."""
-        known = known_of(tensors, request, self.backend)
-        vars(tensors)["kept"] = known.kept
-        return known
+        return known_of(tensors, request, self.backend)
 
     def forward(self, request: AttentionRequest, tensors: AttentionTensors) -> AttentionOutput:
         """out and lse of a section."""
-        return compute.forward(self.known(request, tensors), compute.with_contiguous_rows(tensors))
+        known, tensors = self.known(request, tensors), compute.with_contiguous_rows(tensors)
+        vars(tensors)["kept"] = known.kept
+        return compute.forward(known, tensors)
 
     def backward(
         self,

@@ -14,7 +14,7 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import Plan, request_of
 from mla_plugin.plugins import fa4
-from mla_plugin.plugins.fa4.launch import recorded
+from mla_plugin.plugins.fa4.launch import Repeated
 from mla_plugin.reference import attention
 from tests.plugins import flash_attention_4 as library
 from tests.plugins.flash_libraries import install
@@ -58,10 +58,6 @@ def module(kernel: Kernel, launch: Callable[..., None]) -> SimpleNamespace:
     return made
 
 
-def plain(cache: Any, *tensors: torch.Tensor) -> None:
-    cache["kind"](*[x.detach() for x in tensors])
-
-
 def check(run: Callable[..., Any], tensors: Tensors) -> None:
     out, lse = run(*tensors)
     q, k, v = tensors
@@ -69,15 +65,36 @@ def check(run: Callable[..., Any], tensors: Tensors) -> None:
     assert torch.equal(lse, q.sum(-1).transpose(1, 2))
 
 
+def runs_of(made: Any, calls: int = 3, tensors: Callable[[], Tensors] = new_tensors) -> int:
+    """How often the library runs in so many right calls of one kind."""
+    repeated = Repeated(made, made.run, NUMBERS)
+    for _ in range(calls):
+        check(repeated, tensors())
+    return made.runs
+
+
+NUMBERS = (0.1, 7)
+
+
+def plain(cache: Any, *tensors: torch.Tensor) -> None:
+    cache["kind"](*[x.detach() for x in tensors])
+
+
 def test_a_later_call_goes_to_the_kernel_alone() -> None:
     kernel = Kernel()
-    made, first, second = module(kernel, plain), new_tensors(), new_tensors()
-    found, repeated = recorded(made, made.run, *first)
+    made = module(kernel, plain)
+    repeated = Repeated(made, made.run, NUMBERS)
+    found = repeated(*new_tensors())
     kept = [x.clone() for x in found]
-    check(repeated, second)
-    assert (made.runs, kernel.calls) == (1, 2)
+    for _ in range(3):
+        check(repeated, new_tensors())
+    assert (made.runs, kernel.calls) == (1, 4)
     assert made._flash_attn_fwd.compile_cache is made.cache
-    assert all(map(torch.equal, found, kept)), "the second call wrote into the first one's results"
+    assert all(map(torch.equal, found, kept)), "a later call wrote into the first one's results"
+
+
+def test_tensors_that_require_gradients() -> None:
+    assert runs_of(module(Kernel(), plain), tensors=lambda: tuple(x.requires_grad_() for x in new_tensors())) == 1
 
 
 def twice(cache: Any, *tensors: torch.Tensor) -> None:
@@ -102,39 +119,68 @@ def view(cache: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: tor
     lse.copy_(q.sum(-1).transpose(1, 2))
 
 
-@pytest.mark.parametrize("launch", [twice, named, parts, view])
+def filled(cache: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """With memory that the library fills before: the kernel need not write all of it."""
+    lse.fill_(-torch.inf)
+    cache["kind"](q, k, v, out, lse)
+
+
+def changed(cache: Any, *tensors: torch.Tensor) -> None:
+    """The library changes what the kernel wrote."""
+    cache["kind"](*tensors)
+    tensors[4].mul_(2.0).div_(2.0)
+
+
+def read(cache: Any, *tensors: torch.Tensor) -> None:
+    """The library decides by values."""
+    assert tensors[0].sum().item() is not None
+    cache["kind"](*tensors)
+
+
+@pytest.mark.parametrize("launch", [twice, named, parts, view, filled, changed, read])
 def test_what_is_not_one_launch_of_the_call_s_tensors_stays_with_the_library(launch: Callable[..., None]) -> None:
-    kernel = Kernel()
-    made = module(kernel, launch)
-    _, repeated = recorded(made, made.run, *new_tensors())
-    assert repeated is made.run
-    check(repeated, new_tensors())
+    assert runs_of(module(Kernel(), launch), calls=7) == 7
+
+
+AUX = library.AuxData((torch.zeros(1),))
 
 
 @pytest.mark.parametrize(
     ("extra", "is_repeated"),
     [
         (None, True),
-        (0.5, True),
-        (("fwd", (None, 3, True)), True),
+        (True, True),
+        (0.1, True),
+        (7, True),
+        (("fwd", (None, 5, True)), True),  # 5 tokens
         (library.AuxData(), True),
-        (library.AuxData((torch.zeros(1),)), False),
+        (AUX, False),
         ([torch.zeros(1)], False),
         (torch.zeros(1, dtype=torch.int32), False),
         (object(), False),
+        (0.5, False),
+        (0x7F0011223344, False),  # such as a pointer or a stream
+        ([8], False),
     ],
     ids=(
-        "nothing",
-        "a number",
-        "a tuple",
-        "no aux",
-        "a tensor of aux",
-        "a list with a tensor",
-        "a tensor",
-        "an object",
+        *(
+            "nothing",
+            "bool",
+            "scale",
+            "window",
+            "tuple",
+            "no aux",
+            "aux",
+            "list",
+            "tensor",
+            "object",
+            "float",
+            "pointer",
+        ),
+        "list of a number",
     ),
 )
-def test_other_arguments_must_be_constants(extra: object, is_repeated: bool) -> None:
+def test_other_arguments_must_be_known_constants(extra: object, is_repeated: bool) -> None:
     kernel = Kernel()
 
     def launch(cache: Any, *tensors: torch.Tensor) -> None:
@@ -142,27 +188,30 @@ def test_other_arguments_must_be_constants(extra: object, is_repeated: bool) -> 
 
     made = module(kernel, launch)
     made.cache["kind"] = lambda given, *tensors: kernel(*tensors) if given is extra else pytest.fail("another argument")
-    _, repeated = recorded(made, made.run, *new_tensors())
-    assert (repeated is not made.run) == is_repeated
-    check(repeated, new_tensors())
+    assert runs_of(made) == (1 if is_repeated else 3)
 
 
 def test_one_tensor_as_two_inputs_is_not_repeated() -> None:
-    """Which of both an argument is cannot be told, and the next call may have two."""
-    kernel = Kernel()
-    made = module(kernel, plain)
+    """Which of both an argument is cannot be told; a later call with two tensors shows it."""
+    made = module(Kernel(), plain)
+    repeated = Repeated(made, made.run, NUMBERS)
     q, _, v = new_tensors()
-    _, repeated = recorded(made, made.run, q, q, v)
-    assert repeated is made.run
+    check(repeated, (q, q, v))
+    assert made.runs == 1
+    for _ in range(3):
+        check(repeated, new_tensors())
+    assert made.runs == 2
+    check(repeated, (q, q, v))
+    assert made.runs == 2
 
 
 def test_a_release_without_the_cache() -> None:
-    kernel = Kernel()
-    made = module(kernel, plain)
+    made = module(Kernel(), plain)
     without = SimpleNamespace(flash_attn_func=made.run)
-    found, repeated = recorded(without, made.run, *new_tensors())
-    assert repeated is made.run
-    assert len(found) == 2
+    repeated = Repeated(without, made.run, NUMBERS)
+    for _ in range(3):
+        check(repeated, new_tensors())
+    assert made.runs == 3
 
 
 def test_an_error_leaves_the_library_as_it_was() -> None:
@@ -170,11 +219,55 @@ def test_an_error_leaves_the_library_as_it_was() -> None:
         cache["kind"](*tensors)
         raise RuntimeError("out of resources")
 
-    kernel = Kernel()
-    made = module(kernel, fails)
-    with pytest.raises(RuntimeError, match="out of resources"):
-        recorded(made, made.run, *new_tensors())
+    made = module(Kernel(), fails)
+    repeated = Repeated(made, made.run, NUMBERS)
+    for _ in range(7):
+        with pytest.raises(RuntimeError, match="out of resources"):
+            repeated(*new_tensors())
     assert made._flash_attn_fwd.compile_cache is made.cache
+
+
+def test_a_launch_that_fails_goes_back_to_the_library() -> None:
+    kernel = Kernel()
+    made = module(kernel, plain)
+    repeated = Repeated(made, made.run, NUMBERS)
+    for _ in range(2):
+        check(repeated, new_tensors())
+    assert made.runs == 1
+    with pytest.raises(RuntimeError):  # of the library
+        repeated(*(x[:, :3] for x in new_tensors()[:2]), new_tensors()[2][..., :5])
+    check(repeated, new_tensors())
+    assert made.runs == 3
+
+
+def test_a_cache_that_somebody_replaces_meanwhile_stays() -> None:
+    other = {"kind": Kernel()}
+
+    def launch(cache: Any, *tensors: torch.Tensor) -> None:
+        cache["kind"](*tensors)
+        made._flash_attn_fwd.compile_cache = other
+
+    made = module(Kernel(), launch)
+    check(Repeated(made, made.run, NUMBERS), new_tensors())
+    assert made._flash_attn_fwd.compile_cache is other
+
+
+def test_nobody_waits_while_another_call_is_recorded() -> None:
+    """The library compiles for seconds; another kind runs meanwhile, and is recorded later."""
+    kernel, other = Kernel(), module(Kernel(), plain)
+    of_other = Repeated(other, other.run, NUMBERS)
+
+    def launch(cache: Any, *tensors: torch.Tensor) -> None:
+        check(of_other, new_tensors())
+        cache["kind"](*tensors)
+
+    made = module(kernel, launch)
+    repeated = Repeated(made, made.run, NUMBERS)
+    check(repeated, new_tensors())
+    assert other.runs == 1
+    for _ in range(2):
+        check(of_other, new_tensors())
+    assert other.runs == 2
 
 
 def test_another_thread_meanwhile_is_not_recorded() -> None:
@@ -189,9 +282,8 @@ def test_another_thread_meanwhile_is_not_recorded() -> None:
         cache["kind"](*tensors)
 
     made = module(kernel, launch)
-    _, repeated = recorded(made, made.run, *new_tensors())
-    check(repeated, new_tensors())
-    assert (made.runs, kernel.calls, others.calls) == (1, 2, 1)
+    assert runs_of(made, calls=2) == 1
+    assert (kernel.calls, others.calls) == (2, 1)
     assert made.cache["other"] is others
 
 
@@ -207,7 +299,7 @@ def test_the_plugin_repeats_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch, "flash_attn.cute.interface", **library.MEMBERS | {"flash_attn_func": counted})
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for batch, scale in ((1, 0.1), (2, 0.1), (1, 0.3), (1, 0.1), (2, 0.1), (1, 0.3), (1, 0.1)):
+    for batch, scale in ((1, 0.1), (2, 0.1), (1, 0.3)) * 4:
         q, k, v = (torch.randn(batch, 40, 2, dim).bfloat16() for dim in (192, 192, 128))
         tensors = AttentionTensors(q, k, v, scale)
         vars(tensors)["kept"] = kept.setdefault((batch, scale), {})
@@ -216,4 +308,4 @@ def test_the_plugin_repeats_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         exact = attention(request, tensors)
         torch.testing.assert_close(found.out.double(), exact.out, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(found.lse.double(), exact.lse, atol=1e-3, rtol=1e-3)
-    assert len(calls) == 3
+    assert len(calls) == 6  # the first, and the one that is recorded

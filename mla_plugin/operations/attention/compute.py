@@ -83,6 +83,11 @@ def backward(
             _check_result(name, given, x.shape, x.dtype, x.device, backend)
         if bias is not None:
             _check_result("dbias", dbias, bias.shape, bias.dtype, bias.device, backend)
+        # a caller may add to one of them, or keep it
+        others = (q, k, v, residuals.out, dout)
+        dq = _apart_from(dq, *others)
+        dk = _apart_from(dk, *others, dq)
+        dv = _apart_from(dv, *others, dq, dk)
     if bias is None or dbias is None:
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), None
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), dbias.contiguous()
@@ -120,8 +125,12 @@ def _check_result(
 def _own(x: torch.Tensor, tensors: AttentionTensors) -> torch.Tensor:
     """x contiguous, in new memory, and no view, which PyTorch would not allow the caller to modify in place."""
     x = x.contiguous()
-    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # missing in PyTorch's stubs
-    q = tensors.q
-    if x.dtype == q.dtype and (is_alias(x, q) or is_alias(x, tensors.k) or is_alias(x, tensors.v)):
-        return x.clone()
+    if x.dtype == tensors.q.dtype:
+        x = _apart_from(x, tensors.q, tensors.k, tensors.v)
     return x.new_empty(0).set_(x) if x._is_view() else x  # type: ignore[call-overload]
+
+
+def _apart_from(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """x, copied if it shares memory with another tensor."""
+    is_alias = torch._C._is_alias_of  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+    return x.clone() if any(is_alias(x, other) for other in others) else x

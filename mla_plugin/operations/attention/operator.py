@@ -71,7 +71,9 @@ def _kind(call: Call) -> tuple[Any, ...]:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call.of(args)
     known = known_of(*call)
-    output = compute.forward(known, compute.with_contiguous_rows(call.tensors))
+    tensors = compute.with_contiguous_rows(call.tensors)
+    vars(tensors)["kept"] = known.kept
+    output = compute.forward(known, tensors)
     if known.request.is_training:
         keep(call, output.lse, known)
     return output.out, output.lse

@@ -48,9 +48,9 @@ def run_call(tensors: AttentionTensors, given: CallOptions | AttentionRequest, b
 
 def run_known(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     """``run_call`` for a call that is not ``is_observed`` and has a cache entry."""
-    vars(tensors)["kept"] = known.kept
     if not known.has_contiguous_rows:
         tensors = compute.with_contiguous_rows(tensors)
+    vars(tensors)["kept"] = known.kept
     if known.request.is_training:
         out, lse = _apply(known, tensors, tensors.q, tensors.k, tensors.v, tensors.bias)
         return AttentionOutput(out, lse)

@@ -30,8 +30,8 @@ from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
-from mla_plugin.plugins.fa4.launch import recorded
-from mla_plugin.plugins.shared.dense import can_keep, keep_forward, kept_forward
+from mla_plugin.plugins.fa4.launch import Repeated
+from mla_plugin.plugins.shared.dense import keep_forward, kept_forward
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
 from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import (
@@ -244,12 +244,10 @@ def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     function = library.flash_attn_func if rows.q is None else library.flash_attn_varlen_func
     options, window = _options(request, tensors.softmax_scale, rows)
     run = functools.partial(function, **options, window_size=window, return_lse=True)
-    if can_keep(tensors, rows):
-        found, repeated = recorded(library, run, q, k, v)
-        keep_forward("fa4", tensors, rows, lambda: repeated)
-    else:
-        found = run(q, k, v)
-    return AttentionOutput(rows.queries(found[0]), rows.lse(found[1]))
+    numbers = (tensors.softmax_scale, *window)
+    keep_forward("fa4", tensors, rows, lambda: Repeated(library, run, numbers))
+    out, lse = run(q, k, v)
+    return AttentionOutput(rows.queries(out), rows.lse(lse))
 
 
 @hookimpl

@@ -39,15 +39,8 @@ def kept_concatenated_forward(
     return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
 
 
-def can_keep(tensors: AttentionTensors, rows: Rows) -> bool:
-    """Whether calls like this one can share a forward: they are dense, and their strides need no copy."""
-    if tensors.kept is None or rows.request.layout.is_packed or rows.request.has_padding:
-        return False
-    return has_addressable_strides(tensors.q, tensors.k, tensors.v)
-
-
 def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Callable[[], Run]) -> None:
-    """Keep what ``make`` makes for calls of this kind, if they ``can_keep`` it.
+    """Keep what ``make`` makes for calls of this kind, if they are dense and their strides need no copy.
 
     Args:
         backend: which keeps it.
@@ -55,8 +48,10 @@ def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Call
         rows: of the call.
         make: gives the library's function of q, k and v as ``rows`` describes them.
     """
-    kept = tensors.kept
-    if kept is None or not can_keep(tensors, rows):
+    kept, request = tensors.kept, rows.request
+    if kept is None or request.layout.is_packed or request.has_padding:
+        return
+    if not has_addressable_strides(tensors.q, tensors.k, tensors.v):
         return
     if rows.q is None:
         kept[backend] = _forward(make(), rows)
