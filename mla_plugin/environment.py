@@ -134,7 +134,7 @@ def _may_be_set(name: str) -> bool:
 
 
 def check_selection(environ: Mapping[str, str]) -> None:
-    """Parse the variables that TransformerEngine's selection parses, as lazily as it does; errors as ``parse``."""
+    """Parse what TransformerEngine's newest release parses to select, as lazily as it does; errors as ``parse``."""
     if parse("NVTE_FLASH_ATTN", environ):
         for name in ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"):
             parse(name, environ)
@@ -143,7 +143,7 @@ def check_selection(environ: Mapping[str, str]) -> None:
 
 
 def markdown_table() -> str:
-    """The README's table of variables."""
+    """The table of docs/environment.md."""
     rows = ["| variable | accepted | default | takes effect at | meaning |", "|---|---|---|---|---|"]
     for v in VARIABLES:
         if v.default is None:

@@ -97,13 +97,28 @@ def _ours(name: str, parse: Callable[[str], Value], accepted: str, default: Valu
 VARIABLES: tuple[Variable, ...] = (
     _te("NVTE_FLASH_ATTN", _integer, _INT, 1, "FlashAttention 2, 3 and 4.", "selection"),
     _te(
-        "NVTE_FLASH_ATTN_V2", _integer, _INT, 1, "FlashAttention 2; read only while NVTE_FLASH_ATTN is on.", "selection"
+        "NVTE_FLASH_ATTN_V2",
+        _integer,
+        _INT,
+        1,
+        "FlashAttention 2; read only while NVTE_FLASH_ATTN is on; inside TransformerEngine from 2.18 on.",
+        "selection",
     ),
     _te(
-        "NVTE_FLASH_ATTN_V3", _integer, _INT, 1, "FlashAttention 3; read only while NVTE_FLASH_ATTN is on.", "selection"
+        "NVTE_FLASH_ATTN_V3",
+        _integer,
+        _INT,
+        1,
+        "FlashAttention 3; read only while NVTE_FLASH_ATTN is on; inside TransformerEngine from 2.18 on.",
+        "selection",
     ),
     _te(
-        "NVTE_FLASH_ATTN_V4", _integer, _INT, 1, "FlashAttention 4; read only while NVTE_FLASH_ATTN is on.", "selection"
+        "NVTE_FLASH_ATTN_V4",
+        _integer,
+        _INT,
+        1,
+        "FlashAttention 4; read only while NVTE_FLASH_ATTN is on; inside TransformerEngine from 2.18 on.",
+        "selection",
     ),
     _te("NVTE_FUSED_ATTN", _integer, _INT, 1, "cuDNN attention (backend `cudnn`).", "selection"),
     _te("NVTE_UNFUSED_ATTN", _integer, _INT, 1, "The unfused fallback (backend `sdpa`).", "selection"),

@@ -215,5 +215,4 @@ def ask_all(
     if isinstance(request, AttentionRequest) and request.is_training:
         alone = request.replace(is_training=False)
         forward_answers = {name: ask(name, asked[name], alone, platform, frozenset(names)) for name in forward_answers}
-    environment.check_selection(environ)
     return Inquiry(platform, environ, backend, names, blocked, answers, forward_answers)

@@ -124,9 +124,10 @@ class _Survey:
         asked = self.asked
         if asked.backend is not None:
             return TraceEntry(name, False, "host", (f"backend {asked.backend!r} was requested by name",))
-        off = choice.left_out(name, self.request, asked.platform, asked.environ)
-        if off is not None and (self.is_free or name in ("triton", preference.FALLBACK)):
-            return off
+        if self.is_free or name in ("triton", preference.FALLBACK):  # TransformerEngine reads the other variables
+            off = choice.left_out(name, self.request, asked.platform, asked.environ)
+            if off is not None:
+                return off
         if name == "triton":
             reason = "TransformerEngine's own choice applies unless NVTE_MLA_TRITON=1 and its conditions hold"
             return TraceEntry(name, False, "host", (reason,))
@@ -188,6 +189,8 @@ def survey(
     asked = ask_all(request, backend, platform, environ)
     platform = asked.platform
     cascade = _cascade(request, asked, te_release)
+    if cascade is None or not choice.is_as_strict_as_te(request, environ):
+        environment.check_selection(environ)  # otherwise its release has parsed what it reads
 
     known = _Survey(request, asked, cascade)
     tried = known.order("forward")

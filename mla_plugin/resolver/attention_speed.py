@@ -12,7 +12,10 @@ from mla_plugin.hooks.types import Platform
 from mla_plugin.resolver.attention_measured import BACKENDS, MEASURED
 
 _BLACKWELL = ("cudnn", "fa4", "triton", "fa2")
-"""From compute capability 10.0 on; not measured."""
+"""From compute capability 10.0 on; not measured.
+
+By the figures of a B200 and an RTX PRO 6000 in NVIDIA/cudnn-frontend, benchmark/attention_training/results.
+"""
 
 _OLDER = ("fa2", "cudnn", "triton")
 """Before Hopper, equal head dims: kernels written for these GPUs first; not measured."""

@@ -114,6 +114,7 @@ def survey_decode(
     if environment.parse("MLA_PLUGIN_BATCH_INVARIANT", environ):
         request = request.replace(batch_invariant=True)
     asked = ask_all(request, backend, platform, environ)
+    environment.check_selection(environ)
     platform, backend = asked.platform, asked.backend
     off: dict[str, tuple[str, ...]] = {}
     if backend is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from mla_plugin import Accepted, AttentionRequest, NoBackendError, Platform, Refused, explain, hookimpl, resolve
+from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver import survey
 from tests.requests import A100, CPU, H100, mla_request
@@ -243,3 +244,20 @@ def test_explain_shows_each_backend_with_its_reasons(add: object) -> None:
     assert "on cuda sm80" in text
     assert "head_dim_qk=192 > 128; capability (8, 0) < (9, 0)" in text
     assert text.splitlines()[-1] == "=> forward: triton"
+
+
+@pytest.mark.parametrize(("release", "is_read"), [("2.10", False), ("2.17.1", False), ("2.18", True), ("2.20.2", True)])
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"])
+def test_inside_transformer_engine_a_variable_that_its_release_does_not_read_is_not_parsed(
+    name: str, release: str, is_read: bool
+) -> None:
+    platform = Platform("cuda", (9, 0), (), (9, 13, 0), "13.0")
+    inside = mla_request(host="transformer_engine", device_type="cuda")
+    options = {"platform": platform, "environ": {name: "yes"}, "te_release": release}
+    if is_read:
+        with pytest.raises(EnvironmentVariableError, match=name):
+            survey(inside, **options)
+    else:
+        survey(inside, **options)
+    with pytest.raises(EnvironmentVariableError, match=name):
+        survey(mla_request(device_type="cuda"), **options)
