@@ -23,8 +23,9 @@ import json
 import platform
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ import mla_plugin
 from benchmarks import checkout
 from mla_plugin import Accepted, AttentionOutput, AttentionRequest, AttentionTensors, Gradients, Plan, hookimpl, resolve
 from mla_plugin.arguments.options import CallOptions
+from mla_plugin.device import installed_packages as device_packages
 from mla_plugin.hooks.attention import Residuals
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.operations.attention import dispatch
@@ -40,6 +42,10 @@ from mla_plugin.operations.attention.run import is_observed, run_known
 
 RESULTS = Path(__file__).parent / "results"
 LIMIT_US = 10.0
+"""Of a cached resolve and a hook."""
+WHOLE_US, TRAINED_US = 45.0, 80.0
+"""Of a whole call on a GPU's host that takes ``HOST_US`` for ``x.add_``, without gradients and with them."""
+HOST_US = 6.6
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128
 BACKENDS = ("triton", "fa3", "fa4", "fa2", "cudnn", "sdpa")
 
@@ -158,8 +164,10 @@ def own_function(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return functools.partial(function, q, k, v, causal=True)
 
 
-def functions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Whole calls by name, a library's own function before our call of the backend."""
+def functions(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, refused: dict[str, str] | None = None
+) -> dict[str, Callable[[], object]]:
+    """Whole calls by name, a library's own function before our call of the backend; ``refused`` gets the reasons."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     attend = torch.nn.functional.scaled_dot_product_attention
     found: dict[str, Callable[[], object]] = {ATTEND: functools.partial(attend, *heads_first, is_causal=True)}
@@ -167,7 +175,9 @@ def functions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Ca
         ours = functools.partial(mla_plugin.attention, q, k, v, backend=name)
         try:
             ours()
-        except mla_plugin.NoBackendError:
+        except mla_plugin.NoBackendError as reasons:
+            if refused is not None:
+                refused[name] = str(reasons)
             continue
         own = own_function(name, q, k, v) if q.is_cuda else None
         if own is not None:
@@ -218,10 +228,10 @@ def main() -> None:
         for width in (HEAD_DIM_QK, HEAD_DIM_QK, HEAD_DIM_V)
     )
     one = torch.ones(1, device=device)
-    rows = {"x.add_": microseconds(lambda: one.add_(1))}
     with torch.no_grad():
         parts = layers(q, k, v)
-        rows |= in_turns(functions(q, k, v))
+        refused: dict[str, str] = {}
+        rows = in_turns({"x.add_": lambda: one.add_(1), **functions(q, k, v, refused)})
         of_backends = shares(q, k, v, rows)
     trained = [x.clone().requires_grad_() for x in (q, k, v)]
     calls = functions(*trained)
@@ -244,6 +254,8 @@ def main() -> None:
         "backwards": {name: round(value, 1) for name, value in backwards.items()},
         "backends": {name: {x: round(us, 1) for x, us in shared.items()} for name, shared in of_backends.items()},
         "limit": LIMIT_US,
+        "refused": refused,
+        "packages": dict(device_packages()),
         "gpu": gpu,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -253,6 +265,23 @@ def main() -> None:
     (RESULTS / f"dispatch_{gpu.replace(' ', '_')}.json").write_text(json.dumps(record, indent=2) + "\n")
     if parts["a cached resolve and the hook"] > LIMIT_US:
         raise SystemExit(f"a cached resolve and a hook take more than {LIMIT_US} us")
+    if device == "cuda":
+        slow = list(slower(record))
+        if slow:
+            raise SystemExit("\n".join(slow))
+
+
+def slower(record: Mapping[str, Any]) -> Iterator[str]:
+    """Calls that take more than they may, after ``x.add_`` says how fast the host is.
+
+    ``fa2`` may take what the fewest launches that make its result take by themselves.
+    """
+    factor = max(1.0, record["calls"]["x.add_"] / HOST_US)
+    for calls, most in ((record["calls"], WHOLE_US), (record["calls_with_gradients"], TRAINED_US)):
+        for name in BACKENDS:
+            found = calls.get(f"mla_plugin.attention, {name}")
+            if found is not None and name != "fa2" and found > factor * most:
+                yield f"mla_plugin.attention, {name}: {found} us, more than {factor:.2f} * {most}"
 
 
 if __name__ == "__main__":

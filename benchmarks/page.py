@@ -55,10 +55,16 @@ def load(name: str, gpu: str = GPU) -> Record:
     return record
 
 
+LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4", "flash-mla", "flashinfer-python", "vllm")
+"""Distributions with backends; vLLM's carries FlashAttention 3."""
+
+
 def versions(record: Record) -> str:
     """What it was measured with."""
-    packages = [f"{name} {record[name]}" for name in ("vllm", "torch", "triton", "transformers") if name in record]
-    return f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}."
+    packages = {name: record[name] for name in ("vllm", "torch", "triton", "transformers") if name in record}
+    packages |= {name: found for name, found in record.get("packages", {}).items() if name in LIBRARIES}
+    named = ", ".join(f"{name} {found}" for name, found in packages.items())
+    return f"{record['gpu']}, {named}, commit {record['commit'][:10]}."
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
