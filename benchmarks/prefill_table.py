@@ -16,7 +16,7 @@ MODULE = ROOT / "mla_plugin" / "resolver" / "attention_measured.py"
 RESULTS = {
     (9, 0): {
         "H200": ("prefill_backends_NVIDIA_H200.json", "prefill_backends_between_NVIDIA_H200.json"),
-        "H100": ("prefill_backends_NVIDIA_H100_80GB_HBM3.json",),
+        "H100": ("prefill_backends_NVIDIA_H100_80GB_HBM3.json", "prefill_backends_drawn_NVIDIA_H100_80GB_HBM3.json"),
     },
 }
 """Kept results by compute capability."""

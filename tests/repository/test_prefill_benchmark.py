@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import page, prefill_backends
+from benchmarks import prefill_backends
 from benchmarks.prefill_backends import Case, merge, shares, table
 
 FORWARD, BOTH, BACKWARD, SINGLE = "forward", "training forward", "backward", "of the best single one"
-KEPT = sorted(page.RESULTS.glob("prefill_backends*.json"))
 
 
 def row(case: Case = prefill_backends.QUICK[0], **changes: Any) -> dict[str, Any]:
@@ -39,18 +38,9 @@ def test_a_choice_without_a_time_has_no_share() -> None:
     assert shares(no_single) == {FORWARD: 1.0, BOTH: 1.0, BACKWARD: 1.0}
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_the_kept_shares_are_those_of_the_kept_times(path: Path) -> None:
-    """Of calls that were measured at once: ``merge`` did not always renew the shares."""
-    rows = json.loads(path.read_text())["rows"]
-    for kept in (kept for kept in rows if kept.keys().isdisjoint(("again", "superseded"))):
-        assert kept["of_the_best"] == pytest.approx(shares(kept))
-    assert all(shares(kept) for kept in rows)
-
-
 def test_the_table_has_a_dash_where_there_is_no_share() -> None:
     whole, part = row(), row(backward={"triton": 6.0})
-    lines = table([{**given, "of_the_best": shares(given)} for given in (whole, part)]).splitlines()
+    lines = table([whole, part]).splitlines()
     assert lines[-2].endswith("| 0.50 1.00 1.33 |")
     assert lines[-1].endswith("| 0.50 - - |")
 
@@ -60,8 +50,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the kept results of one call."""
     monkeypatch.setattr(prefill_backends, "RESULTS", tmp_path)
     path = tmp_path / "prefill_backends_NVIDIA_H200.json"
-    kept = row(superseded={"triton forward": 9.0, "fa4 backward": 9.0}, of_the_best={})
-    path.write_text(json.dumps({"rows": [kept, row(prefill_backends.QUICK[1], of_the_best={})]}))
+    kept = row(superseded={"triton forward": 9.0, "fa4 backward": 9.0})
+    path.write_text(json.dumps({"rows": [kept, row(prefill_backends.QUICK[1])]}))
     return path
 
 
@@ -85,7 +75,6 @@ def test_times_measured_again_are_scaled_by_the_backends_that_did_not_change(res
     assert first["backward"] == row()["backward"]
     assert first["again"] == {"triton forward": "abc"}
     assert first["superseded"] == {"fa4 backward": 9.0}
-    assert first["of_the_best"] == pytest.approx({FORWARD: 0.125, BOTH: 1.0, BACKWARD: 1.0, SINGLE: 6.5 / 4.5})
     assert record["packages_again"] == {"abc": {"triton": "9"}}
     assert second["forward"] == row()["forward"]
     assert "again" not in second
@@ -97,7 +86,6 @@ def test_calls_not_measured_again_are_set_aside_unless_their_kernels_did_not_cha
     assert first["superseded"] == {"fa4 backward": 9.0, "triton backward": 6.0}
     assert second["superseded"] == {"triton forward": 2.0, "triton backward": 6.0}
     assert second["forward"] == {"fa3": 1.0, "fa4": 4.0}
-    assert second["of_the_best"] == {FORWARD: 0.25, BACKWARD: 1.0}
     merge(again(forward={"triton": 3.0}), rest_unchanged=True)  # nothing to scale it by
     assert json.loads(results.read_text())["rows"][0]["forward"]["triton"] == 2.0
     assert [path.name for path in results.parent.iterdir()] == [results.name]

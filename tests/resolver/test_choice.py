@@ -45,9 +45,6 @@ def speeds(row: dict[str, Any], installed: tuple[str, ...], gpu: str) -> dict[st
     inference = resolve(attention_request(row, False), platform=platform, environ={})
     first, second = training.forward_backend, training.backward_backend
     single = min(forward[name] + backward[name] for name in forward if name in backward)
-    for name in {first, inference.forward_backend} - set(forward):
-        assert f"{name} forward" in row["superseded"]  # by code that is faster now, so it cannot be judged by this row
-        forward[name] = min(forward.values())
     return {
         "inference": min(forward.values()) / forward[inference.forward_backend],
         "forward": min(forward.values()) / forward[first],
@@ -88,6 +85,7 @@ def test_calls_that_the_table_lacks_are_chosen_well_from_those_around(
         found.append(math.exp(-behind[min(behind, key=lambda name: estimates.get(name, math.inf))]))
     assert sum(found) / len(found) >= 0.98
     assert sum(share >= 0.95 for share in found) >= 0.87 * len(found)
+    assert min(found) >= 0.7
 
 
 def test_a_gpu_is_known_by_a_word_of_its_name() -> None:
@@ -188,7 +186,7 @@ def runs(request: AttentionRequest, installed: tuple[str, ...] = ("fa3", "fa4"),
 def test_forward_and_backward_run_on_different_backends() -> None:
     """vLLM's FlashAttention 3 has no backward, and FlashAttention 4 none for grouped heads of unequal dims."""
     training = mla_request(is_training=True, num_heads=64, num_kv_heads=4)
-    assert runs(training) == ("triton", "cudnn")
+    assert runs(mla_request(is_training=True)) == ("fa4", "triton")
     assert runs(training, NVTE_MLA_TRITON="0") == ("fa4", "cudnn")
     assert runs(training, ("fa3",), NVTE_MLA_TRITON="0") == ("fa3", "cudnn")
     packed = training.replace(qkv_format="thd", lengths_may_differ=False)

@@ -25,7 +25,7 @@ H100 = Platform(
     cuda_version="13.0",
 )
 TRAINING = mla_request(is_training=True)
-GROUPED = mla_request(num_heads=64, num_kv_heads=4, is_training=True)
+GROUPED = mla_request(is_training=True, num_heads=64, num_kv_heads=4, max_seqlen_q=1024, max_seqlen_kv=1024)
 """FlashAttention 4 has no backward for it."""
 WITH_LSE = mla_request(head_dim_qk=128, return_lse=True, is_training=True)
 """Faster backwards than Triton's take no gradient of lse."""

@@ -24,7 +24,7 @@ H100 = Platform(
 )
 LARGE = mla_request(num_heads=128, num_kv_heads=128, max_seqlen_q=8192, max_seqlen_kv=8192)
 """A call whose fastest passes of those that come with PyTorch are Triton's."""
-GROUPED = mla_request(num_heads=64, num_kv_heads=4, is_training=True)
+GROUPED = mla_request(is_training=True, num_heads=64, num_kv_heads=4, max_seqlen_q=1024, max_seqlen_kv=1024)
 """Likewise, but for the backward, where cuDNN's is faster."""
 B200 = dataclasses.replace(H100, compute_capability=(10, 0))
 DECODE = DecodeRequest(torch.bfloat16, "cuda", 8, 1, 128, 512, 64, max_seqlen_kv=4096)
