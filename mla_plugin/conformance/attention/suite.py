@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, spoilt
-from mla_plugin.conformance.attention import beyond, chunks, library, special, values
+from mla_plugin.conformance.attention import beyond, chunks, dropout, library, many, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
@@ -198,7 +198,7 @@ class BackendConformance(Suite):
 
     def test_dropout(self) -> None:
         """Dropout is refused, or drops as many weights as asked for, by the seed, in both passes alike."""
-        special.check_dropout(self)
+        dropout.check_dropout(self)
 
     def test_batch_invariance(self) -> None:
         """Asked for ``batch_invariant``, refuse, or give chunks of a prefill the bits of one prefill."""
@@ -224,6 +224,11 @@ class BackendConformance(Suite):
             beyond.check_memory(self.device)
             beyond.check(self)
             torch.cuda.empty_cache()  # other processes may share the device
+
+    def test_many_sequences(self) -> None:
+        """Thousands of sequences in one call."""
+        if not self.quick and not self.is_slow:
+            many.check_many_sequences(self)
 
     def plain_cases(self) -> list[Case]:
         """Accepted cases, at most one of each layout, as plain as there are."""
