@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.conformance import broken_decode as of_decode
-from tests.conformance.broken_attention import LENGTHS, LSE, REQUEST, REQUEST_B, RETURN_OUT, SUM, broken
+from tests.conformance.broken_attention import LENGTHS, LSE, PICK, REQUEST, REQUEST_B, RETURN_OUT, SUM, broken
 from tests.conformance.mutants import Broken
 
 LOOP = "    for (_, row, rows, _), (_, _, v), scores, _ in sequences(request, t):\n"
@@ -143,6 +143,7 @@ ATTENTION = [
         SCORE_GRADIENTS,
         SCORE_GRADIENTS.replace("do @ v.mT", "(do @ v.mT).to(request.dtype).to(exact)"),
     ),
+    broken("batch_offsets_in_int32", PICK, PICK.replace("k[row,", "k[row if row * k.stride(0) < 2**31 else 0,")),
     with_feature(
         broken(
             "dropout_by_heads_of_keys_in_the_backward",

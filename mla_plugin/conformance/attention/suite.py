@@ -219,11 +219,16 @@ class BackendConformance(Suite):
             special.check_second_device(self)
 
     def test_more_than_two_billion_elements(self) -> None:
-        """On a CUDA device with 48 GiB of free memory: q and k beyond what 32 bits count."""
-        if torch.device(self.device).type == "cuda" and not self.quick:
+        """With 48 GiB of free memory q and k beyond what 32 bits count; on a CPU, with 8, their strides."""
+        if self.quick:
+            return
+        if torch.device(self.device).type == "cuda":
             beyond.check_memory(self.device)
             beyond.check(self)
             torch.cuda.empty_cache()  # other processes may share the device
+        elif not self.is_slow:
+            beyond.check_memory(self.device, 8 << 30)
+            beyond.check_far_sequences(self)
 
     def test_many_sequences(self) -> None:
         """Thousands of sequences in one call."""
