@@ -114,6 +114,22 @@ def check_tensor(name: str, x: object, like: torch.Tensor, dtype: torch.dtype) -
         )
 
 
+def worst_copy(name: str, x: object, exact: torch.Tensor, axis: int, times: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of a result that holds the same thing so many times along an axis, each element from the copy that is worst.
+
+    All copies have the same roundings, so as a whole they would look like a systematic error.
+    """
+    shape = list(exact.shape)
+    shape[axis] *= times
+    check_tensor(name, x, exact.new_empty(shape), dtype)
+    assert isinstance(x, torch.Tensor)
+    copies = x.unflatten(axis, (times, exact.shape[axis])).movedim(axis, 0)
+    errors = (copies.double() - exact).abs().masked_fill(copies == exact, 0.0)
+    worst = errors.nan_to_num(torch.inf).argmax(0, keepdim=True)
+    picked: torch.Tensor = copies.gather(0, worst).squeeze(0)
+    return picked
+
+
 def check_zero(name: str, x: torch.Tensor, where: torch.Tensor) -> None:
     """Exactly 0 wherever ``where`` holds."""
     selected = x.masked_select(where)

@@ -18,6 +18,8 @@ class Broken:
     Attributes:
         name: what is wrong, in a few words without blanks.
         old, new: a part of the correct source that occurs once, and what stands in its place.
+        before: replacements that are made first, each of a part that occurs once: what the correct source needs to have
+            the feature that the fault is in.
         caught_by: the test that must catch it, ``test_backward[case]`` or another test's name.
         message: what the error must match.
     """
@@ -27,6 +29,7 @@ class Broken:
     new: str
     caught_by: str = ""
     message: str = ""
+    before: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -35,10 +38,10 @@ class Broken:
 def module_of(source: str, fault: Broken | None = None, **constants: object) -> types.ModuleType:
     """The correct backend's module, with a fault."""
     text = (HERE / f"{source}.py").read_text()
-    if fault is not None:
-        if text.count(fault.old) != 1:
-            raise ValueError(f"{fault}: {fault.old!r} occurs {text.count(fault.old)} times in {source}.py, not once")
-        text = text.replace(fault.old, fault.new)
+    for old, new in () if fault is None else (*fault.before, (fault.old, fault.new)):
+        if text.count(old) != 1:
+            raise ValueError(f"{fault}: {old!r} occurs {text.count(old)} times in {source}.py, not once")
+        text = text.replace(old, new)
     module = types.ModuleType(f"{source}_{fault or 'correct'}")
     exec(compile(text, module.__name__, "exec"), module.__dict__)
     vars(module).update(constants)

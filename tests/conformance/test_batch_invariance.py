@@ -91,6 +91,7 @@ def test_decode(size: Any) -> None:
 
 
 PREFILL = {
+    "more_than_256_keys": (lambda t: t.q.dim() == 4 and t.k.shape[1] > 256, "out of (queries|sequence) 0"),
     "keys": (lambda t: t.k.shape[1], "out of queries 0 to 1 .* have other bits than in the prefill of the whole batch"),
     "queries": (lambda t: t.q.shape[1] if t.q.dim() == 4 else 0, "out of queries 0 to 1"),
     "batch": (lambda t: t.q.shape[0] if t.q.dim() == 4 and t.q.shape[1] == 190 else 2, "out of sequence 0"),

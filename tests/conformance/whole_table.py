@@ -31,6 +31,7 @@ from tests.conformance import (
     broken_sizes,
     broken_spoilt,
     broken_state,
+    broken_unseen,
 )
 from tests.conformance.mutants import HERE, Broken, manager_of, module_of
 
@@ -45,6 +46,11 @@ GENERAL = {
     ),
     "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
 }
+LAST = {
+    "attention": ("test_batch_invariance", "test_many_sequences", "test_more_than_two_billion_elements"),
+    "decode": ("test_batch_invariance", "test_many_sequences", "test_more_than_two_billion_elements"),
+}
+"""Of all kinds too, but few faults show there alone."""
 _TABLES = (
     broken_later,
     broken_rare,
@@ -55,6 +61,7 @@ _TABLES = (
     broken_gaps,
     broken_extremes,
     broken_spoilt,
+    broken_unseen,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
@@ -83,6 +90,8 @@ def runs_of(operation: str, suite: object, seed: str) -> Iterator[tuple[str, Cal
     for case in given:
         for way in ways:
             yield f"{way}[{case}]", restored(functools.partial(getattr(suite, way), case))
+    for name in LAST[operation]:
+        yield name, restored(getattr(suite, name))
 
 
 def first_catch(operation: str, fault: Broken) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ There are many short sequences, so the call is cheap. Some are compared: the fir
 from __future__ import annotations
 
 import itertools
+import os
 import unittest
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.oracle import Oracle
+from mla_plugin.conformance.attention.special import call_of, check_step, step
 from mla_plugin.hooks.attention import AttentionRequest, Residuals
 
 if TYPE_CHECKING:
@@ -35,10 +38,20 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def check_memory(device: str, needed: int = NEEDED_BYTES) -> None:
-    """Skip the test, with a reason, if the device has less free memory."""
-    free = torch.cuda.mem_get_info(device)[0]
+    """Skip the test, with a reason, if the device has less free memory.
+
+    Of a CPU's memory only what is touched is taken, but a backend may copy the whole of a tensor.
+    """
+    free = _free_on_the_host() if torch.device(device).type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if free < needed:
         raise unittest.SkipTest(f"not run: {free >> 30} GiB of the device's memory are free, {needed >> 30} are needed")
+
+
+def _free_on_the_host() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not Linux
+        return 0
 
 
 def check(suite: BackendConformance, elements: int = ELEMENTS) -> None:
@@ -50,6 +63,33 @@ def check(suite: BackendConformance, elements: int = ELEMENTS) -> None:
         plan = suite.plan_of(whole)
         if plan is not None:
             _check_call(suite, plan, one, batch)
+
+
+def check_far_sequences(suite: BackendConformance, distance: int = 2**31 + 64) -> None:
+    """Sequences more than 2**31 elements apart, as slices of one long buffer; the memory between is not touched.
+
+    In each dense layout that the backend accepts.
+    """
+    for plain in suite.plain_cases():
+        plan = suite.plan_of(plain)
+        if plan is None or plain.is_packed:
+            continue
+        call, batch = call_of(suite, plain, plan.request), plan.request.layout.batch
+        assert batch is not None
+        placed: dict[str, torch.Tensor] = {"dout": call.dout, **{name: getattr(call.tensors, name) for name in "qkv"}}
+        whole = torch.empty(distance + sum(x.numel() for x in placed.values()), dtype=plain.dtype, device=suite.device)
+        start = 0
+        for name, x in placed.items():
+            strides = list(x.narrow(batch, 0, 1).contiguous().stride())
+            strides[batch] = distance
+            placed[name] = whole.as_strided(x.shape, strides, start).copy_(x.detach()).requires_grad_(x.requires_grad)
+            start += x.numel()
+        given: dict[str, Any] = {name: placed[name] for name in "qkv"}
+        far = Call(plain, plan.request, replace(call.tensors, **given), placed["dout"], call.dlse)
+        try:
+            check_step(far, *step(suite, plan, far))
+        except checks.ConformanceError as error:
+            checks.fail(f"sequences in {plain.qkv_format} that lie {distance} elements apart: {error}")
 
 
 def _check_call(suite: BackendConformance, plan: Any, one: Case, batch: int) -> None:

@@ -29,8 +29,8 @@ FORMS = (
 """Layout, sequences, heads, head dims and window."""
 ENDS = (1, 38, 64, 101, 190)
 """Where chunks end: one query alone, ends within tiles and on them."""
-PARTS = ((0, ENDS[-1]), (0, 0), (1, 101), (1, ENDS[-1]))
-"""Packed sequences: the batch's sequence, and how many of its tokens."""
+LONG_ENDS = (130, 250, 600, 1100)
+"""The same over more keys than any tile or part of a split, for one layout with narrow heads."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ class _Prefill:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    ends: tuple[int, ...] = ENDS
+    is_training: bool = False
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Packed sequences: the batch's sequence, and how many of its tokens."""
+        return ((0, self.ends[-1]), (0, 0), (1, self.ends[-2]), (1, self.ends[-1]))
 
     def part(self, sequences: slice, queries: slice, keys: int) -> AttentionTensors:
         """Some queries of some sequences over the first keys, in the layout."""
@@ -69,7 +76,7 @@ class _Prefill:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             return_lse=True,
-            is_training=False,
+            is_training=self.is_training,
             batch_invariant=batch_invariant,
         )
 
@@ -78,7 +85,7 @@ class _Prefill:
 def check_batch_invariance(suite: BackendConformance) -> None:
     """In each dtype, layout, width and with grouped heads, as far as the backend takes them; in one of each if slow."""
     for whole in _prefills(suite):
-        tensors = whole.part(slice(None), slice(None), ENDS[-1])
+        tensors = whole.part(slice(None), slice(None), whole.ends[-1])
         if not suite.takes(whole.request(tensors, batch_invariant=False)):
             continue
         answer = suite._answer(whole.request(tensors))
@@ -94,9 +101,18 @@ def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
     for dtype in DTYPES:
         for qkv_format, batch, (heads, kv_heads), (dim_qk, dim_v), window in FORMS:
-            shapes = ((batch, ENDS[-1], *each) for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v)))
-            q, k, v = (torch.randn(shape, generator=generator).to(suite.device, dtype) for shape in shapes)
+            q, k, v = (
+                torch.randn((batch, ENDS[-1], *each), generator=generator).to(suite.device, dtype)
+                for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
+            )
             yield _Prefill(qkv_format, window, q, k, v)
+            if qkv_format == "bshd" and batch == 2 and not suite.is_slow:
+                yield _Prefill(qkv_format, window, q, k, v, is_training=True)
+        if not suite.is_slow:
+            q, k, v = (
+                torch.randn((2, LONG_ENDS[-1], 1, 64), generator=generator).to(suite.device, dtype) for _ in "qkv"
+            )
+            yield _Prefill("bshd", (-1, -1), q, k, v, LONG_ENDS)
 
 
 def _run(suite: BackendConformance, whole: _Prefill, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,15 +127,16 @@ def _run(suite: BackendConformance, whole: _Prefill, tensors: AttentionTensors) 
 
 def _check(suite: BackendConformance, whole: _Prefill) -> None:
     everything = slice(None)
-    out, lse = _run(suite, whole, whole.part(everything, everything, ENDS[-1]))
-    for first, last in pairwise((0, *ENDS)):
+    ends = whole.ends
+    out, lse = _run(suite, whole, whole.part(everything, everything, ends[-1]))
+    for first, last in pairwise((0, *ends)):
         chunk = _run(suite, whole, whole.part(everything, slice(first, last), last))
         _same(whole, f"queries {first} to {last}", chunk, (out[:, first:last], lse[:, first:last]))
     for b in range(2):
         one = slice(b, b + 1)
-        alone = _run(suite, whole, whole.part(one, everything, ENDS[-1]))
+        alone = _run(suite, whole, whole.part(one, everything, ends[-1]))
         _same(whole, f"sequence {b}", alone, (out[one], lse[one]))
-    for parts in (((0, ENDS[-1]), (1, ENDS[-1])), PARTS, PARTS[2:3]):
+    for parts in (((0, ends[-1]), (1, ends[-1])), whole.parts, whole.parts[2:3]):
         packed = whole.packed(parts)
         if suite.takes(whole.request(packed)):
             wanted = [torch.cat([x[b, :length] for b, length in parts]) for x in (out, lse)]

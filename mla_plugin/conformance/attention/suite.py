@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, spoilt
-from mla_plugin.conformance.attention import beyond, chunks, library, special, values
+from mla_plugin.conformance.attention import beyond, chunks, dropout, library, many, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
@@ -198,7 +198,7 @@ class BackendConformance(Suite):
 
     def test_dropout(self) -> None:
         """Dropout is refused, or drops as many weights as asked for, by the seed, in both passes alike."""
-        special.check_dropout(self)
+        dropout.check_dropout(self)
 
     def test_batch_invariance(self) -> None:
         """Asked for ``batch_invariant``, refuse, or give chunks of a prefill the bits of one prefill."""
@@ -219,11 +219,21 @@ class BackendConformance(Suite):
             special.check_second_device(self)
 
     def test_more_than_two_billion_elements(self) -> None:
-        """On a CUDA device with 48 GiB of free memory: q and k beyond what 32 bits count."""
-        if torch.device(self.device).type == "cuda" and not self.quick:
+        """With 48 GiB of free memory q and k beyond what 32 bits count; on a CPU, with 8, their strides."""
+        if self.quick:
+            return
+        if torch.device(self.device).type == "cuda":
             beyond.check_memory(self.device)
             beyond.check(self)
             torch.cuda.empty_cache()  # other processes may share the device
+        elif not self.is_slow:
+            beyond.check_memory(self.device, 8 << 30)
+            beyond.check_far_sequences(self)
+
+    def test_many_sequences(self) -> None:
+        """Thousands of sequences in one call."""
+        if not self.quick and not self.is_slow:
+            many.check_many_sequences(self)
 
     def plain_cases(self) -> list[Case]:
         """Accepted cases, at most one of each layout, as plain as there are."""

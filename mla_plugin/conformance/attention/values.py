@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, settings, spoilt, surroundings
-from mla_plugin.conformance.attention import alike, library
+from mla_plugin.conformance.attention import alike, library, likeness
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of, check_step, step
@@ -109,6 +109,8 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
         "equal keys and a large v of one sign",  # whose sum is beyond float16's numbers
         replace(_with(call, k=torch.ones_like, v=lambda v: v.abs() * 2.0**12), dout=call.dout * 2.0**-6),
     )
+    # dout @ v.T is beyond float16's numbers, and no gradient is
+    yield "a large dout and v of one sign", replace(_with(call, v=torch.abs), dout=call.dout.abs() * 2.0**11, dlse=None)
     for scale in (4.0, 2.0**8, 2.0**-20):
         yield f"a softmax_scale of {scale:.3g}", replace(call, tensors=replace(call.tensors, softmax_scale=scale))
     if call.case.head_dim_v <= call.case.head_dim_qk:
@@ -260,19 +262,21 @@ def check_surroundings(suite: BackendConformance) -> None:
                 f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; expected one"
             )
         check_step(call, *surroundings.in_another_thread(run))
+        _check_backward_in_another_thread(suite, plan, call)
         if not suite.is_slow and case is plain[0]:
             surroundings.check_many_calls(functools.partial(_results_of_a_step, suite, plan, call))
         if not suite.is_slow:  # interpreters of kernels have one state for all threads
             like = [(plan, call_of(suite, case, plan.request)) for _ in range(2)]
-            given = (*like, _unlike_call(suite, case, plan))
+            given = (*like, *_unlike_calls(suite, case))
             surroundings.at_the_same_time([functools.partial(_checked_step, suite, *each) for each in given])
-        _check_like_calls(suite, case, plan)
+        likeness.check_like_calls(suite, case)
         _check_inference_mode(suite, case)
         case, plan = _with_gaps(suite, case, plan)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
-    for case in _with_more_tensors(plain):
+    for case in (*_with_more_tensors(plain), *likeness.with_padding(plain)):
         plan = suite.plan_of(case)
         if plan is not None:
+            likeness.check_like_calls(suite, case)
             surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
 
 
@@ -284,16 +288,24 @@ def _with_gaps(suite: BackendConformance, case: Case, plan: Plan) -> tuple[Case,
     return (case, plan) if other_plan is None else (other, other_plan)
 
 
-def _unlike_call(suite: BackendConformance, case: Case, plan: Plan) -> tuple[Plan, Call]:
-    """A call with another mask, scale and lengths, where the backend takes one."""
+def _unlike_calls(suite: BackendConformance, case: Case) -> Iterator[tuple[Plan, Call]]:
+    """Calls with another mask and scale, of other lengths and of the same ones, where the backend takes them."""
     lengths = (21, 29)[: len(case.seqlens_q)] if case.is_packed else (21,) * len(case.seqlens_q)
-    mask = "padding_causal" if case.is_packed else "causal"
-    both: dict[str, Any] = {"seqlens_q": lengths, "seqlens_kv": lengths}
-    unlike = replace(case, attn_mask_type=mask, window_size=(-1, -1), softmax_scale=0.3, **both)
-    other_plan = suite.plan_of(unlike)
-    if other_plan is None:
-        return plan, call_of(suite, case, plan.request)
-    return other_plan, call_of(suite, unlike, other_plan.request)
+    mask = "causal" if "causal" not in case.attn_mask_type else "no_mask"
+    mask = mask if not case.is_packed else "padding" if mask == "no_mask" else f"padding_{mask}"
+    same: dict[str, Any] = {"attn_mask_type": mask, "window_size": (-1, -1), "softmax_scale": 0.3}
+    for options in ({**same, "seqlens_q": lengths, "seqlens_kv": lengths}, same):
+        unlike = replace(case, **options)
+        plan = suite.plan_of(unlike)
+        if plan is not None:
+            yield plan, call_of(suite, unlike, plan.request)
+
+
+def _check_backward_in_another_thread(suite: BackendConformance, plan: Plan, call: Call) -> None:
+    """As autograd runs it on a CUDA device: what the forward leaves to its thread is not there."""
+    output, _ = step(suite, plan, call)
+    other = functools.partial(step, suite, plan, call, output)
+    check_step(call, *surroundings.in_another_thread(other))
 
 
 def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:
@@ -339,14 +351,6 @@ def _check_pair(suite: BackendConformance, plan: Plan, call: Call, output: Atten
     except checks.ConformanceError as error:
         lengths = f"lengths {call.case.seqlens_q} in {call.case.qkv_format} and {call.case.dtype}"
         checks.fail(f"a call with {lengths} after calls of other sizes, layouts and dtypes: {error}")
-
-
-def _check_like_calls(suite: BackendConformance, case: Case, plan: Plan) -> None:
-    """Calls that differ in values alone share ``AttentionTensors.kept``, so nothing there may be of their values."""
-    hooks = replace(suite.hooks(), kept={})
-    for each in (case, replace(case.other(), softmax_scale=case.softmax_scale)):
-        call = call_of(suite, each, plan.request)
-        checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
 
 
 def _tensors_of_a_call(suite: BackendConformance, case: Case, plan: Plan) -> dict[str, torch.Tensor | None]:

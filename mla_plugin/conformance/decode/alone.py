@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.cache_format import FP8_DS_MLA, RANK, VALUE_BYTES
+from mla_plugin.arguments.cache_format import FP8_DS_MLA, PLAIN, RANK, VALUE_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.decode.case import DecodeCase
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LENGTHS = (700, 3, 0, 64, 257, 1, 256)
 """Around multiples of powers of two, where keys are cut."""
 LEFTPADS = (600, 1, 0, 0, 70, 1, 255)
+LONG = (1100, 4200, 3)
+"""Beyond what one part of a split of any size holds."""
 BATCHES = ((1, 1, 16), (8, 1, 256), (16, 8, 64), (24, 2, 40), (48, 4, 64), (64, 1, 256), (128, 1, 256), (128, 8, 6))
 """Heads, query tokens and sequences of the large batches on a CUDA device."""
 _AT_MOST = 12
@@ -43,16 +45,29 @@ def check_batch_invariance(suite: DecodeConformance) -> None:
         of_lengths = replace(case, lengths=LENGTHS, leftpads=leftpads, rows=None)
         if suite._accepts(of_lengths) and _check_case(suite, of_lengths):
             seen |= facts
+    if not suite.is_slow:
+        _check_long(suite)
     if torch.device(suite.device).type == "cuda" and not suite.quick:
         for case in _large_batches():
             if suite._accepts(case):
                 _check_case(suite, case)
 
 
+def _check_long(suite: DecodeConformance) -> None:
+    """The cheapest accepted case with pages and the cheapest without, with many more keys."""
+    seen = set()
+    for case in sorted(suite.cases(), key=lambda case: (not case.return_lse, case.leftpads is not None, case.cost)):
+        if (case.page_size is None) in seen or not case.has_seqlens_kv or case._has_one_cache or case.is_large:
+            continue
+        long = replace(case, lengths=LONG, leftpads=None, rows=None, seqlen_q=1)
+        if suite._accepts(long) and _check_case(suite, long):
+            seen.add(case.page_size is None)
+
+
 def _facts(case: DecodeCase, *, is_slow: bool) -> set[tuple[str, object]]:
     """What a kernel, or the number of parts that it cuts the keys into, may depend on."""
     facts: dict[str, object] = {"kind": (case.page_size is None, case.seqlen_q > 1, case.causal)}
-    facts["format"] = case.kv_cache_format
+    facts["format"] = (case.kv_cache_format, case.kv_cache_format != PLAIN and not is_slow and case.dtype)
     if not is_slow:
         kind = (case.page_size is None, case.dtype)
         facts |= {"dtype": kind, "page_size": case.page_size, "leftpad": (kind, case.leftpads is not None)}

@@ -181,6 +181,9 @@ def _quantised() -> Iterator[DecodeCase]:
     yield DecodeCase("fp8-paged-bf16", dtype=torch.bfloat16, rank=512, page_size=64, has_host_lengths=True, **fp8)
     yield DecodeCase("fp8-paged-fp16-queries_3", dtype=torch.float16, seqlen_q=3, page_size=16, num_heads=17, **fp8)
     yield DecodeCase("fp8-pages_of_1-fp32", rank=72, rope=8, page_size=1, seqlen_q=2, causal=False, **fp8)
+    odd: dict[str, Any] = {"rank": 13, "rope": 8, "lengths": (67, 9, 0, 30)}  # rows begin at every byte of a word
+    yield DecodeCase("fp8-ranks_13_8", **odd, **fp8)
+    yield DecodeCase("fp8-ranks_13_8-pair_of_caches", is_packed=False, page_size=5, seqlen_q=2, **odd, **fp8)
     yield DecodeCase("fp8-pair_of_contiguous_caches-leftpad", is_packed=False, leftpads=(5, 1, 0, 130), **fp8)
     transposed: dict[str, Any] = {"cache_storage": "transposed", "page_size": 16, "shares_pages": True}
     yield DecodeCase("fp8-transposed", rank=128, rope=0, num_heads=1, **transposed, **fp8)

@@ -14,7 +14,7 @@ from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance import checks, settings, spoilt, surroundings
-from mla_plugin.conformance.decode import alike
+from mla_plugin.conformance.decode import alike, likeness
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
@@ -152,7 +152,21 @@ def check_surroundings(suite: DecodeConformance) -> None:
             surroundings.at_the_same_time([run, run, other_run])
         with torch.inference_mode():
             run()
+        _check_after_inference_mode(suite, case)
         surroundings.check_nothing_is_kept(run)
+
+
+def _check_after_inference_mode(suite: DecodeConformance, case: DecodeCase) -> None:
+    """A call of new sizes there, and then outside: memory that is kept from there must not be written to in place."""
+    wider = replace(case, lengths=(*case.lengths, 3, 5), num_heads=case.num_heads + 2, leftpads=None, rows=None)
+    request = wider.request(suite.device)
+    if not case.has_seqlens_kv or case._has_one_cache or not isinstance(suite._answer(request), Accepted):
+        return
+    plan = DecodePlan(request, suite.platform(), suite.backend)
+    with torch.inference_mode():
+        _one_call(suite, wider, plan)
+    tensors = wider.tensors(suite.device, suite._generator(), suite.padding_poison)
+    suite.check_output(wider, tensors, suite.run(plan, tensors))
 
 
 def check_unlike_calls(suite: DecodeConformance) -> None:
@@ -178,6 +192,7 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
         alike.check_orders(suite, case)
         alike.check_shared_lengths(suite, case)
         alike.check_low_scores(suite, case)
+        likeness.check_likes(suite, case)
 
 
 def _run(suite: DecodeConformance, plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:

@@ -139,7 +139,8 @@ class MLAPlan:
         try:
             self._slot = _idle[key].pop()
         except IndexError:  # also where another thread took the last one
-            self._slot = _Slot(*key)
+            with torch.inference_mode(False):  # later plans write to its memory, outside that mode too
+                self._slot = _Slot(*key)
         self._give_back = weakref.finalize(self, _idle[key].append, self._slot)
         self._give_back.atexit = False
         self._structured = hasattr(self._slot.mla, "MLAPlanMetadata")  # 0.7: declares everything when planning

@@ -1,0 +1,69 @@
+"""Calls of one request that differ in all that it does not say: values, lengths, addresses.
+
+What a backend keeps for a request must not be of the first of them. That one has what a shortcut may be taken for: a
+mask that hides nothing, a bias of zeros, full sequences, aligned tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.special import call_of
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.attention.suite import BackendConformance
+
+
+def with_padding(plain: list[Case]) -> Iterator[Case]:
+    """Full sequences under a padding mask, and packed ones of one length; the request says nothing of either."""
+    for case in plain:
+        lengths = (24,) * len(case.seqlens_q)
+        both: dict[str, Any] = {"seqlens_q": lengths, "seqlens_kv": lengths}
+        if case.is_packed:
+            yield replace(case, name=f"{case.name} of one length", max_seqlen="extent", **both)
+        else:
+            rows: dict[str, Any] = {"rows_q": lengths, "rows_kv": lengths, "attn_mask_type": "padding"}
+            yield replace(case, name=f"{case.name} with padding", max_seqlen="extent", **both, **rows)
+
+
+def check_like_calls(suite: BackendConformance, case: Case) -> None:
+    """They share ``AttentionTensors.kept``."""
+    plan = suite.plan_of(case, is_training=False)
+    if plan is None:
+        return
+    hooks = replace(suite.hooks(), kept={})
+    for words, each, is_plain in _like_cases(case):
+        call = call_of(suite, each, plan.request)
+        bias, mask = call.tensors.bias, call.tensors.attention_mask
+        if is_plain:
+            made: dict[str, Any] = {"bias": None if bias is None else torch.zeros_like(bias)}
+            made["attention_mask"] = None if mask is None else torch.zeros_like(mask)
+            call = replace(call, tensors=replace(call.tensors, **made))
+        try:
+            checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
+        except checks.ConformanceError as error:
+            checks.fail(f"{case.name} with {words}, one of several calls that differ in values alone: {error}")
+
+
+def _like_cases(case: Case) -> Iterator[tuple[str, Case, bool]]:
+    """Words, the case, and whether its bias and mask say nothing; the request is the same one."""
+    storages: dict[str, Any] = {f"storage_{name}": "offset" for name in "qkv"}
+    yield "plain values", case, True
+    yield "other values", replace(case.other(), softmax_scale=case.softmax_scale), False
+    yield "addresses off 16 bytes", replace(case, bias_storage="offset", offsets_storage="offset", **storages), False
+    if case.has_padding:
+        shorter = tuple(length // (b + 2) for b, length in enumerate(case.seqlens_q))
+        both: dict[str, Any] = {"seqlens_q": shorter}
+        both["seqlens_kv"] = shorter if case._shares_offsets else tuple(n - n // 3 for n in case.seqlens_kv)
+        rows: dict[str, Any] = {"rows_q": case.rows_q, "rows_kv": case.rows_kv}
+        if case.is_packed:  # as many rows in all
+            rows = {"rows_q": None, "rows_kv": None, "tail": case.tail + sum(case.seqlens_q) - sum(shorter)}
+            both["seqlens_kv"] = shorter
+        yield "shorter sequences", replace(case, **both, **rows), False
+    yield "plain values again", case, True

@@ -1,0 +1,79 @@
+"""Thousands of sequences in one call: a few of them over and over, so that what each must give is computed once.
+
+Schedulers hold a table of sequences, or count programs in a type, that such a batch overflows. The few are an odd
+number, so that one sequence never stands for another a power of two behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_plugin.arguments.layout import lse_dtype
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.call import Call
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.special import call_of, step
+from mla_plugin.hooks.attention import AttentionOutput, Gradients, Plan
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.attention.suite import BackendConformance
+
+LENGTHS_Q, LENGTHS_KV = (1, 2, 0, 1, 2, 1, 1), (2, 1, 3, 3, 2, 0, 1)
+TIMES = 630
+"""4,410 sequences."""
+
+
+def check_many_sequences(suite: BackendConformance) -> None:
+    """Both passes of a call in the plainest dense layout, one in the plainest packed one."""
+    seen = set()
+    for plain in suite.plain_cases():
+        if plain.is_packed in seen:
+            continue
+        seen.add(plain.is_packed)
+        given: dict[str, Any] = {"seqlens_q": LENGTHS_Q, "seqlens_kv": LENGTHS_KV}
+        if not plain.is_packed:
+            given = {"seqlens_q": (2,) * len(LENGTHS_Q), "seqlens_kv": (3,) * len(LENGTHS_KV)}
+        rows: dict[str, Any] = {
+            "rows_q": None,
+            "rows_kv": None,
+            "lead": 0,
+            "lead_kv": None,
+            "tail": 0,
+            "return_lse": False,
+        }
+        few = replace(plain, name="", num_heads=2, num_kv_heads=2, scores="normal", **given, **rows)
+        many = replace(few, seqlens_q=few.seqlens_q * TIMES, seqlens_kv=few.seqlens_kv * TIMES)
+        plan, plan_of_few = suite.plan_of(many), suite.plan_of(few)
+        if plan is not None and plan_of_few is not None:
+            _check(suite, plan, many, call_of(suite, few, plan_of_few.request))
+
+
+def _check(suite: BackendConformance, plan: Plan, many: Case, few: Call) -> None:
+    axis = few.request.layout.tokens if few.request.layout.batch is None else few.request.layout.batch
+
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat([TIMES if index == axis else 1 for index in range(x.dim())])
+
+    def worst(name: str, x: object, exact: torch.Tensor) -> torch.Tensor:
+        is_lse = name == "lse"
+        dtype = lse_dtype(many.dtype) if is_lse else many.dtype
+        return checks.worst_copy(name, x, exact, int(many.is_packed) if is_lse else axis, TIMES, dtype)
+
+    given: dict[str, Any] = {}
+    for name in ("q", "k", "v"):
+        x = getattr(few.tensors, name)
+        given[name] = repeated(x.detach()).requires_grad_(x.requires_grad)
+    given |= {name: x for name, x in vars(many.tensors(suite.device)).items() if name.startswith("cu_seqlens")}
+    call = Call(many, plan.request, replace(few.tensors, **given), repeated(few.dout), None)
+    try:
+        output, gradients = step(suite, plan, call)  # unwatched, which a loop over sequences takes long in
+        (out, lse), wanted = few.expected(), few.expected_gradients()
+        of_few = AttentionOutput(worst("out", output.out, out.exact), worst("lse", output.lse, lse.exact))
+        checks.check_output(few.case, few.inputs, of_few, (out, lse))
+        found = {name: worst(name, getattr(gradients, name), x.exact) for name, x in wanted.items()}
+        checks.check_gradients(few.case, few.inputs, Gradients(**found), lse.exact, wanted)
+    except checks.ConformanceError as error:
+        checks.fail(f"{len(many.seqlens_q)} sequences in {many.qkv_format}: {error}")
