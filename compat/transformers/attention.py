@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 import mla_plugin
-from mla_plugin.compat.transformers import latent, ranks
+from mla_plugin.compat.transformers import few_keys, latent, ranks
 from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
@@ -79,8 +79,8 @@ def attention_forward(
         masks = {"attention_mask": attention_mask, "indices": indices}
         masks |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         shared.check_call(module, query, key, {**masks, "position_ids": kwargs.get("position_ids")})
-        attend = partial(shared.attend, module, query, key, value)
-        return attend(is_causal=is_causal, scaling=scaling, dropout=dropout, s_aux=s_aux), None
+        of_ranks = partial(shared.attend, module, query, key, value)
+        return of_ranks(is_causal=is_causal, scaling=scaling, dropout=dropout, s_aux=s_aux), None
     packing = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packing = packing_arguments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -93,22 +93,26 @@ def attention_forward(
 
     if latent.gets_latents(module):
         is_plain = is_causal and packing is None and sliding_window is None and not dropout
-        out: torch.Tensor | Reason = latent.NOT_PLAIN
+        found: torch.Tensor | Reason = latent.NOT_PLAIN
         if is_plain:
-            out = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux)
-        if not isinstance(out, Reason):
+            found = latent.attend(module, query, key, value, attention_mask, indices, scaling, s_aux)
+        if not isinstance(found, Reason):
             record(module, None)
-            return out, None
-        record(module, out)
+            return found, None
+        record(module, found)
+        is_one = found is latent.FEW_KEYS and attention_mask is None and indices is None and s_aux is None
+        if is_one and few_keys.takes(query, key, value):
+            return few_keys.attend(module, query, key, value, scaling), None
         num_keys = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else None
         key, value = latent.expand(module, key[:, :, :num_keys], value[:, :, :num_keys])
     else:
         latent.pass_later_latents_on(module)
 
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    attend = partial(
-        with_sinks, mla_plugin.attention, s_aux=s_aux, softmax_scale=scaling, dropout_p=dropout, host="transformers"
-    )
+    attend: Callable[..., Any] = mla_plugin.attention
+    if s_aux is not None:
+        attend = partial(with_sinks, attend, s_aux=s_aux)
+    attend = partial(attend, softmax_scale=scaling, dropout_p=dropout, host="transformers")
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if attention_mask is None and packing is not None:
         out = _packed(attend, q, k, v, packing, is_causal, sliding_window)
     elif attention_mask is None:

@@ -13,6 +13,15 @@ from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.plugins.sdpa import small
 from tests.plugins.calls import both_passes, request, tensors
 
+LARGE: dict[str, Any] = {  # computed sequence by sequence; of 2 bytes an element, some heads at a time
+    "batch_size": 2,
+    "num_heads": 5,
+    "num_kv_heads": 5,
+    "head_dim_qk": 192,
+    "head_dim_v": 128,
+    "max_seqlen_q": 200,
+    "max_seqlen_kv": 200,
+}
 TAKEN: tuple[dict[str, Any], ...] = (
     {},
     {"batch_size": 2, "num_heads": 3, "num_kv_heads": 3},
@@ -23,6 +32,11 @@ TAKEN: tuple[dict[str, Any], ...] = (
     {"qkv_format": "bhsd", "batch_size": 2},
     {"qkv_format": "sbhd", "batch_size": 2},
     {"max_seqlen_q": 1, "max_seqlen_kv": 128, "attn_mask_type": "no_mask"},
+    {"max_seqlen_q": 1, "max_seqlen_kv": 7, "attn_mask_type": "no_mask", "batch_size": 3},
+    {"max_seqlen_q": 1, "max_seqlen_kv": 7, "attn_mask_type": "no_mask", "qkv_format": "sbhd", "batch_size": 2},
+    {**LARGE},
+    {**LARGE, "qkv_format": "sbhd"},
+    {**LARGE, "max_seqlen_q": 90, "attn_mask_type": "causal_bottom_right", "bottom_right_diagonal": True},
     {"max_seqlen_q": 5, "max_seqlen_kv": 2001, "attn_mask_type": "causal_bottom_right", "bottom_right_diagonal": True},
 )
 REFUSED: tuple[dict[str, Any], ...] = (
@@ -68,7 +82,7 @@ def exact(call: AttentionRequest, given: AttentionTensors, dout: torch.Tensor, d
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Passes of this route."""
     passes: list[str] = []
-    for name in ("forward", "backward"):
+    for name in ("forward", "forward_of_one", "backward"):
         route = getattr(small, name)
 
         def counted(*arguments: Any, name: str = name, route: Any = route) -> Any:
@@ -89,7 +103,10 @@ def test_both_passes(changes: dict[str, Any], dtype: torch.dtype, with_dlse: boo
     dlse = dlse if with_dlse else None
     torch.manual_seed(1)
     output, gradients = both_passes(call, given, dlse=dlse)
-    assert taken == ["forward", "backward"]
+    forward = "forward_of_one" if call.max_seqlen_q == 1 else "forward"
+    is_large = call.head_dim_qk == LARGE["head_dim_qk"]
+    num_parts = 1 if not is_large else 2 if call.dtype.itemsize >= 4 or call.max_seqlen_q < 200 else 4
+    assert taken == [forward] * num_parts + ["backward"] * num_parts
     torch.manual_seed(1)
     dout = torch.randn_like(output.out)
     wide = AttentionTensors(given.q.double(), given.k.double(), given.v.double(), given.softmax_scale)

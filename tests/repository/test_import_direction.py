@@ -70,10 +70,9 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
-    **{
-        f"mla_plugin.compat.{host}": {API, "layers", "context_parallel", *VALUES}
-        for host in ("megatron", "transformers")
-    },
+    "mla_plugin.compat.megatron": {API, "layers", "context_parallel", *VALUES},
+    "mla_plugin.compat.transformers": {API, "layers", "context_parallel", "compat.transformers.few_keys", *VALUES},
+    "mla_plugin.compat.transformers.few_keys": {"hooks.manager", "environment"},
     "mla_plugin.compat.transformer_engine": {
         *(API, *OPERATIONS, "context_parallel"),
         *("hooks.manager", "registration", "import_hook", "environment"),

@@ -126,7 +126,7 @@ def _elements(request: AttentionRequest, group: Group) -> int:
 
 def _as_given(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A result in the dtype of the inputs, contiguous."""
-    return (x if x.dtype == q.dtype else x.to(dtype=q.dtype)).contiguous()
+    return x.contiguous() if x.dtype == q.dtype else x.to(dtype=q.dtype, memory_format=torch.contiguous_format)
 
 
 def _is_one(parts: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -142,15 +142,48 @@ def _have_all(whole: list[Group], q: torch.Tensor, k: torch.Tensor) -> bool:
     )
 
 
+def _small_forward(request: AttentionRequest, tensors: AttentionTensors, terms: ScoreTerms) -> AttentionOutput:
+    layout = request.layout
+    q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+    if q.shape[2] == 1:
+        row, lse = small.forward_of_one(q, k, v, terms.softmax_scale)
+        return AttentionOutput(_as_given(layout.from_bhsd(row), q), lse)
+    out = empty_output(tensors.q, v.shape[3])
+    rows = layout.to_bhsd(out)
+    if not (parts := small.parts(q)):
+        return AttentionOutput(out, small.forward(q, k, v, terms, rows))
+    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    for part in parts:
+        lse[part] = small.forward(q[part], k[part], v[part], terms, rows[part])
+    return AttentionOutput(out, lse)
+
+
+def _small_backward(
+    request: AttentionRequest, residuals: Residuals, dout: torch.Tensor, dlse: torch.Tensor | None, terms: ScoreTerms
+) -> Gradients:
+    """``dout`` is [n, H, S_q, head_dim_v]."""
+    tensors, layout = residuals.tensors, request.layout
+    inputs = (tensors.q, tensors.k, tensors.v)
+    q, k, v, out = (layout.to_bhsd(x) for x in (*inputs, residuals.out))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
+    rows_q, rows_k, rows_v = layout.to_bhsd(dq), layout.to_bhsd(dk), layout.to_bhsd(dv)
+    lse = residuals.lse
+    parts = small.parts(q)
+    if not parts:
+        small.backward(q, k, v, out, lse, dout, dlse, terms, rows_q, rows_k, rows_v)
+    for part in parts:
+        given = (q[part], k[part], v[part], out[part], lse[part], dout[part], None if dlse is None else dlse[part])
+        small.backward(*given, terms, rows_q[part], rows_k[part], rows_v[part])
+    return Gradients(dq, dk, dv)
+
+
 def forward(request: AttentionRequest, tensors: AttentionTensors, *, use_kernel: bool) -> AttentionOutput:
     """Attention of every sequence, by the flash kernel or by blocked mathematics."""
     layout = request.layout
     q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
     terms = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
     if terms is not None and small.takes(request):
-        out = empty_output(tensors.q, v.shape[3])
-        lse = small.forward(q, k, v, terms, layout.to_bhsd(out))
-        return AttentionOutput(out, lse)
+        return _small_forward(request, tensors, terms)
     if terms is not None:
         wide, lse = flash.wide_forward(q, k, v, terms)
         out = layout.from_bhsd(wide)
@@ -194,10 +227,7 @@ def backward(
     tiny = _terms_of_tiny(request, tensors.softmax_scale) if use_kernel else None
     if tiny is not None:
         if small.takes(request):
-            dq = torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
-            given = (q, k, v, out, residuals.lse, dout, dlse)
-            dk, dv = small.backward(*given, tiny, layout.to_bhsd(dq))
-            return Gradients(dq, _as_given(layout.from_bhsd(dk), q), _as_given(layout.from_bhsd(dv), q))
+            return _small_backward(request, residuals, dout, dlse, tiny)
         results = flash.backward(q, k, v, out, residuals.lse, dout, dlse, tiny)
         return Gradients(*[_as_given(layout.from_bhsd(x), q) for x in results])
     lse = residuals.lse.unsqueeze(0) if layout.is_packed else residuals.lse

@@ -27,6 +27,12 @@ LEAST_QUERIES, LEAST_KEYS = 64, 128
 MOST_ELEMENTS = {2: 1 << 21, 4: 1 << 23, 8: 1 << 22}
 """Of the keys or values, by bytes of an element: those of 2 bytes are copied to float32. One query of 8 heads over 1000
 keys takes 0.25 (float32) and 0.45 (bfloat16) of the time that the flash kernel takes for the parts of such a call."""
+LEAST_OF_SEQUENCE = 1 << 16
+"""A sequence whose queries have as many elements is computed by itself: its heads are then a view of the call's tensors
+in any layout, without a copy."""
+MOST_COPIED = 1 << 17
+"""Elements of a part's queries where inputs are copied to float32: more at once, and the allocator gives the memory of
+its largest copies back to the system in every layer. The page faults took 0.05 of a training step of 2 x 128 tokens."""
 ROWS = 32
 """Queries of a block of a causal call."""
 
@@ -40,7 +46,7 @@ def takes(request: AttentionRequest) -> bool:
     len_q, len_kv, band = request.max_seqlen_q, request.max_seqlen_kv, request.band
     if request.head_dim_qk == request.head_dim_v or request.num_heads != request.num_kv_heads or is_ragged(request):
         return False
-    if len_q < LEAST_QUERIES and len_kv < LEAST_KEYS:
+    if 1 < len_q < LEAST_QUERIES and len_kv < LEAST_KEYS:
         return False
     sequences = request.batch_size * request.num_heads
     largest = sequences * max(len_q, len_kv) * max(request.head_dim_qk, request.head_dim_v)
@@ -74,9 +80,46 @@ def _scores(q: torch.Tensor, k: torch.Tensor, terms: ScoreTerms) -> torch.Tensor
 
 
 def _flat(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[n, H, ..] as [n H, ..], in this dtype and contiguous, as each block's product wants it."""
-    x = x.contiguous() if x.dtype == dtype else x.to(dtype=dtype, memory_format=torch.contiguous_format)
+    """[n, H, ..] as [n H, ..], in this dtype; of one sequence a view, of several contiguous."""
+    if x.dtype != dtype:
+        x = x.to(dtype=dtype, memory_format=torch.contiguous_format)
     return x.flatten(0, 1)
+
+
+def _scaled(q: torch.Tensor, dtype: torch.dtype, softmax_scale: float) -> torch.Tensor:
+    flat = _flat(q, dtype)
+    return flat * softmax_scale if q.dtype == dtype else flat.mul_(softmax_scale)
+
+
+def _flat_or_new(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n H, S, D] to compute [n, H, S, D] in: a view of ``x`` where a product may be written there, else new memory."""
+    if x.dtype == dtype and (x.shape[0] == 1 or x.is_contiguous()):
+        return x.flatten(0, 1)
+    return x.new_empty((x.shape[0] * x.shape[1], *x.shape[2:]), dtype=dtype)
+
+
+def _hand_over(wide: torch.Tensor, x: torch.Tensor) -> None:
+    """What was computed in ``_flat_or_new(x)`` into x."""
+    if not (wide.dtype == x.dtype and (x.shape[0] == 1 or x.is_contiguous())):
+        x.copy_(wide.view(x.shape))
+
+
+def parts(q: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Sequences and heads of q [n, H, S_q, D] to compute at a time; none if it is all of them."""
+    batch_size, num_heads = q.shape[:2]
+    of_sequence = q.numel() // batch_size
+    num_sequences = 1 if of_sequence >= LEAST_OF_SEQUENCE else batch_size
+    count = num_heads
+    if q.dtype.itemsize < 4:
+        pieces = -(-num_sequences * of_sequence // MOST_COPIED)
+        count = -(-num_heads // pieces)
+    if num_sequences == batch_size and count >= num_heads:
+        return []
+    return [
+        (slice(sequence, sequence + num_sequences), slice(head, min(head + count, num_heads)))
+        for sequence in range(0, batch_size, num_sequences)
+        for head in range(0, num_heads, count)
+    ]
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms, out: torch.Tensor) -> torch.Tensor:
@@ -93,16 +136,35 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: ScoreTerms
         lse [n, H, S_q], float32 or float64; NaN where a score is NaN or +inf, or all of a row's are -inf.
     """
     dtype, shape = lse_dtype(q.dtype), q.shape[:3]
-    q, k, v = _flat(q, dtype) * terms.softmax_scale, _flat(k, dtype), _flat(v, dtype)
+    q, k, v = _scaled(q, dtype, terms.softmax_scale), _flat(k, dtype), _flat(v, dtype)
     lse = q.new_empty(q.shape[:2])
+    wide = _flat_or_new(out, dtype)
     for first, rows, keys in _blocks(q.shape[1], k.shape[1], terms):
         scores = _scores(q[:, first : first + rows], k[:, :keys], terms)
         weights = torch.softmax(scores, -1)
-        part = torch.bmm(weights, v[:, :keys])
-        out[:, :, first : first + rows] = part.view(*shape[:2], rows, -1)
+        torch.bmm(weights, v[:, :keys], out=wide[:, first : first + rows])
         # the highest weight is 1 / sum(exp(scores - the highest score))
         torch.sub(scores.amax(-1), weights.amax(-1).log_(), out=lse[:, first : first + rows])
+    _hand_over(wide, out)
     return lse.view(shape)
+
+
+def forward_of_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``forward`` of one query for each head, with fewer operators; over few keys they take most of the time.
+
+    Returns:
+        out [n, H, 1, head_dim_v] in float32 or float64, contiguous, and lse [n, H, 1].
+    """
+    dtype, (n, num_heads, _, _) = lse_dtype(q.dtype), q.shape
+    if q.dtype != dtype:
+        q, k, v = q.to(dtype=dtype), k.to(dtype=dtype), v.to(dtype=dtype)
+    scores = torch.bmm(q.flatten(0, 1) * softmax_scale, k.flatten(0, 1).transpose(1, 2))
+    weights = torch.softmax(scores, -1)
+    out = torch.bmm(weights, v.flatten(0, 1))
+    lse = torch.sub(scores.amax(-1), weights.amax(-1).log_())  # as in ``forward``
+    return out.view(n, num_heads, 1, -1), lse.view(n, num_heads, 1)
 
 
 def backward(
@@ -115,33 +177,29 @@ def backward(
     dlse: torch.Tensor | None,
     terms: ScoreTerms,
     dq: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
     """Gradients of a batch; shapes as ``forward``, lse and dlse [n, H, S_q].
 
-    That of q is written into ``dq``, of any strides and dtype; returns those of k and v in float32 or float64.
+    They are written into ``dq``, ``dk`` and ``dv``, of any strides and dtype.
     """
-    dtype, (batch_size, num_heads, len_q, _) = lse_dtype(q.dtype), q.shape
-    q, k, v, flat_dout = (_flat(x, dtype) for x in (q, k, v, dout))
-    q = q * terms.softmax_scale
+    dtype, len_q = lse_dtype(q.dtype), q.shape[2]
+    q, k, v, flat_dout = _scaled(q, dtype, terms.softmax_scale), *(_flat(x, dtype) for x in (k, v, dout))
     delta = (flat_dout.view(dout.shape) * out).sum(-1).flatten(0, 1).unsqueeze(-1)
     lse = lse.flatten(0, 1).unsqueeze(-1)
     if dlse is not None:
         delta -= dlse.flatten(0, 1).unsqueeze(-1)
-    dk = dv = None
+    wide_q, wide_k, wide_v = (_flat_or_new(x, dtype) for x in (dq, dk, dv))
     for first, rows, keys in reversed(list(_blocks(len_q, k.shape[1], terms))):  # the last block sees all keys
-        of_rows = slice(first, first + rows)
+        of_rows, is_last = slice(first, first + rows), first + rows == len_q
         q_block, dout_block = q[:, of_rows], flat_dout[:, of_rows]
         weights = _scores(q_block, k[:, :keys], terms).sub_(lse[:, of_rows]).exp_()
-        dv_part = torch.bmm(weights.transpose(1, 2), dout_block)
         dscores = torch.bmm(dout_block, v[:, :keys].transpose(1, 2)).sub_(delta[:, of_rows]).mul_(weights)
-        dq_part = torch.bmm(dscores, k[:, :keys]).view(batch_size, num_heads, rows, -1)
-        torch.mul(dq_part, terms.softmax_scale, out=dq[:, :, of_rows])
-        dk_part = torch.bmm(dscores.transpose(1, 2), q_block)
-        if dk is None or dv is None:
-            dk, dv = dk_part, dv_part
-        else:
-            dk[:, :keys] += dk_part
-            dv[:, :keys] += dv_part
-    assert dk is not None
-    assert dv is not None
-    return dk.unflatten(0, (batch_size, num_heads)), dv.unflatten(0, (batch_size, num_heads))
+        # with beta=0 it is not read what the memory holds
+        wide_q[:, of_rows].baddbmm_(dscores, k[:, :keys], beta=0, alpha=terms.softmax_scale)
+        beta = 0 if is_last else 1
+        wide_k[:, :keys].baddbmm_(dscores.transpose(1, 2), q_block, beta=beta)
+        wide_v[:, :keys].baddbmm_(weights.transpose(1, 2), dout_block, beta=beta)
+    for wide, x in ((wide_q, dq), (wide_k, dk), (wide_v, dv)):
+        _hand_over(wide, x)
