@@ -152,3 +152,15 @@ def test_the_profile_follows_the_lengths() -> None:
     assert lengths.profile is lengths.profile == Profile(128, 1)
     lengths.update([5, 1000])
     assert lengths.profile == Profile(512, 2)
+
+
+@pytest.mark.parametrize("is_callers", [False, True])
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)])
+def test_lengths_made_in_inference_mode_can_be_updated_outside_it(modes: tuple[bool, bool], is_callers: bool) -> None:
+    made_in, updated_in = modes
+    with torch.inference_mode(made_in):
+        given = torch.tensor([5, 9], dtype=torch.int32) if is_callers else None
+        lengths = DecodeLengths([5, 9], seqlens_kv=given, device=None if is_callers else "cpu")
+    with torch.inference_mode(updated_in):
+        lengths.update([6, 10])
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [6, 10]

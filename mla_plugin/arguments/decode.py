@@ -86,11 +86,12 @@ class DecodeLengths:
         seqlens_kv: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.host = _host_lengths(host)
-        if seqlens_kv is None:
-            device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-            seqlens_kv = self.host.to(device, copy=True)
-        elif not isinstance(seqlens_kv, torch.Tensor):
+        with torch.inference_mode(False):  # later updates write to them outside inference mode too
+            self.host = _host_lengths(host)
+            if seqlens_kv is None:
+                device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+                seqlens_kv = self.host.to(device, copy=True)
+        if not isinstance(seqlens_kv, torch.Tensor):
             raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(self.host)}]")
         elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
             raise ValueError(
@@ -133,7 +134,8 @@ class DecodeLengths:
     def _take(self, lengths: torch.Tensor) -> None:
         self.host.copy_(lengths)
         self._profile = None
-        self.seqlens_kv.copy_(lengths, non_blocking=True)
+        with torch.inference_mode(self.seqlens_kv.is_inference()):  # the caller's tensor may be of that mode
+            self.seqlens_kv.copy_(lengths, non_blocking=True)
         self._schedules = {key: schedule for key, schedule in self._schedules.items() if schedule.renew(self)}
 
     def schedule(self, key: Hashable, make: Callable[[DecodeLengths], Scheduled]) -> Scheduled:
