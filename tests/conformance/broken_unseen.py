@@ -113,6 +113,26 @@ def with_feature(fault: Broken, before: tuple[tuple[str, str], ...]) -> Broken:
 
 ATTENTION = [
     broken(
+        "a_bias_that_hides_a_first_tile",
+        SUM,
+        SUM
+        + "\n        first = scores[..., :64].isneginf().all(-1, keepdim=True) & ~scores.isneginf().all(-1, keepdim=True)\n"
+        "        result = result.masked_fill(first, torch.nan) if t.bias is not None and t.attention_mask is None else result",
+    ),
+    broken(
+        "columns_of_v_beyond_256_are_not_rescaled",
+        SUM,
+        SUM + "\n        rise = (top - scores[..., :64].amax(-1, keepdim=True)).clamp(max=60.0).exp() - 1\n"
+        "        lost = rise * (weights[..., :64] @ v[:, :64]) / total.masked_fill(total == 0, 1.0)\n"
+        "        result[..., 256:] += lost.nan_to_num()[..., 256:]",
+    ),
+    Broken(
+        "dropout_in_eighth_bits",
+        "(torch.rand(shape, generator=generator) >= request.dropout_p)",
+        "(torch.rand(shape, generator=generator) >= int(request.dropout_p * 256) / 256)",
+        before=DROPOUT,
+    ),
+    broken(
         "more_than_992_packed_sequences",
         LOOP,
         LOOP.replace("(_, row", "(b, row") + "        if layout.is_packed and b >= 992:\n            continue\n",

@@ -22,11 +22,13 @@ from mla_plugin.hooks.types import Accepted, Refused
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
-DROPOUTS = (0.25, 0.1)
+DROPOUTS = (0.25, 0.1, 0.003)
+"""The last is less than what 8 bits of a random number tell apart."""
 _BESIDE: tuple[dict[str, Any], ...] = (
     {"num_kv_heads": 2},
     {"attn_mask_type": "causal", "return_lse": True},
     {"window_size": (50, 9)},
+    *({"window_size": (12, 0), "head_dim_qk": dim, "head_dim_v": dim} for dim in (128, 256)),
     {"bias_type": "post_scale_bias", "bias_shape": "bhss", "bias_requires_grad": True},
 )
 """What the draws of the two passes may follow, in the plainest layout; in each layout unequal lengths too."""
@@ -54,11 +56,12 @@ def _cases(suite: BackendConformance) -> Iterator[Case]:
     for case, beside in itertools.product(plain[:1], _BESIDE):
         if case.is_packed and ("bias_type" in beside or "attn_mask_type" in beside):
             continue
-        yield replace(case, name=f"{case.name} with {beside}", **beside)
+        found = replace(case, name=f"{case.name} with {beside}", **beside)
+        yield _with_square_scores(found, most=found.head_dim_v) if "head_dim_v" in beside else found
 
 
-def _with_square_scores(plain: Case) -> Case:
-    keys = min(plain.head_dim_v, 96)
+def _with_square_scores(plain: Case, most: int = 96) -> Case:
+    keys = min(plain.head_dim_v, most)
     square: dict[str, Any] = {"seqlens_q": (keys,) * 2, "seqlens_kv": (keys,) * 2, "rows_q": None, "rows_kv": None}
     return replace(plain, **square, num_heads=4, num_kv_heads=4, scores="normal", lead=0, tail=0, return_lse=False)
 

@@ -49,6 +49,7 @@ def check_values(suite: BackendConformance) -> None:
         plan = suite.plan_of(of_tiles)
         if plan is not None:
             _check_nan(suite, plan, call_of(suite, of_tiles, plan.request))
+    _check_hidden_tiles(suite, plain)
     _check_low_scores(suite)
     _check_infinite_dlse(suite)
 
@@ -151,6 +152,28 @@ def _biases(call: Call) -> Iterator[tuple[str, Call]]:
         rows = given.clone()
         rows[..., 1::3, :] = lowest
         yield f"a bias of {lowest:.3g} for all keys of some queries, which are seen nevertheless", biased(rows)
+
+
+def _check_hidden_tiles(suite: BackendConformance, plain: list[Case]) -> None:
+    """A bias of -inf over the first keys of some queries: whole tiles of up to 256 keys have no score."""
+    dense = [case for case in plain if not case.is_packed][:1]
+    for case in dense:
+        keys = tuple(n + 267 for n in case.seqlens_kv)
+        open_mask: dict[str, Any] = {"attn_mask_type": "no_mask", "window_size": (-1, -1), "seqlens_kv": keys}
+        biased = replace(case, **open_mask, bias_type="post_scale_bias", bias_shape="bhss", bias_requires_grad=False)
+        plan = suite.plan_of(biased)
+        if plan is None:
+            continue
+        call = call_of(suite, biased, plan.request)
+        assert call.tensors.bias is not None
+        finite, infinite = (call.tensors.bias.detach().clone() for _ in range(2))
+        for row, count in enumerate((16, 32, 64, 128, 256)):
+            finite[..., row::7, :count] = torch.finfo(case.dtype).min
+            infinite[..., row::7, :count] = -torch.inf
+        exact = replace(call, tensors=replace(call.tensors, bias=finite))
+        call = replace(call, tensors=replace(call.tensors, bias=infinite))
+        vars(call)["oracle"] = exact.oracle  # the same softmax
+        _check(suite, plan, call, "a bias of -inf over the first keys")
 
 
 def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:
