@@ -20,7 +20,7 @@ NARROW: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
 
 def borders() -> Iterator[Case]:
     """All of them, with their dtypes in their names."""
-    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs, _no_sequences)
+    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs, _no_sequences, _wide_tiles)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = dtypes[index % 3]
@@ -94,3 +94,8 @@ def _no_sequences() -> Iterator[Case]:
     none: dict[str, Any] = {"seqlens_q": (), "seqlens_kv": (), "return_lse": True, **NARROW}
     for qkv_format, mask in (("bshd", "causal"), ("sbhd", "padding"), ("bhsd", "no_mask"), ("thd", "padding_causal")):
         yield Case(f"no_sequences-{qkv_format}", qkv_format, attn_mask_type=mask, **none)
+
+
+def _wide_tiles() -> Iterator[Case]:
+    """V wider than 256 over several tiles of keys: an accumulator in two parts, both of which are rescaled."""
+    yield Case("head_dims_320_272-long", head_dim_qk=320, head_dim_v=272, seqlens_q=(9,), seqlens_kv=(333,))
