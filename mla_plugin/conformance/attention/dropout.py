@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DROPOUTS = (0.25, 0.1, 0.003)
 """The last is less than what 8 bits of a random number tell apart."""
+LEAST_DROPPED = 12
+"""Weights that a head loses on average: with fewer two heads that lose none look alike too often."""
 _BESIDE: tuple[dict[str, Any], ...] = (
     {"num_kv_heads": 2},
     {"attn_mask_type": "causal", "return_lse": True},
@@ -39,7 +41,8 @@ def check_dropout(suite: BackendConformance) -> None:
     cases = list(_cases(suite))
     for dropout_p, is_training in itertools.product(DROPOUTS, (True, False)):
         for case in cases[: 1 if suite.is_slow else 2]:
-            _check(suite, case, dropout_p, is_training=is_training)
+            if dropout_p * case.seqlens_kv[0] ** 2 > LEAST_DROPPED:
+                _check(suite, case, dropout_p, is_training=is_training)
     for case in cases[2 : 2 if suite.is_slow else None]:
         _check(suite, case, DROPOUTS[0], is_training=True)
 
