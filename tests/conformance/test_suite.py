@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import subprocess
 import sys
+import unittest
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_a_broken_backend_fails(operation: str, fault: Broken) -> None:
         try:
             run()
         except Exception as error:
-            if isinstance(error, SyntaxError | NameError):
+            if isinstance(error, SyntaxError | NameError | unittest.SkipTest):
                 raise
             return
     pytest.fail(f"{wanted} does not catch {fault.name}")
@@ -91,7 +93,8 @@ def test_the_correct_backends_pass_what_catches_the_broken_ones() -> None:
     for operation in ("attention", "decode"):
         tests = dict(runs_of(operation, suite_of(operation, None), "correct"))
         for name in sorted(set(KNOWN[operation].values()))[::8]:
-            tests[name]()
+            with contextlib.suppress(unittest.SkipTest):  # for lack of memory; the others still run
+                tests[name]()
 
 
 def case_named(name):
