@@ -326,12 +326,16 @@ VLLM_SCHEMA = (
 
 
 def vllm_forward(*arguments: Any) -> list[torch.Tensor]:
-    """The operator's kernel: packed only, everything else off."""
+    """The operator's kernel: packed, or dense with lengths of the keys; everything else off."""
     q, k, v, k_new, v_new, q_v, out, cu_q, cu_k, cu_k_new, used_q, used_k, max_q, max_k, *rest = arguments
     assert all(x is None for x in (k_new, v_new, q_v, out, cu_k_new))
     assert all(x is None for x in rest[:9])
     scale, causal, left, right, softcap, _, metadata, splits, pack_gqa, margin, *extra = rest[9:]
-    assert cu_q is not None
+    if cu_q is None:
+        assert used_k is not None, "This flash attention build only supports varlen"
+        assert used_k.tolist() == [k.shape[1]] * len(k)  # every row is full: the oracle needs no lengths
+        assert (used_k.dtype, used_q) == (torch.int32, None)
+        used_k = None
     assert (softcap, metadata, splits, pack_gqa, margin) == (0.0, None, 1, None, 0)
     assert extra == [None, 1, 0, None]
     call = _call(q, k, v, scale, causal, (left, right), (cu_q, cu_k), (used_q, used_k), (max_q, max_k))

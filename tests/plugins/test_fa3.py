@@ -85,29 +85,30 @@ class TestFlashAttn3WithNanPadding(NanPadding, TestFlashAttn3):
     quick = True
 
 
-class _Packed(FlashConformance):
+@pytest.mark.usefixtures("older")
+class TestOlderFlashAttn3(FlashConformance):
     backend = "fa3"
     may_refuse = REFUSES | DIMS | BACKWARD
+    manager = manager_on("fa3", fa3, OWN)
     quick = True
 
     def cases(self) -> tuple[Case, ...]:
         return tuple(case for case in super().cases() if case.is_packed or case.has_padding)
 
 
-@pytest.mark.usefixtures("older")
-class TestOlderFlashAttn3(_Packed):
-    manager = manager_on("fa3", fa3, OWN)
-
-
 @pytest.mark.usefixtures("sgl")
-class TestSglKernel(_Packed):
+class TestSglKernel(FlashConformance):
+    """Dense cases too, which it gets laid end to end."""
+
+    backend = "fa3"
     may_refuse = REFUSES | DIMS | NO_BACKWARD
     manager = manager_on("fa3", fa3, SGL)
+    quick = True
 
 
 @pytest.mark.usefixtures("vllm")
 class TestVllm(FlashConformance):
-    """Dense cases too, which it gets laid end to end."""
+    """Dense cases too, which it gets with the lengths of their rows."""
 
     backend = "fa3"
     may_refuse = REFUSES | DIMS | NO_BACKWARD | NO_WINDOWS

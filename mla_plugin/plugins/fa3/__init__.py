@@ -29,8 +29,8 @@ from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradie
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.fa3 import decode, providers
-from mla_plugin.plugins.shared.dense import keep_forward, kept_concatenated_forward, kept_forward
-from mla_plugin.plugins.shared.flash_family import Options, empty_like
+from mla_plugin.plugins.shared.dense import keep_forward, kept_forward, kept_forward_on_stream
+from mla_plugin.plugins.shared.flash_family import empty_like
 from mla_plugin.plugins.shared.packed import Rows
 from mla_plugin.plugins.shared.refusals import accepted_without_dlse, beyond_flash_attention, refuse_dlse
 
@@ -92,13 +92,13 @@ def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionO
     """Attention; V is never padded. Or decode."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(plan.platform, tensors)
-    known = kept_forward("fa3", tensors) or kept_concatenated_forward("fa3", tensors)
+    known = kept_forward("fa3", tensors) or kept_forward_on_stream("fa3", tensors)
     if known is not None:
         return known(tensors)
     request, provider = plan.request, providers.installed(plan.platform)
     rows = Rows.of(request, tensors, takes_dense=provider.takes_dense)
-    options = Options.of(request, tensors.softmax_scale, rows)
-    keep_forward("fa3", tensors, rows, lambda: provider.forward_with(options))
+    options = provider.options(request, tensors, rows)
+    keep_forward("fa3", tensors, rows, lambda: provider.forward_with(options), has_lengths=provider.needs_lengths)
     q, k = addressable(rows.of_tensor(tensors.q)), addressable(rows.of_tensor(tensors.k))
     v = rows.clean_keys(tensors.v)
     out, lse = provider.forward(q, k, v, options)
@@ -119,6 +119,6 @@ def backward(plan: Plan, residuals: Residuals, dout: torch.Tensor, dlse: torch.T
     k, v = rows.clean_keys(tensors.k), rows.clean_keys(tensors.v)
     out = addressable(rows.of_tensor(residuals.out))
     dq, dk, dv = gradients = (empty_like(q), empty_like(k), empty_like(v))
-    options = Options.of(request, tensors.softmax_scale, rows)
+    options = provider.options(request, tensors, rows)
     provider.backward(dout, q, k, v, out, rows.of_lse(residuals.lse), gradients, options)
     return Gradients(rows.queries(dq), rows.keys(dk), rows.keys(dv))

@@ -1,8 +1,9 @@
 """The packages that carry FlashAttention 3, and how each is called.
 
-Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, and take
-packed sequences only: vLLM's operator answers dense tensors "This flash attention build only supports varlen". Its
-Python wrapper hides ``seqused_q``, so the operator is called instead.
+Its own package, ``flash-attn-3``, has everything. vLLM and SGLang ship the same kernels without the backward, built for
+lengths that differ: SGLang's function takes packed sequences only, vLLM's operator dense tensors too if ``seqused_k``
+comes with them ("This flash attention build only supports varlen" otherwise). vLLM's Python wrapper hides
+``seqused_q``, so the operator is called instead.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.device import FLASH_ATTENTION_PROVIDERS
+from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.shared.dense import Run
 from mla_plugin.plugins.shared.flash_family import Options, imported, not_installed
+from mla_plugin.plugins.shared.packed import Rows, row_lengths
 from mla_plugin.plugins.shared.refusals import off_cuda
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -35,11 +39,11 @@ def _lengths(options: Options) -> dict[str, Any]:
 
 
 def _packed(options: Options) -> tuple[object, ...]:
-    """The operators' arguments for packed sequences, in the order of ``_PACKED``."""
+    """The operators' arguments for lengths, in the order of ``_PACKED``."""
+    used = (options.seqused_q, options.seqused_k)
     if options.cu_seqlens_q is None:
-        return _DENSE
-    offsets, used = (options.cu_seqlens_q, options.cu_seqlens_k), (options.seqused_q, options.seqused_k)
-    return (*offsets, *used, options.max_seqlen_q, options.max_seqlen_k)
+        return (None, None, *used, None, None)
+    return (options.cu_seqlens_q, options.cu_seqlens_k, *used, options.max_seqlen_q, options.max_seqlen_k)
 
 
 def _mask(options: Options) -> tuple[float, bool, int, int]:
@@ -55,6 +59,7 @@ class Provider:
         distribution: name of the distribution, as ``Platform.version`` takes it.
         module: what to import.
         takes_dense: it has a function for dense tensors; otherwise every call has cu_seqlens.
+        needs_lengths: that function needs ``seqused_k``.
         has_backward: it can train.
         has_windows: its sliding windows are correct.
     """
@@ -62,6 +67,7 @@ class Provider:
     distribution: str
     module: str
     takes_dense: bool = False
+    needs_lengths: bool = False
     has_backward: bool = False
     has_windows: bool = True
 
@@ -73,6 +79,13 @@ class Provider:
         """
         remedy = f"reinstall it for PyTorch {torch.__version__}, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
         return imported(self.distribution, self.module, remedy)
+
+    def options(self, request: AttentionRequest, tensors: AttentionTensors, rows: Rows) -> Options:
+        """Of a call whose rows are those of ``rows``."""
+        found = Options.of(request, tensors.softmax_scale, rows)
+        if not self.needs_lengths or rows.kv is not None:
+            return found
+        return found._replace(seqused_k=row_lengths(request.batch_size, request.max_seqlen_kv, tensors.k.device))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """Out and the natural-log lse, [H, T], or [B, H, S_q] for dense tensors.
@@ -227,7 +240,7 @@ class SglKernel(Provider):
 
 _KINDS: dict[str, Callable[[str, str], Provider]] = {
     "flash-attn-3": functools.partial(FlashAttn3, takes_dense=True, has_backward=True),
-    "vllm": functools.partial(Vllm, has_windows=False),
+    "vllm": functools.partial(Vllm, takes_dense=True, needs_lengths=True, has_windows=False),
     "sgl-kernel": SglKernel,
 }
 PROVIDERS: tuple[Provider, ...] = tuple(
@@ -311,7 +324,6 @@ def _neutral(argument: Any) -> object:
 
 
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-_DENSE = (None,) * len(_PACKED)
 _MASK = ("softmax_scale", "is_causal", "window_size_left", "window_size_right")
 
 

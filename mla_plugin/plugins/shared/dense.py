@@ -3,8 +3,9 @@
 The library's function, with everything but q, k and v given to it, is kept for all calls of the kind
 (``AttentionTensors.kept``). A later call only checks that its tensors start at a multiple of 16 bytes.
 
-A library that takes packed sequences only gets the rows of a dense batch concatenated. The offsets are tensors, so its
-function is kept for each stream, whose later work sees them written, and not while a CUDA graph is captured.
+A library that takes packed sequences only gets the rows of a dense batch concatenated, another takes dense tensors with
+their lengths. Offsets and lengths are tensors, so the function is kept for each stream, whose later work sees them
+written, and not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ def kept_forward(backend: str, tensors: AttentionTensors) -> Callable[[Attention
     return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
 
 
-def kept_concatenated_forward(
+def kept_forward_on_stream(
     backend: str, tensors: AttentionTensors
 ) -> Callable[[AttentionTensors], AttentionOutput] | None:
-    """``kept_forward`` for a library that takes packed sequences only."""
+    """``kept_forward`` for a function that holds tensors."""
     key = key_of_stream(backend, tensors.q)
     kept = tensors.kept
     forward = None if kept is None or key is None else kept.get(key)
     return forward if forward is not None and start_aligned(tensors.q, tensors.k, tensors.v) else None
 
 
-def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Callable[[], Run]) -> None:
+def keep_forward(
+    backend: str, tensors: AttentionTensors, rows: Rows, make: Callable[[], Run], *, has_lengths: bool = False
+) -> None:
     """Keep what ``make`` makes for calls of this kind, if they are dense and their strides need no copy.
 
     Args:
@@ -47,16 +50,17 @@ def keep_forward(backend: str, tensors: AttentionTensors, rows: Rows, make: Call
         tensors: of the call.
         rows: of the call.
         make: gives the library's function of q, k and v as ``rows`` describes them.
+        has_lengths: that function holds a tensor of lengths.
     """
     kept, request = tensors.kept, rows.request
     if kept is None or request.layout.is_packed or request.has_padding:
         return
     if not has_addressable_strides(tensors.q, tensors.k, tensors.v):
         return
-    if rows.q is None:
+    if rows.q is None and not has_lengths:
         kept[backend] = _forward(make(), rows)
     elif (key := key_of_stream(backend, tensors.q)) is not None:
-        kept[key] = _concatenated_forward(make(), rows, tensors)
+        kept[key] = _forward(make(), rows) if rows.q is None else _concatenated_forward(make(), rows, tensors)
 
 
 def key_of_stream(backend: str, x: torch.Tensor) -> str | None:
@@ -73,6 +77,13 @@ def key_of_stream(backend: str, x: torch.Tensor) -> str | None:
 
 def _forward(run: Run, rows: Rows) -> Callable[[AttentionTensors], AttentionOutput]:
     layout = rows.request.layout
+    if rows.request.qkv_format == "bshd" and rows.request.every_query_sees_a_key:  # the results are the library's own
+
+        def forward_as_it_is(tensors: AttentionTensors) -> AttentionOutput:
+            out, lse, *_ = run(tensors.q, tensors.k, tensors.v)
+            return AttentionOutput(out, lse)
+
+        return forward_as_it_is
 
     def forward(tensors: AttentionTensors) -> AttentionOutput:
         found = run(layout.to_bshd(tensors.q), layout.to_bshd(tensors.k), layout.to_bshd(tensors.v))

@@ -7,6 +7,7 @@ is then padding between sequences. The host reads no offset, so a call can be ca
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -157,19 +158,36 @@ def _side(
     return Side(starts, None if offsets is None else offsets.diff(), offsets is not None)
 
 
-def _row_starts(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
-    """int32 [B + 1], where the rows of a dense batch start when they are laid end to end. Not to be changed.
+def row_lengths(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
+    """int32 [B], the lengths of the rows of a dense batch without padding. Not to be changed.
 
     Making them is a launch, so they are kept: for each stream, whose later work sees them written, and not while a CUDA
     graph is captured, which must own what it reads.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return _new_row_starts(batch_size, extent, device)
-    return _kept_row_starts(batch_size, extent, device, torch._C._cuda_getCurrentRawStream(device.index))
+    return _kept(_new_row_lengths, batch_size, extent, device)
 
 
-def _new_row_starts(batch_size: int, extent: int, device: torch.device, stream: int = 0) -> torch.Tensor:
+def _row_starts(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
+    """int32 [B + 1], where the rows of a dense batch start when they are laid end to end. Kept as ``row_lengths``."""
+    return _kept(_new_row_starts, batch_size, extent, device)
+
+
+def _new_row_lengths(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
+    return torch.full((batch_size,), extent, dtype=torch.int32, device=device)
+
+
+def _new_row_starts(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
     return torch.arange(0, batch_size * extent + 1, extent, dtype=torch.int32, device=device)
 
 
-_kept_row_starts = functools.lru_cache(maxsize=256)(_new_row_starts)
+def _kept(new: Callable[..., torch.Tensor], batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return new(batch_size, extent, device)
+    return _kept_on_stream(new, batch_size, extent, device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@functools.lru_cache(maxsize=512)
+def _kept_on_stream(
+    new: Callable[..., torch.Tensor], batch_size: int, extent: int, device: torch.device, stream: int
+) -> torch.Tensor:
+    return new(batch_size, extent, device)
