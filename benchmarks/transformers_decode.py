@@ -10,6 +10,9 @@ could not prefill 64k tokens. Then ``generate`` decodes greedily, by ``attn_impl
 "eager", in turns within each round, because a GPU's clock drifts; the best round counts. The peak is
 ``max_memory_allocated`` during ``generate``, and what it adds to weights and cache.
 
+On a GPU a static cache's step is also captured in a CUDA graph, as engines run it, whose replays are timed: there the
+host's time does not count.
+
 An implementation is only timed where its logits are right: for the first sequence of the batch, their error against
 float64 is at most twice that of "sdpa" in the same dtype. What runs out of memory is noted as such.
 Writes benchmarks/results/transformers_decode_<gpu>.json, prints the table last.
@@ -154,6 +157,30 @@ def decode(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], steps: int)
     return seconds, torch.cuda.max_memory_allocated() if is_cuda else 0, before
 
 
+def graphed(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], steps: int, rounds: int) -> float:
+    """Seconds of one replay of a step over a static cache that was captured in a CUDA graph."""
+    kind, batch, context = case
+    past = fill(model, kind, batch, context, 4 + rounds * steps)
+    ids, positions = tokens(model, batch, 1), torch.full((batch, 1), context, device=model.device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(ids, past_key_values=past, position_ids=positions, use_cache=True)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(ids, past_key_values=past, position_ids=positions, use_cache=True)
+    best = float("inf")
+    for _ in range(rounds):
+        free(model)
+        start = time.perf_counter()
+        for _ in range(steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / steps)
+    return best
+
+
 def check(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], row: dict[str, Any]) -> list[str]:
     """The implementations whose logits are right; the others are noted in ``row``."""
     kind, batch, context = case
@@ -196,6 +223,12 @@ def measure(model: DeepseekV3ForCausalLM, case: tuple[str, int, int], steps: int
     timed = [name for name in names if name not in row["refused"]]
     row["tokens_per_s"] = {name: batch * steps / best[name] for name in timed}
     row["ms_per_step"] = {name: best[name] / steps * 1e3 for name in timed}
+    if kind == "static" and model.device.type == "cuda":
+        row["graph_ms_per_step"] = {}
+        for name in timed:
+            model.set_attn_implementation(name)
+            row["graph_ms_per_step"][name] = graphed(model, case, steps, rounds) * 1e3
+            free(model)
     row["peak_gib"] = {name: peaks[name][0] / 2**30 for name in timed}
     row["peak_above_start_gib"] = {name: (peaks[name][0] - peaks[name][1]) / 2**30 for name in timed}
     return row
@@ -232,8 +265,8 @@ def crossover(model: DeepseekV3ForCausalLM, context: int, rounds: int) -> Iterat
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: tokens per second and the memory that decoding adds, of each implementation."""
-    heads = [f"{name} tok/s" for name in IMPLEMENTATIONS] + [f"{name} GiB" for name in IMPLEMENTATIONS]
+    """Markdown: tokens per second, the memory that decoding adds and a graph's step, of each implementation."""
+    heads = [f"{name} {unit}" for unit in ("tok/s", "GiB", "ms in a graph") for name in IMPLEMENTATIONS]
     lines = ["| cache | batch | context | " + " | ".join(heads) + " |", "|---" * (3 + len(heads)) + "|"]
     for row in rows:
         cells = [row["cache"], str(row["batch"]), str(row["context"])]
@@ -242,6 +275,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         for name in IMPLEMENTATIONS:
             gib = row["peak_above_start_gib"].get(name)
             cells.append("" if gib is None else f"{gib:.2f}")
+        for name in IMPLEMENTATIONS:
+            ms = row.get("graph_ms_per_step", {}).get(name)
+            cells.append("" if ms is None else f"{ms:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

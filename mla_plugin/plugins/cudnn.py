@@ -15,13 +15,15 @@ that trains on lse gets its backward from ``sdpa``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import (
+    LAYOUTS,
+    Layout,
     addressable,
     aligned,
     contiguous_from_16_bytes,
@@ -165,25 +167,42 @@ def _merged(first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors) -> AttentionOutput:
     """Attention; cuDNN's softmax statistics are the natural-log log-sum-exp, [B, H, S_q] in float32."""
-    layout, q, k, v, kept = plan.request.layout, tensors.q, tensors.k, tensors.v, tensors.kept
+    kept = tensors.kept
     known = None if kept is None else kept.get("cudnn")
-    if known is None:
-        known = has_addressable_strides(q, k, v), _parts(plan.request)
-        if kept is not None:
-            kept["cudnn"] = known
-    is_addressable, parts = known
-    if not (is_addressable and start_aligned(q, k, v)):  # cuDNN wants real strides
-        q, k, v = addressable(q), addressable(k), addressable(v)
-    q, k, v, scale = layout.to_bhsd(q), layout.to_bhsd(k), layout.to_bhsd(v), tensors.softmax_scale
+    if known is not None and start_aligned(tensors.q, tensors.k, tensors.v):
+        found: AttentionOutput = known(tensors)
+        return found
+    layout, scale = plan.request.layout, tensors.softmax_scale
+    q, k, v = (layout.to_bhsd(addressable(x)) for x in (tensors.q, tensors.k, tensors.v))  # cuDNN wants real strides
+    parts = _parts(plan.request)
     if len(parts) == 1:
-        found = _forward(q, k, v, None, True, 0.0, parts[0][2], False, scale=scale)
+        is_causal = parts[0][2]
+        out, lse = _forward(q, k, v, None, True, 0.0, is_causal, False, scale=scale)[:2]
+        if kept is not None and has_addressable_strides(tensors.q, tensors.k, tensors.v):
+            kept["cudnn"] = _kept(layout, is_causal)
     else:
         pairs = (
             _forward(q, k.narrow(2, *keys), v.narrow(2, *keys), None, True, 0.0, is_causal, False, scale=scale)[:2]
             for *keys, is_causal in parts
         )
-        found = _merged(*pairs)
-    return AttentionOutput(layout.from_bhsd(found[0]).contiguous(), found[1].squeeze(-1))
+        out, lse = _merged(*pairs)
+    return AttentionOutput(layout.from_bhsd(out).contiguous(), lse.squeeze(-1))
+
+
+def _kept(layout: Layout, is_causal: bool) -> Callable[[AttentionTensors], AttentionOutput]:
+    """``forward`` of calls of a kind that need one call of the kernel and no copy, for the host's time."""
+
+    def in_bshd(tensors: AttentionTensors) -> AttentionOutput:
+        q, k, v = tensors.q.transpose(1, 2), tensors.k.transpose(1, 2), tensors.v.transpose(1, 2)
+        found = _forward(q, k, v, None, True, 0.0, is_causal, False, scale=tensors.softmax_scale)
+        return AttentionOutput(found[0].transpose(1, 2).contiguous(), found[1].squeeze(-1))
+
+    def in_any(tensors: AttentionTensors) -> AttentionOutput:
+        q, k, v = layout.to_bhsd(tensors.q), layout.to_bhsd(tensors.k), layout.to_bhsd(tensors.v)
+        found = _forward(q, k, v, None, True, 0.0, is_causal, False, scale=tensors.softmax_scale)
+        return AttentionOutput(layout.from_bhsd(found[0]).contiguous(), found[1].squeeze(-1))
+
+    return in_bshd if layout is LAYOUTS["bshd"] else in_any
 
 
 @hookimpl

@@ -49,13 +49,14 @@ def forward(known: Known, tensors: AttentionTensors) -> AttentionOutput:
     if plan is None:
         lse = q.new_full(known.lse_shape, -torch.inf, dtype=known.lse_dtype)
         return AttentionOutput(q.new_zeros(known.out_shape), lse)
-    if reads_lengths(request := known.request):
+    request, hook = known.request, known.forward
+    if request.has_padding and reads_lengths(request):
         longest = (request.max_seqlen_q, request.max_seqlen_kv)
         check_length_values(tensors, request.qkv_format, longest, pad_between_seqs=request.pad_between_seqs)
     with _undisturbed():
-        output = dispatch.forward(plan, tensors)
+        output = dispatch.forward(plan, tensors) if hook is None else hook(plan=plan, tensors=tensors)
     out, lse, backend = output.out, output.lse, plan.forward_backend
-    if known.is_forward_ours and _are_plugins_the_same(known):
+    if hook is not None and _are_plugins_the_same(known):
         is_contiguous = out.is_contiguous() and lse.is_contiguous()
         return output if is_contiguous else AttentionOutput(out.contiguous(), lse.contiguous())
     # compiled code relies on the fake operator's shapes: it would read out of bounds in a smaller tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from mla_plugin import environment
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.options import CallOptions
-from mla_plugin.hooks.attention import AttentionRequest, Plan, kind_of, request_of
+from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, kind_of, request_of
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.asking import check_backend_is_registered
 from mla_plugin.resolver.attention import resolve
@@ -28,8 +29,9 @@ class Known(NamedTuple):
         plan: the decision; None for a call without queries or keys, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
         has_contiguous_rows: the last dimension of q, k and v is contiguous.
-        is_forward_ours, is_backward_ours: the results come from a built-in backend without wrappers; the conformance
-            suite tests these, so results are not checked in every call.
+        forward: the hook of a built-in backend without wrappers, None for others; the conformance suite tests the
+            built-in ones, so their results are not checked in every call.
+        is_backward_ours: the gradients come from such a backend.
         generation: of the set of plugins for which that holds; a wrapper may be registered before the backward.
         kept: what backends keep for these calls, see ``AttentionTensors.kept``.
     """
@@ -42,7 +44,7 @@ class Known(NamedTuple):
     lse_shape: tuple[int, ...]
     lse_dtype: torch.dtype
     has_contiguous_rows: bool
-    is_forward_ours: bool
+    forward: Callable[..., AttentionOutput] | None
     is_backward_ours: bool
     generation: int
     kept: dict[str, Any]
@@ -167,6 +169,7 @@ def _decide(tensors: AttentionTensors, given: CallOptions | AttentionRequest, ba
         plan = None
     else:
         plan = resolve(request, backend=backend)
+    is_ours = plan is not None and manager.is_ours(plan.forward_backend)
     return Known(
         request,
         tensors.softmax_scale,
@@ -176,7 +179,7 @@ def _decide(tensors: AttentionTensors, given: CallOptions | AttentionRequest, ba
         lse_shape=request.layout.lse_shape(q.shape),
         lse_dtype=lse_dtype(q.dtype),
         has_contiguous_rows=q.stride(-1) == tensors.k.stride(-1) == tensors.v.stride(-1) == 1,
-        is_forward_ours=plan is not None and manager.is_ours(plan.forward_backend),
+        forward=manager.caller("forward", plan.forward_backend) if plan is not None and is_ours else None,
         is_backward_ours=plan is not None and manager.is_ours(plan.backward_backend),
         generation=generation,
         kept={},
