@@ -194,13 +194,14 @@ def attend(
     q_nope_abs, q_rope = projection.absorbed(q_nope), q_rope.transpose(1, 2)
     if indices is not None:  # each query has its own keys: a batch of single queries
         q_nope_abs, q_rope = (q.flatten(0, 1).unsqueeze(1) for q in (q_nope_abs, q_rope))
-    out = with_sinks(
-        mla_plugin.decode,
+    decode: Callable[..., Any] = mla_plugin.decode
+    if s_aux is not None:
+        decode = functools.partial(with_sinks, decode, s_aux=s_aux)
+    out = decode(
         q_nope_abs,
         q_rope,
         (c_kv, k_rope),
         softmax_scale=head_dim_qk**-0.5 if scaling is None else scaling,
-        s_aux=s_aux,
         host="transformers",
         **lengths,
     )

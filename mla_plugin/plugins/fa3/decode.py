@@ -60,13 +60,11 @@ def forward(platform: Platform, tensors: DecodeTensors) -> DecodeOutput:
     q_nope_abs, q_rope = aligned(tensors.q_nope_abs), aligned(tensors.q_rope)
     c_kv, k_rope = tensors.c_kv.unsqueeze(2), tensors.k_rope.unsqueeze(2)  # [pages or B, rows, 1, columns]
     seqlens_kv = _whole_cache(tensors) if tensors.seqlens_kv is None else tensors.seqlens_kv
-    library = provider.library()
     if isinstance(provider, providers.Vllm):
         queries_and_cache = (q_rope, k_rope, c_kv, q_nope_abs, seqlens_kv, tensors.page_table)
-        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
-        out, lse, *_ = operator(*queries_and_cache, tensors.softmax_scale, tensors.causal)
-        return DecodeOutput(out, _lse(lse) if tensors.return_lse else None)
-    result = library.flash_attn_with_kvcache(
+        found = _vllm_operator(provider.operator())(*queries_and_cache, tensors.softmax_scale, tensors.causal)
+        return DecodeOutput(found[0], _lse(found[1]) if tensors.return_lse else None)
+    result = provider.library().flash_attn_with_kvcache(
         q_rope,
         k_rope,
         c_kv,

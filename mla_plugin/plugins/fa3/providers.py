@@ -204,28 +204,29 @@ class Vllm(Provider):
     ships, has no such shift. Releases before that change are not known to be right.
     """
 
-    def library(self) -> Any:
-        """See ``Provider``; the module also imports where vLLM was built without the operator."""
-        library = super().library()
+    def operator(self) -> Any:
+        """``fwd``; once it is registered, nothing has to be imported.
+
+        Raises:
+            RuntimeError: the module cannot be imported, or it can where vLLM was built without the operator.
+        """
+        if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
+            self.library()
         if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
             raise RuntimeError(
                 f"{self.distribution} is installed, but {self.module} has no FlashAttention 3: install a vllm "
                 "built for Hopper, or leave the backend out with MLA_PLUGIN_BLOCK=fa3"
             )
-        return library
+        return torch.ops._vllm_fa3_C.fwd.default
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Outputs:
         """See ``Provider``."""
-        self.library()
-        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
-        result = operator(q, k, v, *_packed(options), *_mask(options))
+        result = _vllm_operator(self.operator())(q, k, v, *_packed(options), *_mask(options))
         return result[0], result[1]
 
     def forward_with(self, options: Options) -> Run:
         """See ``Provider``; what follows q, k and v is put together once."""
-        self.library()
-        operator = _vllm_operator(torch.ops._vllm_fa3_C.fwd.default)
-        return operator.after(3, *_packed(options), *_mask(options))
+        return _vllm_operator(self.operator()).after(3, *_packed(options), *_mask(options))
 
 
 class SglKernel(Provider):
