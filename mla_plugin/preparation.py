@@ -111,7 +111,8 @@ def load() -> None:
         except Exception as error:  # since the note was written a package was removed, or broke
             logger.debug("%s is noted in %s and cannot be imported: %r", name, note_path(), error)
     try:
-        _start_triton(needs.kernels)
+        if needs.kernels:
+            _start_triton(needs.kernels)
     except Exception as error:  # Triton's own names may change
         logger.debug("Triton was not started ahead of the first call: %r", error)
 

@@ -84,6 +84,14 @@ def test_hashes_are_computed_ahead() -> None:
     assert fresh_python(f"{start}\n{TARGET}\n{look_up}\n{after}") == "True 0\n"
 
 
+def test_without_kernels_triton_is_not_started() -> None:
+    written({"modules": ["mla_plugin.plugins.sdpa"], "kernels": []})
+    code = "import sys, torch, mla_plugin; from mla_plugin import preparation; preparation.load()\n"
+    assert fresh_python(f"{code}print('mla_plugin.plugins.sdpa' in sys.modules, 'triton' in sys.modules)") == (
+        "True False\n"
+    )
+
+
 def test_without_a_note_nothing_is_loaded() -> None:
     code = "import sys, torch, mla_plugin; from mla_plugin import preparation; before = set(sys.modules)\n"
     assert fresh_python(f"{code}preparation.load()\nprint(set(sys.modules) - before)") == "set()\n"
