@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from mla_plugin import cache
+from mla_plugin import cache, preparation
 from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.environment import EnvironmentVariableError
@@ -28,6 +28,8 @@ try:
     __version__ = importlib.metadata.version("mla-plugin")
 except importlib.metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
     __version__ = "0+unknown"
+
+preparation.when_cuda_starts()
 
 __all__ = [
     "Accepted",

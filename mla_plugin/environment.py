@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from mla_plugin.variables import VARIABLES, Value, Variable
@@ -97,6 +98,12 @@ def cuda_homes() -> tuple[str, ...]:
     """Where compilers look for the CUDA toolkit: CUDA_HOME or CUDA_PATH, else the default location."""
     named = tuple(text for name in ("CUDA_HOME", "CUDA_PATH") if (text := os.environ.get(name)))
     return named[:1] or ("/usr/local/cuda",)
+
+
+def triton_cache() -> Path:
+    """Where Triton keeps compiled kernels: TRITON_CACHE_DIR, or a folder in TRITON_HOME or the user's home."""
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(named or os.path.join(os.environ.get("TRITON_HOME", os.path.expanduser("~")), ".triton", "cache"))
 
 
 def is_autotuning_requested() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import mla_plugin
+from mla_plugin import preparation
 from mla_plugin.cli import model_shape
 from mla_plugin.cli.model_shape import ModelShape
 
@@ -20,7 +22,9 @@ EPILOG = """\
 Kernels are compiled by running them on small tensors: those of the backend that
 the resolver chooses, and our Triton kernels. Triton keeps compiled kernels in
 its cache directory (TRITON_CACHE_DIR, by default ~/.triton/cache), where later
-processes on the same GPU model find them.
+processes on the same GPU model find them. What else the calls load, such as
+Triton itself, is noted there: later processes that import mla_plugin load it
+when PyTorch initialises CUDA, and not in their first call.
 
 example: mla-plugin warm-up --config config.json --tensor-parallel 2"""
 
@@ -118,8 +122,21 @@ def run(arguments: argparse.Namespace) -> int:
     shape = model_shape.of_arguments(arguments)
     print(f"{shape}, on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}")
     todo = list(steps(shape, not arguments.inference, device, arguments.backend))
+    start, loaded = time.perf_counter(), set(sys.modules)
+    with _binaries_alone() if device == "cuda" else contextlib.nullcontext():
+        refused = _refused(todo, device)
+    for name in refused:
+        print(f"no backend: {name}; `mla-plugin explain` says why")
+    print(f"{len(todo) - len(refused)} of {len(todo)} calls are warm, {time.perf_counter() - start:.0f} s")
+    if device == "cuda" and len(refused) < len(todo):
+        preparation.note(loaded)
+    return 1 if len(refused) == len(todo) else 0
+
+
+def _refused(todo: list[Step], device: str) -> list[str]:
+    """Run the steps; the names of those that no backend takes."""
     is_terminal = sys.stdout.isatty()
-    refused, start = [], time.perf_counter()
+    refused = []
     for done, (name, call) in enumerate(todo):
         if is_terminal:
             print(f"\r\x1b[K{_bar(done, len(todo))} {name[:50]}", end="", flush=True)
@@ -135,10 +152,20 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{time.perf_counter() - began:6.1f} s  {name}", flush=True)
     if is_terminal:
         print(f"\r\x1b[K{_bar(len(todo), len(todo))}")
-    for name in refused:
-        print(f"no backend: {name}; `mla-plugin explain` says why")
-    print(f"{len(todo) - len(refused)} of {len(todo)} calls are warm, {time.perf_counter() - start:.0f} s")
-    return 1 if len(refused) == len(todo) else 0
+    return refused
+
+
+@contextlib.contextmanager
+def _binaries_alone() -> Iterator[None]:
+    """Triton reads all that it keeps of a kernel: 8 ms with its intermediate texts, 1 ms without them."""
+    try:
+        from triton import knobs
+    except ImportError:  # other backends need no Triton
+        yield
+        return
+    with knobs.compilation.scope():
+        knobs.compilation.store_binary_only = True
+        yield
 
 
 def _bar(done: int, total: int, width: int = 20) -> str:

@@ -12,6 +12,7 @@ import torch
 import triton
 
 from mla_plugin.kernels.descriptors import encoding_once, make_context_current
+from mla_plugin.kernels.sources import hash_sources
 
 _HERE = contextlib.nullcontext()
 
@@ -84,6 +85,7 @@ class Launch:
         if bits % 16 == 0 and self.run is not None:
             self.run(*addresses, *self.arguments)
             return
+        hash_sources(self.kernel)
         make_context_current()  # Triton encodes descriptors first
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
         if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
@@ -147,6 +149,8 @@ def compile_together(calls: Sequence[tuple[Launch, tuple[object, ...]]], device:
         with torch.cuda.device(device):  # a thread starts on device 0
             kernel[(1, 1, 1)]
 
+    for launch, _ in calls:
+        hash_sources(launch.kernel)
     with ThreadPoolExecutor(len(calls)) as threads:
         with triton.AsyncCompileMode(threads):
             found = [

@@ -67,7 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.cache": {"arguments", "environment", "kernels"},
     "mla_plugin.registration": set(),
     "mla_plugin.import_hook": set(),
-    "mla_plugin": {*OPERATIONS, "cache", "registration", "environment", "hooks", "resolver", *VALUES},
+    "mla_plugin.preparation": {"environment", "kernels"},
+    "mla_plugin": {*OPERATIONS, "cache", "preparation", "registration", "environment", "hooks", "resolver", *VALUES},
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
     "mla_plugin.compat.megatron": {API, "layers", "context_parallel", *VALUES},
@@ -83,7 +84,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.compat.sglang": {API, "compat.releases"},
     "mla_plugin.run": {API, "registration", "import_hook"},
     "mla_plugin.cli": {
-        *(API, "operations", "context_parallel"),
+        *(API, "operations", "context_parallel", "preparation"),
         *("resolver", "hooks.manager", "environment", "variables", "device", *RULES, *VALUES),
     },
 }

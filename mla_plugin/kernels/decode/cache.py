@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.launch import on_device_of
+from mla_plugin.kernels.sources import hash_sources
 
 
 @triton.jit
@@ -100,6 +101,7 @@ def append(
         return
     pages, page_size, _ = c_kv.shape
     with on_device_of(c_kv):
+        hash_sources(append_kernel)
         append_kernel[(tokens,)](
             *(c_new, k_new, c_kv, k_rope, slot_mapping, pages * page_size, page_size),
             *(c_new.stride(0), k_new.stride(0), *c_kv.stride()[:2], *k_rope.stride()[:2]),
@@ -121,6 +123,7 @@ def gather(
         return
     pages, page_size, _ = c_kv.shape
     with on_device_of(c_kv):
+        hash_sources(gather_kernel)
         gather_kernel[(batch * max_seqlen_kv,)](
             *(c_kv, k_rope, page_table, seqlens_kv, c_out, k_out, pages, page_size, max_seqlen_kv),
             *(*c_kv.stride()[:2], *k_rope.stride()[:2], page_table.stride(0)),

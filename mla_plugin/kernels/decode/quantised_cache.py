@@ -13,6 +13,7 @@ from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode.cache import row_blocks
 from mla_plugin.kernels.decode.e4m3 import E4M3_MAX, from_e4m3, to_e4m3
 from mla_plugin.kernels.launch import on_device_of
+from mla_plugin.kernels.sources import hash_sources
 
 _TILE = tl.constexpr(cache_format.TILE)
 _SCALES = tl.constexpr(cache_format.SCALES)
@@ -161,6 +162,7 @@ def append(
         return
     pages, page_size, _ = c_kv.shape
     with on_device_of(c_kv):
+        hash_sources(append_quantised_kernel)
         append_quantised_kernel[(tokens,)](
             *(c_new, k_new, c_kv, k_rope, slot_mapping, kv_scale, pages * page_size, page_size),
             *(c_new.stride(0), k_new.stride(0), *c_kv.stride()[:2], *k_rope.stride()[:2]),
@@ -184,6 +186,7 @@ def gather(
         return
     pages, page_size, _ = c_kv.shape
     with on_device_of(c_kv):
+        hash_sources(gather_quantised_kernel)
         gather_quantised_kernel[(batch * max_seqlen_kv,)](
             *(c_kv, k_rope, page_table, seqlens_kv, kv_scale, c_out, k_out, pages, page_size, max_seqlen_kv),
             *(*c_kv.stride()[:2], *k_rope.stride()[:2], page_table.stride(0)),
