@@ -53,7 +53,8 @@ def noted() -> Needs:
     try:
         found = json.loads(note_path().read_text())
         kernels = tuple((str(module), str(name)) for module, name in found["kernels"])
-        return Needs(tuple(map(str, found["modules"])), kernels)
+        modules = tuple(str(name) for name in found["modules"] if str(name).partition(".")[0] in PACKAGES)
+        return Needs(modules, kernels)
     except (OSError, ValueError, KeyError, TypeError):
         return Needs()
 
