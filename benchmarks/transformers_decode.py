@@ -1,6 +1,7 @@
 """Decoding in Hugging Face transformers over a DeepSeek-V3-shaped stack: tokens per second and peak memory.
 
     python -m benchmarks.transformers_decode                     the table, on this GPU
+    python -m benchmarks.transformers_decode --step              one context of 1,024 tokens, more rounds
     python -m benchmarks.transformers_decode --crossover         also: how many queries at once are still a decode
     python -m benchmarks.transformers_decode --device cpu --tiny every step of it in a few seconds, for its figures not
 
@@ -15,7 +16,8 @@ host's time does not count.
 
 An implementation is only timed where its logits are right: for the first sequence of the batch, their error against
 float64 is at most twice that of "sdpa" in the same dtype. What runs out of memory is noted as such.
-Writes benchmarks/results/transformers_decode_<gpu>.json, prints the table last.
+Writes benchmarks/results/transformers_decode_<gpu>.json, with ``--step`` transformers_step_<gpu>.json; prints the table
+last.
 """
 
 from __future__ import annotations
@@ -296,10 +298,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
     parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--step", action="store_true", help="over 1,024 tokens, where the host is the limit")
     parser.add_argument("--commit", help="recorded in the result; default: of this checkout")
     options = parser.parse_args()
     if options.tiny:
         options.contexts, options.layers, options.steps = [64, 256], 2, 4
+    elif options.step:
+        options.contexts, options.rounds = [1 << 10], 8
     return options
 
 
@@ -335,7 +340,7 @@ def main() -> None:
     }
     if not options.tiny:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"transformers_decode_{gpu.replace(' ', '_')}.json"
+        path = RESULTS / f"transformers_{'step' if options.step else 'decode'}_{gpu.replace(' ', '_')}.json"
         path.write_text(json.dumps(record, indent=2) + "\n")
     print(table(rows))
     if any(OURS not in row["tokens_per_s"] for row in rows):
