@@ -30,11 +30,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _is_quick(config) and quick.is_left_out(collection_path) else None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """After every parametrization. Half of all cases are a GPU's: where there is none, one of a function is loaded."""
-    is_deselected = metafunc.definition.get_closest_marker("gpu") and not torch.cuda.is_available()
-    if is_deselected or _is_quick(metafunc.config):
+@pytest.hookimpl(hookwrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Half of all cases are a GPU's: where there is none, one of a function is loaded."""
+    is_gpu = metafunc.definition.get_closest_marker("gpu") is not None
+    is_one = _is_quick(metafunc.config) or (is_gpu and not torch.cuda.is_available())
+    with quick.cases_as_they_are(is_one):
+        yield
+    if is_one:
         quick.keep_one_call(metafunc)
 
 

@@ -5,9 +5,10 @@ It is for who changes one thing and wants to know soon; ``.ci/run`` runs everyth
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ LEFT_OUT = (
     "tests/context_parallel/test_calls.py",
     "tests/context_parallel/test_decode.py",
     "tests/context_parallel/test_errors.py",
+    "tests/context_parallel/test_explain.py::test_what_is_explained_is_what_runs",
     "tests/context_parallel/test_failures.py",
     "tests/context_parallel/test_latent.py",
     "tests/context_parallel/test_latent_calls.py",
@@ -91,17 +93,27 @@ LEFT_OUT = (
     "tests/kernels/test_prefill_draws.py",
     "tests/kernels/test_shared_heads.py::test_as_by_definition",
     "tests/kernels/test_shared_heads.py::test_sums_of_copies_are_rounded_once",
+    "tests/kernels/test_sources.py",
     "tests/kernels/test_tuning.py",
+    "tests/plugins/test_cudnn.py::TestCudaPath::test_every_expected_refusal_names_a_case",
     "tests/plugins/test_cudnn.py::TestCudaPath::test_unusual_values",
+    "tests/plugins/test_decode_conformance.py::TestFlashInferEmulated::test_every_expected_refusal_names_a_case",
     "tests/plugins/test_decode_conformance.py::TestFlashInferEmulated::test_surroundings",
+    "tests/plugins/test_decode_conformance.py::TestFlashInferEmulated::test_unusual_values",
+    "tests/plugins/test_decode_conformance.py::TestFlashMLAEmulated::test_every_expected_refusal_names_a_case",
     "tests/plugins/test_decode_conformance.py::TestTritonInterpreted",
     "tests/plugins/test_fa2.py::TestPyTorchs::test_unusual_values",
-    "tests/plugins/test_fa3.py::TestOlderFlashAttn3::test_unusual_values",
+    "tests/plugins/test_fa3.py::TestOlderFlashAttn3",
+    "tests/plugins/test_fa3_decode.py::TestOwnPackage::test_surroundings",
+    "tests/plugins/test_fa3_decode.py::TestSglKernel",
     "tests/plugins/test_fa3_decode.py::TestVllm::test_surroundings",
+    "tests/plugins/test_fa4.py::TestFlashAttn4::test_unusual_values",
     "tests/plugins/test_fa_random.py",
     "tests/plugins/test_flashinfer.py::test_a_page_table_for_each_step_leaves_no_plans_behind",
     "tests/plugins/test_flashinfer.py::test_the_next_step_plans_again_in_the_same_memory",
     "tests/plugins/test_sdpa.py::TestCpu::test_compiled",
+    "tests/plugins/test_sdpa.py::TestCpu::test_surroundings",
+    "tests/plugins/test_sdpa.py::TestCpu::test_unusual_values",
     "tests/plugins/test_sdpa.py::TestCudaPath::test_unusual_values",
     "tests/plugins/test_sdpa_batches.py::test_packed_bfloat16_takes_little_more_memory_than_pytorch",
     "tests/plugins/test_triton.py::TestInterpreter",
@@ -110,6 +122,7 @@ LEFT_OUT = (
     "tests/repository/test_environment_reader.py::test_only_the_reader_reads",
     "tests/repository/test_light_import.py",
     "tests/repository/test_readme.py",
+    "tests/repository/test_warm_call.py",
     "tests/repository/test_wheel.py",
     "tests/resolver/test_resolve.py::test_nvte_debug_reaches_stderr_of_a_program_without_logging",
     "tests/resolver/test_te_cascade.py::test_every_rule_fires_and_holds_back",
@@ -120,6 +133,7 @@ LEFT_OUT = (
     "tests/test_latent_attention.py::test_opcheck",
     "tests/test_ops.py::test_compiled_equals_eager_forward_and_backward",
     "tests/test_ops.py::test_gradcheck",
+    "tests/test_preparation.py",
     "tests/test_quick.py::test_one_case_of_a_function_is_chosen",
     "tests/test_reference.py::test_gradients_equal_finite_differences",
     "tests/test_request.py::test_a_pickled_request_is_found_in_another_process",
@@ -129,7 +143,7 @@ LEFT_OUT = (
     "tests/test_run.py::test_what_is_wrong_is_named",
     "tests/test_third_party.py",
 )
-"""What starts other processes, compiles, installs packages, or takes seconds otherwise."""
+"""What starts other processes, compiles, installs packages, needs every case, or takes seconds otherwise."""
 
 
 def is_left_out(path: Path) -> bool:
@@ -147,6 +161,24 @@ def keep_one_call(metafunc: pytest.Metafunc) -> None:
     if len(calls) > 1 and not any(call.marks for call in calls):  # a mark may be one that excludes
         name = f"{metafunc.definition.nodeid}[{{}}]"
         calls[:] = [min(calls, key=lambda call: _order(name.format(call.id)))]
+
+
+@contextlib.contextmanager
+def cases_as_they_are(is_wanted: bool) -> Iterator[None]:
+    """Suites take the cases of a backend that accepts everything, and cover nothing anew for what theirs accepts.
+
+    That takes half a second for each suite, of which one case of a function would be kept.
+    """
+    if not is_wanted:
+        yield
+        return
+    from mla_plugin.conformance.attention import suite as attention
+    from mla_plugin.conformance.decode import suite as decode
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "cases_for", lambda accepts, **_: tuple(filter(accepts, attention.cases())))
+        patch.setattr(decode, "decode_cases_for", lambda accepts, **_: tuple(filter(accepts, decode.decode_cases())))
+        yield
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
