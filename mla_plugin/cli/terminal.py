@@ -1,4 +1,4 @@
-"""Output for a terminal, where long lines continue under their last column. In pipes and files every line stays whole."""
+"""Output for a terminal, where long lines continue under their last column; in pipes and files they stay whole."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ COMMAND = 'pip install --no-build-isolation "git+https://github.com/somebody/som
     [
         ("  flashinfer  refuses   AttentionRequest, expected DecodeRequest: this backend reads a compressed cache", 24),
         ("  sdpa        off       NVTE_UNFUSED_ATTN=0, and a reason that is too long for what is left of a line", 24),
-        ("  missing  flash-attn is not installed; needed for deterministic training on backend fa2, and for others", 11),
+        ("  missing  flash-attn is not installed; needed for deterministic training on backend fa2 and more", 11),
         ("bshd bfloat16, batch 2, lengths 4096 x 4096, 128 heads, head dims 192/128, causal, training  on cpu", 2),
     ],
 )
