@@ -8,7 +8,7 @@
 and mla_plugin are imported, CUDA is initialised and the tensors exist; the clock stops when the GPU has finished. The
 rows "without the note" are measured after removing what warm-up noted beside the kernels (``mla_plugin.preparation``),
 which otherwise lengthens "CUDA starts".
-"PyTorch" is its own ``scaled_dot_product_attention``: what that row's first call takes is not ours.
+"PyTorch" is its own ``scaled_dot_product_attention``: the part of a first call that is not due to us.
 
 In one more process of each row a thread looks at the other threads' stacks twice a millisecond and adds up the time by
 cause: milliseconds of the first call, which this slows down a little.
@@ -119,7 +119,7 @@ class Sampler(threading.Thread):
 
 
 def call_of(case: str, device: str, backend: str | None) -> Callable[[], object]:
-    """The case's call, on tensors that exist."""
+    """The call of a case, on tensors that are allocated before it."""
     import torch
     import torch.nn.functional as F
 

@@ -1,6 +1,6 @@
 """The lane of a minute, ``python -m pytest -m quick``: one case of each test function, chosen by its name.
 
-It is for who changes one thing and wants to know soon; ``.ci/run`` runs everything.
+For fast feedback on one change; ``.ci/run`` runs everything.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def is_left_out(path: Path) -> bool:
 
 
 def keep_one_call(metafunc: pytest.Metafunc) -> None:
-    """Leave the chosen case alone of a function's, before pytest makes an item of each, which takes half a minute.
+    """Keep only the chosen case of a function, before pytest makes an item of each case, which takes half a minute.
 
-    pytest offers no hook between the two; what it has collected is in ``_calls``.
+    pytest has no hook at this point, so this changes the list that it has collected, ``_calls``.
     """
     calls = metafunc._calls
     if len(calls) > 1 and not any(call.marks for call in calls):  # a mark may be one that excludes
@@ -165,9 +165,9 @@ def keep_one_call(metafunc: pytest.Metafunc) -> None:
 
 @contextlib.contextmanager
 def cases_as_they_are(is_wanted: bool) -> Iterator[None]:
-    """Suites take the cases of a backend that accepts everything, and cover nothing anew for what theirs accepts.
+    """Let suites filter the cases of a backend that accepts everything, instead of generating cases for their own.
 
-    That takes half a second for each suite, of which one case of a function would be kept.
+    Generating takes half a second for each suite, and all but one case of a function would be dropped.
     """
     if not is_wanted:
         yield
@@ -192,5 +192,5 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def _order(nodeid: str) -> int:
-    """A case by chance, always the same."""
+    """A position that looks random and is the same in every run."""
     return zlib.crc32(nodeid.encode())

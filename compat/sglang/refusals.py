@@ -100,7 +100,7 @@ def of_runner(runner: Any) -> Iterator[str]:
     if getattr(runner.model_config.hf_config, "index_topk", None) is not None:
         yield "sparse attention (DSA), expected dense: there is no sparse kernel"
     if getattr(runner.model_config.hf_config, "llama_4_scaling", None) is not None:
-        yield "llama_4_scaling, expected none: SGLang scales queries for backends of other names alone"
+        yield "llama_4_scaling, expected none: SGLang scales the queries only for the backends that it names"
     if torch.version.hip is not None:
         yield "an AMD device, expected NVIDIA's: the kernels were not compiled for AMD"
     elif runner.device == "cuda" and (capability := torch.cuda.get_device_capability()) < MINIMUM_CAPABILITY:

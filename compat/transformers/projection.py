@@ -185,7 +185,7 @@ def _of_all_modules() -> Reason | None:
 
 
 def _of_dtypes(query: torch.Tensor, *others: torch.Tensor) -> Reason | None:
-    """Without autocast the model itself multiplies equal dtypes alone; under it all but float64 become its dtype."""
+    """Without autocast the model itself multiplies equal dtypes only; under it all but float64 become its dtype."""
     dtypes = {x.dtype for x in (query, *others) if x.element_size() > 1}
     autocast = autocast_dtype(query.device.type)
     if torch.float64 in dtypes if autocast is not None else len(dtypes) > 1:

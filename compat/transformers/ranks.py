@@ -3,7 +3,7 @@
 transformers knows nothing of the group, so a context manager holds it: inside, the attention function passes it to
 ``mla_plugin.attention``, and every layer attends to the keys of all ranks. Everything else of a model works token by
 token, but for the rotary embedding, which needs ``position_ids``, and the loss, which shifts labels: ``shard_batch``
-gives both. What would be computed of this rank's tokens alone is refused.
+gives both. What would be computed from this rank's tokens only is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ranks:
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError(_PADDING)
         if getattr(config, "index_topk", None) is not None:
-            raise ValueError("context_parallel: sparse (DSA) models choose keys of their own rank alone")
+            raise ValueError("context_parallel: sparse (DSA) models choose keys of their own rank only")
         if not is_causal:
             raise ValueError(
                 "context_parallel: this model's mask is more than causal (a sliding window shorter than the sequence, "

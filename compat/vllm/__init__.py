@@ -75,7 +75,7 @@ def _register(name: str, names: Any, register_name: Any, registry: ModuleType, p
         register_name(member, path)
     elif member.get_path() != path:
         _logger.warning(
-            "%s.%s is %s of another plugin; mla-plugin leaves it. VLLM_PLUGINS=mla_plugin loads mla-plugin alone",
+            "%s.%s is %s of another plugin; mla-plugin leaves it. VLLM_PLUGINS=mla_plugin loads only mla-plugin",
             names.__name__,
             name,
             member.get_path(),

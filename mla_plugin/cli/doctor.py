@@ -55,7 +55,7 @@ class Need:
 NEEDS = (
     Need("torch", "2.10", "everything", 'pip install "torch>=2.10"', optional=False),
     Need("pluggy", "1.5", "everything", 'pip install "pluggy>=1.5"', optional=False),
-    Need("packaging", "24", "everything", 'pip install "packaging>=24"', optional=False),
+    Need("packaging", "24.2", "everything", 'pip install "packaging>=24.2"', optional=False),
     Need(
         "flash-attn",
         "2.7",

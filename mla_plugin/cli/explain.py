@@ -309,7 +309,7 @@ def platform_of(arguments: argparse.Namespace) -> Platform:
     assumed = {name: value for name, value in ASSUMED.items() if is_cuda and not has_cuda and name not in given}
     if assumed:
         words = ", ".join(f"{name}={value}" for name, value in assumed.items())
-        print(f"note: this PyTorch has no CUDA; assumed {words}", file=sys.stderr)
+        terminal.show(f"note: this PyTorch has no CUDA; assumed {words}", sys.stderr)
     return dataclasses.replace(platform, **described, **assumed, **given)
 
 

@@ -6,15 +6,17 @@ import re
 import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 _COLUMNS = re.compile(r"\s*(?:\S+(?: \S+)?\s{2,}){0,2}")
 """Indentation, and up to two columns of one or two words that two spaces separate from the rest."""
 _COMMAND = re.compile(r"\s*[-=]> ")
 
 
-def show(text: str) -> None:
-    """Print a text, with long lines folded to the width of a terminal."""
-    print(folded(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Print a text, to stdout by default, with long lines folded to the width of a terminal."""
+    stream = stream or sys.stdout
+    print(folded(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
 
 
 def folded(text: str, width: int) -> str:

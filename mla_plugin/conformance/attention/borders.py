@@ -19,7 +19,7 @@ NARROW: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
 
 
 def borders() -> Iterator[Case]:
-    """All of them, with their dtypes in their names."""
+    """All edge cases, with their dtypes in their names."""
     families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs, _no_sequences, _wide_tiles)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
@@ -90,7 +90,7 @@ def _many_programs() -> Iterator[Case]:
 
 
 def _no_sequences() -> Iterator[Case]:
-    """A batch of no sequence, as the last part of a batch that was divided may be."""
+    """An empty batch, as the last part of a divided batch may be."""
     none: dict[str, Any] = {"seqlens_q": (), "seqlens_kv": (), "return_lse": True, **NARROW}
     for qkv_format, mask in (("bshd", "causal"), ("sbhd", "padding"), ("bhsd", "no_mask"), ("thd", "padding_causal")):
         yield Case(f"no_sequences-{qkv_format}", qkv_format, attn_mask_type=mask, **none)

@@ -260,7 +260,7 @@ class Case:
         return "".join("1" if size == 1 else letter for size, letter in zip(sizes, "bhs", strict=True)) + "s"
 
     def other(self) -> Case:
-        """A call of the same request: other lengths, where they can be, and another scale, of which it says nothing."""
+        """A call of the same request: other lengths, where possible, and another scale, which no request contains."""
         turned = {name: getattr(self, name) for name in ("seqlens_q", "seqlens_kv", "rows_q", "rows_kv")}
         scale = None if self.scores == "overflow" else 0.8 * self._scale
         return replace(self, softmax_scale=scale, **{name: x and x[::-1] for name, x in turned.items()})

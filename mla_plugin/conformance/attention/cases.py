@@ -164,7 +164,7 @@ def _padded_rows() -> Iterator[Case]:
 
 
 def _windows() -> Iterator[Case]:
-    """Windows that are a causal mask, or say nothing."""
+    """Windows that equal a causal mask, or hide nothing."""
     yield Case("window_is_causal", window_size=(-1, 0), seqlens_q=(37, 37), seqlens_kv=(71, 71))
     yield Case("window_is_causal_top_left", window_size=(-1, 0), bottom_right_diagonal=False, seqlens_kv=(41, 41))
     yield Case("window_of_everything", window_size=(2**31 - 1, 2**31 - 1), seqlens_kv=(41, 41))

@@ -165,7 +165,7 @@ def _check_backward(suite: BackendConformance, plan: Plan, call: Call, output: A
 
 
 def _inputs(call: Call) -> dict[str, torch.Tensor]:
-    """Gradients to the inputs that they are of."""
+    """The name of each gradient to its input."""
     tensors = call.tensors
     found = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
     return found | ({"dbias": tensors.bias} if call.request.bias_requires_grad and tensors.bias is not None else {})

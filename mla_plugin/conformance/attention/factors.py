@@ -68,7 +68,7 @@ _PARTS_Q, _PARTS_KV = (1.0, 0.3, 0.0, 0.8, 0.05), (0.4, 1.0, 0.7, 0.1, 0.0)
 
 
 def settle(row: Row) -> Row:
-    """The nearest row that is a legal call; what its other levels leave without meaning is at its default."""
+    """The nearest row that is a legal call; levels that have no effect there get their defaults."""
     row = dict(row)
 
     def drop(*names: str) -> None:
@@ -204,7 +204,7 @@ def _aspects(row: Row) -> Mapping[str, Any]:
 
 
 def _needing(name: str) -> Row:
-    """What a level of a factor needs besides to mean something."""
+    """Levels of other factors without which a level has no effect."""
     if name in ("gaps", "max_seqlen", "offsets"):
         return {"qkv_format": "thd", "padded": "unequal"}
     if name in ("bias_shape", "bias_requires_grad", "bias_storage"):

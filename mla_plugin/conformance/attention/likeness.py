@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def with_padding(plain: list[Case]) -> Iterator[Case]:
-    """Full sequences under a padding mask, and packed ones of one length; the request says nothing of either."""
+    """Full sequences under a padding mask, and packed ones of one length; their requests are equal to others."""
     for case in plain:
         lengths = (24,) * len(case.seqlens_q)
         both: dict[str, Any] = {"seqlens_q": lengths, "seqlens_kv": lengths}
@@ -52,7 +52,7 @@ def check_like_calls(suite: BackendConformance, case: Case) -> None:
 
 
 def _like_cases(case: Case) -> Iterator[tuple[str, Case, bool]]:
-    """Words, the case, and whether its bias and mask say nothing; the request is the same one."""
+    """A name, the case, and whether its bias and mask hide nothing; all cases have the same request."""
     storages: dict[str, Any] = {f"storage_{name}": "offset" for name in "qkv"}
     yield "plain values", case, True
     yield "other values", replace(case.other(), softmax_scale=case.softmax_scale), False

@@ -51,7 +51,7 @@ _MOST = 2.0
 
 
 def settle(row: Row) -> Row:
-    """The nearest row that is a legal call; what its other levels leave without meaning is at its default."""
+    """The nearest row that is a legal call; levels that have no effect there get their defaults."""
     row = dict(row)
 
     def drop(*names: str) -> None:
@@ -127,7 +127,7 @@ def _aspects(row: Row) -> Mapping[str, Any]:
 
 
 def _needing(name: str) -> Row:
-    """What a level of a factor needs besides to mean something."""
+    """Levels of other factors without which a level has no effect."""
     return {"bias": "post_scale_bias"} if name.startswith(("bias_", "of_", "scores_")) else {}
 
 

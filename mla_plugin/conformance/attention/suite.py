@@ -157,7 +157,7 @@ class BackendConformance(Suite):
         checks.check_output(call.case, call.inputs, output, expected)
 
     def _two_calls(self, case: Case, other: Case, plan: Plan, generator: torch.Generator) -> tuple[Call, Call]:
-        """Two of one request with different data, the second one's tensors without anything around them."""
+        """Two calls of one request with different data; only the first one's tensors lie between guards."""
         first, second = (
             Call.of(x, plan.request, self.device, generator, self.padding_poison, is_guarded=x is case)
             for x in (case, other)

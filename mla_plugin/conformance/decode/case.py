@@ -224,7 +224,7 @@ class DecodeCase:
     def tensors(
         self, device: torch.device | str, generator: torch.Generator, poison: float, *, is_guarded: bool = True
     ) -> DecodeTensors:
-        """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are absurd.
+        """Random tensors; rows beyond a length are multiplied by ``poison``, unused page numbers are invalid.
 
         ``is_guarded`` as in ``Draw``.
         """

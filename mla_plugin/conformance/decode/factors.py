@@ -47,7 +47,7 @@ _MOST = 40.0
 
 
 def settle(row: Row) -> Row:
-    """The nearest row that is a legal call; what its other levels leave without meaning is at its default."""
+    """The nearest row that is a legal call; levels that have no effect there get their defaults."""
     row = dict(row)
     if row["page_size"] is not None and row["given"] == "none":
         row["given"] = "device"

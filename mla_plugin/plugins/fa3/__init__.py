@@ -89,7 +89,7 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 
 @hookimpl
 def forward(plan: Plan, tensors: AttentionTensors | DecodeTensors) -> AttentionOutput | DecodeOutput:
-    """Attention; V is never padded. Or decode."""
+    """Attention, without padding V; or decode."""
     if isinstance(tensors, DecodeTensors):
         return decode.forward(plan.platform, tensors)
     known = kept_forward("fa3", tensors) or kept_forward_on_stream("fa3", tensors)

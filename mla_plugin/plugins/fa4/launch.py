@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_plugin.plugins.shared.dense import Run
 
 _MOST_TRIES = 4
-"""Calls of a kind that are recorded at most: one with k in the place of v says nothing of the next."""
+"""At most so many calls of a kind are recorded: one with k in the place of v tells nothing about the next."""
 
 _recording = threading.Lock()
 
