@@ -60,7 +60,8 @@ class Roundings:
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         info = torch.finfo(dtype)
         step = info.eps / 2 / math.sqrt(3)
-        tiny = info.smallest_normal * (step if dtype == torch.float16 else 1.0)  # others may flush to zero below it
+        smallest = max(info.smallest_normal, 1e-150)  # float64 cannot hold the square of its own
+        tiny = smallest * (step if dtype == torch.float16 else 1.0)  # others may flush to zero below it
         return cls(step, tiny, 4 * torch.finfo(accumulator).eps)
 
 
@@ -80,6 +81,8 @@ def check_error(name: str, got: torch.Tensor, yardstick: Yardstick, *, is_biased
     """
     _check_no_nan(name, got)
     exact, sigma = yardstick.exact, yardstick.sigma
+    if not bool((exact.isfinite() & sigma.isfinite()).all()):
+        fail(f"the suite's own mistake: {name} has no finite bound, which nothing would exceed")
     error = (got.double() - exact).abs_()
     ratio = error / sigma  # 0 / 0 is NaN where 0 is exact, and x / 0 is infinite
     count = int((sigma > 0).sum())
