@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin.conformance import __main__ as program
 from mla_plugin.conformance import pages
 from mla_plugin.conformance.matrix import Matrix, Recorder
@@ -89,6 +90,29 @@ def test_all_runs_every_registered_backend(tmp_path: Path, monkeypatch: pytest.M
     assert program.main(["all", "--pages", str(tmp_path)]) == 0
     assert seen == ["triton", "fa3", "fa4", "fa2", "flashinfer", "flashmla", "cudnn", "sdpa"]
     assert program.main(["sdap", "--pages", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [("--pages", "x", "--json", "y"), ("--pages", "x", "--markdown", "y"), ("--processes", "2")]
+)
+def test_options_that_do_not_go_together_are_an_error(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["sdpa", *options])
+    assert "--pages" in capsys.readouterr().err
+
+
+def test_the_options_of_a_run_are_those_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(pages.subprocess, "run", lambda command, **_: commands.append(command))
+    program.main(["sdpa", "--pages", str(tmp_path), "--few-repeats", "--quick", "-k", "x"])
+    assert {"--few-repeats", "--quick", "-k", "x"} <= set(commands[0])
+
+
+def test_a_plain_checkout_has_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_plugin, "__version__", "0+unknown")
+    assert pages.packages("sdpa")["mla-plugin"] == "0+unknown"
 
 
 def test_a_run_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
