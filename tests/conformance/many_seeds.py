@@ -115,17 +115,19 @@ def share(process: int, operations: list[str], given: argparse.Namespace) -> tup
 def main(arguments: list[str] | None = None) -> int:
     """Print every failure, and how many runs of which tests there were."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.many_seeds", description=__doc__)
-    parser.add_argument("runs", type=int, nargs="?", help="how many; without --seconds 5000")
-    parser.add_argument("operations", nargs="*", choices=[*SUITES, []], help="attention or decode; both by default")
+    words = "how many, without --seconds 5000; attention or decode, by default both"
+    parser.add_argument("what", nargs="*", metavar="RUNS|attention|decode", help=words)
     parser.add_argument("--seconds", type=float, help="to stop after")
     parser.add_argument("--processes", type=int, default=1, help="with one thread each")
     parser.add_argument("--only", default="", metavar="TEXT", help="that operation/backend/test contains")
     parser.add_argument("--seed", type=int, help="of each run; by default a fresh one")
     given = parser.parse_args(arguments)
-    if given.runs is None and given.seconds is None:
-        given.runs = 5000
+    counts = [int(word) for word in given.what if word.isdigit()]
+    operations = [word for word in given.what if not word.isdigit()] or list(SUITES)
+    if len(counts) > 1 or not set(operations) <= set(SUITES):
+        parser.error(f"{given.what}: expected a number of runs, and {' or '.join(SUITES)}")
+    given.runs = counts[0] if counts else None if given.seconds else 5000
     given.seconds = given.seconds or float("inf")
-    operations = given.operations or list(SUITES)
     if given.processes == 1:
         shares = [share(0, operations, given)]
     else:
@@ -133,10 +135,10 @@ def main(arguments: list[str] | None = None) -> int:
         with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
             tasks = [pool.submit(share, process, operations, given) for process in range(given.processes)]
             shares = [task.result() for task in tasks]
-    failures, counts = sum(found for found, _ in shares), sum((count for _, count in shares), Counter[str]())
-    words = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-    print(f"{failures} failures in {counts.total()} runs: {words}")
-    return int(failures > 0 or not counts)
+    failures, ran = sum(found for found, _ in shares), sum((ran for _, ran in shares), Counter[str]())
+    by_test = ", ".join(f"{name} {count}" for name, count in sorted(ran.items()))
+    print(f"{failures} failures in {ran.total()} runs: {by_test}")
+    return int(failures > 0 or not ran)
 
 
 if __name__ == "__main__":
