@@ -336,6 +336,14 @@ class TestBudget:
         with pytest.raises(ConformanceError, match="root-mean-square"):
             check_lse((lse * (1 - 5e-6)).float(), expected)
 
+    def test_rows_that_are_alike_are_rounded_alike(self):
+        """One key outweighs all others, so that each row is nearly its value."""
+        exact = 96.0625 - 2e-3 - 1e-4 * self.exact.abs()
+        yardstick = Yardstick(exact, Roundings.of(torch.float16).step * exact)
+        check_error("out", exact.half(), yardstick)
+        with pytest.raises(ConformanceError, match="exact result times"):
+            check_error("out", (exact * 1.0005).half(), yardstick)
+
     def test_a_single_wrong_element_fails(self):
         got = self.exact.bfloat16()
         got[3, 5] += 0.5
