@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import mla_plugin
 from mla_plugin import device
 
 ALL = "all"
@@ -73,11 +73,18 @@ def page(found: dict[str, Any], table: str, *, name: str, selection: str | None)
 def packages(backend: str) -> dict[str, str]:
     """The versions on the page: those of packages that determine the answers."""
     found = {
-        "mla-plugin": mla_plugin.__version__,
+        "mla-plugin": _own_version(),
         "Python": host.python_version(),
         "PyTorch": torch.__version__,
     }
     return found | {name: version for name, version in device.installed_packages() if name.startswith(_of(backend))}
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("mla-plugin")
+    except metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
+        return "0+unknown"
 
 
 def _of(backend: str) -> tuple[str, ...]:

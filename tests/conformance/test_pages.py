@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import mla_plugin
 from mla_plugin.conformance import __main__ as program
 from mla_plugin.conformance import pages
 from mla_plugin.conformance.matrix import Matrix, Recorder
@@ -111,7 +110,10 @@ def test_the_options_of_a_run_are_those_of_its_page(tmp_path: Path, monkeypatch:
 
 
 def test_a_plain_checkout_has_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_plugin, "__version__", "0+unknown")
+    def missing(name: str) -> str:
+        raise pages.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(pages.metadata, "version", missing)
     assert pages.packages("sdpa")["mla-plugin"] == "0+unknown"
 
 
