@@ -152,12 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{shape}")
     print(f"causal, batch {arguments.batch_size}, {seqlen} tokens, on {where}; * is what the resolver runs\n")
     passes = [name for name in ("forward", "backward") if name in result]
-    print(f"{'':<12}" + "".join(f"{name:>30}" for name in passes))
+    print(f"{'':<12}" + "".join(f"{name:>32}" for name in passes))
     for backend in result["forward"]:
         cells = []
         for name in passes:
             ms, operations = result[name][backend], result["tera_operations"][name]
             mark = "*" if result["choice"][name] == backend else " "
-            cells.append(f"{ms:>10.3f} ms{operations / ms * 1e3:>9.4g} TFLOP/s{mark}")
+            cells.append(f"{ms:>11.3f} ms {operations / ms * 1e3:>8.3g} TFLOP/s{mark}")
         print(f"{backend:<12}" + "".join(cells))
     return 0

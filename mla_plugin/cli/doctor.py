@@ -16,6 +16,7 @@ from packaging.version import Version
 
 import mla_plugin
 from mla_plugin import device, environment
+from mla_plugin.cli import terminal
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS, get_manager
 from mla_plugin.resolver.installing import FLASH_ATTENTION_3, FLASH_MLA
 from mla_plugin.variables import VARIABLES, Value
@@ -239,7 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
     for title, findings in found.items():
         print(f"\n{title}")
         for finding in findings:
-            print(f"  {finding.state:<8} {finding.text}")
+            terminal.show(f"  {finding.state:<8} {finding.text}")
             if finding.remedy:
                 print(f"  {'':<8} -> {finding.remedy}")
     print(f"\n{broken} broken" if broken else "\nnothing is broken")

@@ -19,7 +19,7 @@ from mla_plugin.arguments.cache_format import FORMATS
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.arguments.options import HOSTS
-from mla_plugin.cli import ranks
+from mla_plugin.cli import ranks, terminal
 from mla_plugin.cli.model_shape import count, width
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeRequest
@@ -359,7 +359,7 @@ def run(arguments: argparse.Namespace) -> int:
         content = contents[0] if len(contents) == 1 else {"sections": contents}
         print(json.dumps(content, indent=2, default=_plain))
     else:
-        print("\n\n".join(texts))
+        terminal.show("\n\n".join(texts))
     runs = (decision.plan if why is None else why.state in ("runs", "behind") for decision, why in found)
     return 0 if all(runs) else 1
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mla_plugin import device
-from mla_plugin.cli import main
+from mla_plugin.cli import main, terminal
 from tests.docs.project_pages import PAGES, ROOT, blocks, pages_with
 
 LANGUAGES = {"python", "sh", "console", "toml", ""}
@@ -59,7 +59,7 @@ def test_few_blocks_are_not_run() -> None:
 def test_output_is_what_the_command_prints(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without CUDA that has none of the optional kernel packages but Triton, which comes with PyTorch."""
+    """In a terminal of 80 columns, on a machine without CUDA and with no kernel package but Triton."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "installed_packages", lambda: (("torch", torch.__version__), ("triton", "3.7.1")))
     monkeypatch.setattr(device, "build_tools", frozenset)
@@ -67,7 +67,7 @@ def test_output_is_what_the_command_prints(
     assert program == "mla-plugin"
     main(arguments)
     out, err = capsys.readouterr()
-    assert err + out == output
+    assert terminal.folded(err + out, 80) == output
 
 
 @pytest.mark.parametrize("command", commands())

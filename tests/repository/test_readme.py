@@ -58,7 +58,14 @@ def test_on_pypi_every_link_is_absolute(with_absolute_links: Callable[[str], str
     for before, after in zip(targets(README), found, strict=True):
         assert after.startswith("https://")
         assert after.endswith(before.removeprefix("docs/"))
-        assert ("github.io" in after) == before.endswith(".svg")
+        assert "://" in before or ("github.io" in after) == before.endswith(".svg")
+
+
+def test_badges_are_of_workflows_that_exist() -> None:
+    badges = re.findall(r"!\[\w+\]\(https://github\.com/mla-plugin/mla-plugin/actions/(\S+)/badge\.svg\)", README)
+    assert badges
+    for badge in badges:
+        assert (ROOT / ".github" / badge).is_file(), badge
 
 
 def test_the_table_of_variables_is_the_generated_one() -> None:
