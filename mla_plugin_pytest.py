@@ -1,11 +1,12 @@
 """The pytest plugin of the conformance suite: ``pytest --pyargs mla_plugin.conformance --backend NAME``.
 
-pytest loads it in every run of an environment that has mla-plugin, so it imports nothing and adds no option unless the
-run names the suite: ``--backend`` and ``--device`` are options of many projects' own tests.
+pytest loads it in every run of an environment that has mla-plugin, so it imports nothing of that and adds no option
+unless the run names the suite: ``--backend`` and ``--device`` are options of many projects' own tests.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 SUITE = "mla_plugin.conformance"
@@ -15,6 +16,7 @@ def pytest_addoption(parser: Any, pluginmanager: Any) -> None:
     """The suite's options, where a run names the suite."""
     config = pluginmanager.get_plugin("pytestconfig")
     arguments = [] if config is None else list(config.invocation_params.args)
+    arguments += os.environ.get("PYTEST_ADDOPTS", "").split()
     if not any(SUITE in str(argument) or SUITE.replace(".", "/") in str(argument) for argument in arguments):
         return
     group = parser.getgroup("mla-plugin conformance")

@@ -50,8 +50,17 @@ def forward(  # type: ignore[empty-body]
     propagates to its row of ``out``, unless ``Accepted.drops_nan`` says otherwise. Do not change process-wide settings,
     environment variables or ``tensors``, do not print, and do not keep any tensor of a call.
 
+    A bias of -inf hides its key from its query, as a mask does; of the keys that a query sees at least one has another.
+    Two calls with the same tensors may differ in roundings, unless the request is ``deterministic``.
+
+    With ``dropout_p`` each softmax weight is 0 with this probability, independently of all other queries, keys, heads
+    and sequences, and otherwise divided by ``1 - dropout_p``; ``lse`` is of the weights before that. ``dropout_seed``
+    decides which are dropped: the same ones in both passes and in each call with the same tensors, and others by a
+    different seed.
+
     A decode request comes with ``DecodeTensors`` and returns a ``DecodeOutput``, under the same rules; the call may be
-    captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory.
+    captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory. Two
+    decode calls with the same tensors give the same bits: a generation is to be repeatable, and no request asks for it.
     """
 
 
@@ -65,7 +74,8 @@ def backward(  # type: ignore[empty-body]
     with ``return_lse=True`` too. For a row that sees no key ``dlse`` may be infinite and must be ignored. The forward
     may have run on another backend: only ``out`` and ``lse`` connect the two. Their strides are that backend's; the
     last dimension of ``out`` is contiguous. In a request with ``partial=True`` they belong to a softmax over more keys
-    than these; a backend that cannot use them as given must refuse such a request.
+    than these; a backend that cannot use them as given must refuse such a request. With dropout the weights that the
+    forward of the same ``dropout_seed`` drops are dropped, and the others divided by ``1 - dropout_p``.
     The gradients are new memory, and padded rows of them are 0. Compute them explicitly: autograd records nothing
     inside the hooks, not even under ``torch.enable_grad``.
     """

@@ -22,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", metavar="FOLDER", help="write a page for the backend and the device, .md and .json")
     parser.add_argument("--processes", type=int, default=0, help="with --pages: share each run, by pytest-xdist")
     given, rest = parser.parse_known_args(arguments)
+    if given.pages and (given.json or given.markdown):
+        parser.error("--pages writes both forms into its folder; leave out --json and --markdown")
+    if given.processes and not given.pages:
+        parser.error("--processes goes with --pages; otherwise pass pytest-xdist's own: -n N --dist loadgroup")
     try:
         import pytest
     except ImportError:
@@ -49,7 +53,13 @@ def _pages(given: argparse.Namespace, rest: Sequence[str]) -> int:
         return 2
     names = registered if given.backend == pages.ALL else [given.backend]
     return pages.write(
-        names, given.device, Path(given.pages), processes=given.processes, is_quick=given.quick, rest=rest
+        names,
+        given.device,
+        Path(given.pages),
+        processes=given.processes,
+        is_quick=given.quick,
+        few_repeats=given.few_repeats,
+        rest=rest,
     )
 
 

@@ -56,7 +56,7 @@ class Suite:
         """The result of ``make``, computed once per backend; ``otherwise`` without such a device."""
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             return otherwise
-        key = (type(self), self.backend, self.device, self.quick, id(self.manager))
+        key = (type(self), self.backend, self.device, self.quick, self.is_slow, id(self.manager))
         if key not in _made:
             _made[key] = make()
         return _made[key]

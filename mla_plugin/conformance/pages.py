@@ -73,11 +73,18 @@ def page(found: dict[str, Any], table: str, *, name: str, selection: str | None)
 def packages(backend: str) -> dict[str, str]:
     """The versions on the page: those of packages that determine the answers."""
     found = {
-        "mla-plugin": metadata.version("mla-plugin"),
+        "mla-plugin": _own_version(),
         "Python": host.python_version(),
         "PyTorch": torch.__version__,
     }
     return found | {name: version for name, version in device.installed_packages() if name.startswith(_of(backend))}
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("mla-plugin")
+    except metadata.PackageNotFoundError:  # a plain checkout on PYTHONPATH
+        return "0+unknown"
 
 
 def _of(backend: str) -> tuple[str, ...]:
@@ -93,7 +100,14 @@ def _of(backend: str) -> tuple[str, ...]:
 
 
 def write(
-    backends: Iterable[str], given: str, folder: Path, *, processes: int, is_quick: bool, rest: Sequence[str] = ()
+    backends: Iterable[str],
+    given: str,
+    folder: Path,
+    *,
+    processes: int,
+    is_quick: bool,
+    few_repeats: bool = False,
+    rest: Sequence[str] = (),
 ) -> int:
     """Run the suite for each backend in a separate process, and write NAME_DEVICE.md, .json and .log.
 
@@ -103,6 +117,7 @@ def write(
         folder: where the files go; it is made.
         processes: that share a run, where pytest-xdist is installed; 0 for none.
         is_quick: the quick selection for every backend, not only where ``SELECTIONS`` says so.
+        few_repeats: for every backend, as ``is_quick``.
         rest: more arguments of pytest.
 
     Returns:
@@ -118,9 +133,10 @@ def write(
         selection = SELECTIONS.get(where) or ("it was asked for" if is_quick else None)
         data, table = target.with_suffix(".json"), target.with_suffix(".table")
         data.unlink(missing_ok=True)
+        repeats_few = few_repeats or where in FEW_REPEATS
         command = [sys.executable, "-m", "mla_plugin.conformance", backend, "--device", given]
         command += ["--json", str(data), "--markdown", str(table), *(["--quick"] if selection else []), *shared, *rest]
-        command += ["--few-repeats"] if where in FEW_REPEATS else []
+        command += ["--few-repeats"] if repeats_few else []
         command += ["-vv"]  # a run that ends early has named what failed
         with target.with_suffix(".log").open("w") as log:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -131,7 +147,7 @@ def write(
             continue
         found = json.loads(data.read_text())
         found |= {"device": name, "packages": packages(backend), "selection": selection}
-        found["few_repeats"] = where in FEW_REPEATS
+        found["few_repeats"] = repeats_few
         data.write_text(json.dumps(found, indent=1) + "\n")
         target.with_suffix(".md").write_text(page(found, table.read_text(), name=name, selection=selection))
         table.unlink()

@@ -167,3 +167,13 @@ def tile_for(table: Table, gpu_class: str, itemsize: int, columns: int) -> Tile:
         f"head_dim_qk and head_dim_v take {columns} padded columns of {itemsize} bytes; "
         f"GPUs of the class {gpu_class} have tiles for at most {table[gpu_class, itemsize][-1][0]}"
     )
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up. Triton's ``cdiv``, wrapped for kernels, takes 4 us on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n, and at least 1; Triton's own takes 4 us on the host too."""
+    return 1 << max(n - 1, 0).bit_length()

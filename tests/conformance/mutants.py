@@ -22,6 +22,7 @@ class Broken:
             the feature that the fault is in.
         caught_by: the test that must catch it, ``test_backward[case]`` or another test's name.
         message: what the error must match.
+        refuses_more: than the correct backend does, so no refusal is unexpected.
     """
 
     name: str
@@ -30,15 +31,18 @@ class Broken:
     caught_by: str = ""
     message: str = ""
     before: tuple[tuple[str, str], ...] = ()
+    refuses_more: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
-def module_of(source: str, fault: Broken | None = None, **constants: object) -> types.ModuleType:
-    """The correct backend's module, with a fault."""
+def module_of(
+    source: str, fault: Broken | None = None, before: tuple[tuple[str, str], ...] = (), **constants: object
+) -> types.ModuleType:
+    """The correct backend's module, with a fault; or without one and with other replacements, as in ``before``."""
     text = (HERE / f"{source}.py").read_text()
-    for old, new in () if fault is None else (*fault.before, (fault.old, fault.new)):
+    for old, new in before if fault is None else (*fault.before, (fault.old, fault.new)):
         if text.count(old) != 1:
             raise ValueError(f"{fault}: {old!r} occurs {text.count(old)} times in {source}.py, not once")
         text = text.replace(old, new)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import unittest
+from pathlib import Path
 
 import pytest
 import torch
 
-from mla_plugin.conformance import ConformanceError
+from mla_plugin.conformance import ConformanceError, memory
 from mla_plugin.conformance.attention import beyond
 from tests.conformance.broken_attention import PICK, broken
 from tests.conformance.broken_decode import PAGES, TAKE
@@ -57,4 +58,50 @@ def test_decode_whose_rows_come_round(fault) -> None:
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (24 << 30, 80 << 30))
     with pytest.raises(unittest.SkipTest, match="not run: 24 GiB of the device's memory are free, 48 are needed"):
-        beyond.check_memory("cuda")
+        memory.check_memory("cuda")
+
+
+GROUPS = {  # of both versions: folders, their limits and what is in use, and what then is free
+    "second": ("0::/", {"": ("memory.max", 5 << 20, "memory.current", 2 << 20)}, 3 << 20),
+    "unlimited": ("0::/", {"": ("memory.max", "max", "memory.current", 2 << 20)}, None),
+    "of_a_parent": (
+        "0::/a/b",
+        {
+            "a/b": ("memory.max", "max", "memory.current", 1 << 20),
+            "a": ("memory.max", 4 << 20, "memory.current", 3 << 20),
+        },
+        1 << 20,
+    ),
+    "first": (
+        "9:cpu,memory:/a",
+        {"memory/a": ("memory.limit_in_bytes", 8 << 20, "memory.usage_in_bytes", 7 << 20)},
+        1 << 20,
+    ),
+    "first_in_a_container": (
+        "9:memory:/docker/a",
+        {"memory": ("memory.limit_in_bytes", 8 << 20, "memory.usage_in_bytes", 7 << 20)},
+        1 << 20,
+    ),
+    "overdrawn": ("0::/", {"": ("memory.max", 1 << 20, "memory.current", 2 << 20)}, 0),
+    "another_controller": ("3:cpu:/", {"": ("memory.max", 1 << 20, "memory.current", 2 << 20)}, None),
+}
+
+
+@pytest.mark.parametrize(("line", "folders", "free"), GROUPS.values(), ids=GROUPS)
+def test_the_limit_of_a_control_group(line: str, folders: dict, free: int | None, tmp_path: Path) -> None:
+    for name, (limit, most, usage, used) in folders.items():
+        folder = tmp_path / "mounted" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, value in ((limit, most), (usage, used), ("memory.stat", "anon 4096\nsock 0")):
+            (folder / file).write_text(f"{value}\n")
+    (tmp_path / "cgroup").write_text(f"1:name=systemd:/\n{line}\n")
+    found = memory.free_on_the_host(tmp_path / "cgroup", tmp_path / "mounted")
+    assert found == free if free is not None else found > 64 << 20
+
+
+def test_files_in_memory_count_as_free(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/\n")
+    files = {"memory.max": "100", "memory.current": "90", "memory.stat": "inactive_file 40"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert memory.free_on_the_host(tmp_path / "cgroup", tmp_path) == 50

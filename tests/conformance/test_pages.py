@@ -91,6 +91,32 @@ def test_all_runs_every_registered_backend(tmp_path: Path, monkeypatch: pytest.M
     assert program.main(["sdap", "--pages", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize(
+    "options", [("--pages", "x", "--json", "y"), ("--pages", "x", "--markdown", "y"), ("--processes", "2")]
+)
+def test_options_that_do_not_go_together_are_an_error(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["sdpa", *options])
+    assert "--pages" in capsys.readouterr().err
+
+
+def test_the_options_of_a_run_are_those_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(pages.subprocess, "run", lambda command, **_: commands.append(command))
+    program.main(["sdpa", "--pages", str(tmp_path), "--few-repeats", "--quick", "-k", "x"])
+    assert {"--few-repeats", "--quick", "-k", "x"} <= set(commands[0])
+
+
+def test_a_plain_checkout_has_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise pages.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(pages.metadata, "version", missing)
+    assert pages.packages("sdpa")["mla-plugin"] == "0+unknown"
+
+
 def test_a_run_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rest = ["--no-such-option-of-pytest"]
     assert pages.write(["sdpa"], "cpu", tmp_path, processes=0, is_quick=True, rest=rest) == 1

@@ -18,16 +18,12 @@ from mla_plugin.conformance import BackendConformance, ConformanceError, DecodeC
 from mla_plugin.conformance.budget import Roundings, Yardstick, check_error
 from mla_plugin.conformance.checks import check_lse
 from mla_plugin.conformance.watch import PoisonedMemory, random_state_kept, synchronisation_is_an_error
+from tests.conformance.many_seeds import FEATURES
 from tests.conformance.mutants import Broken, manager_of, module_of
-from tests.conformance.whole_table import CAUGHT, FAULTS, runs_of, suite_of
+from tests.conformance.whole_table import CAUGHT, CORRECT, FAULTS, runs_of, suite_of
 
 pytest_plugins = ("pytester",)
 
-CORRECT: dict[str, dict[str, object]] = {
-    "exact": {"EXACT": torch.float64, "WEIGHTS": torch.float64},
-    "plain": {},
-}
-"""Everything in float64 and rounded at the end; sums in float32 and weights in the call's dtype."""
 TABLE = [(operation, fault) for operation, faults in FAULTS.items() for fault in faults]
 KNOWN = json.loads(CAUGHT.read_text())
 TRIES = 40
@@ -45,7 +41,7 @@ class TestExactAttention(BackendConformance):
     """Every fifth case: a result without roundings is the easy one."""
 
     backend = "sample"
-    manager = manager_of(module_of("plain_attention", **CORRECT["exact"]))
+    manager = manager_of(module_of("plain_attention", **CORRECT["attention"]["exact"]))
 
     def cases(self):
         return super().cases()[::5]
@@ -95,6 +91,14 @@ def test_the_correct_backends_pass_what_catches_the_broken_ones() -> None:
         for name in sorted(set(KNOWN[operation].values()))[::8]:
             with contextlib.suppress(unittest.SkipTest):  # for lack of memory; the others still run
                 tests[name]()
+
+
+FEATURED = [(operation, name) for operation, backends in CORRECT.items() for name in backends if name in FEATURES]
+
+
+@pytest.mark.parametrize(("operation", "name"), FEATURED, ids=str)
+def test_a_feature_that_the_plain_backend_refuses_passes(operation, name):
+    getattr(suite_of(operation, None, constants=CORRECT[operation][name]), FEATURES[name])()
 
 
 def case_named(name):
@@ -332,6 +336,14 @@ class TestBudget:
         with pytest.raises(ConformanceError, match="root-mean-square"):
             check_lse((lse * (1 - 5e-6)).float(), expected)
 
+    def test_rows_that_are_alike_are_rounded_alike(self):
+        """One key outweighs all others, so that each row is nearly its value."""
+        exact = 96.0625 - 2e-2 - 1e-4 * self.exact.abs().repeat(64, 1)
+        yardstick = Yardstick(exact, Roundings.of(torch.float16).step * exact)
+        check_error("out", exact.half(), yardstick)
+        with pytest.raises(ConformanceError, match="roundings explain"):
+            check_error("out", (exact * 1.001).half(), yardstick)
+
     def test_a_single_wrong_element_fails(self):
         got = self.exact.bfloat16()
         got[3, 5] += 0.5
@@ -348,6 +360,14 @@ class TestBudget:
         check_error("out", torch.zeros(3), zero)
         with pytest.raises(ConformanceError, match="must be exactly 0"):
             check_error("out", torch.tensor([0.0, 1e-30, 0.0]), zero)
+
+    @pytest.mark.parametrize("unbounded", [math.nan, math.inf])
+    def test_a_bound_that_nothing_exceeds_is_an_error(self, unbounded):
+        exact, sigma = self.exact.clone(), self.yardstick().sigma
+        for yardstick in (Yardstick(exact, sigma.clone()), Yardstick(exact.clone(), sigma)):
+            (yardstick.sigma if yardstick.exact is exact else yardstick.exact)[1, 2] = unbounded
+            with pytest.raises(ConformanceError, match="the suite's own mistake"):
+                check_error("out", self.exact.bfloat16(), yardstick)
 
     def test_nothing_is_no_error(self):
         nothing = torch.zeros(0, dtype=torch.float64)
@@ -395,6 +415,19 @@ class TestCommand:
         done = self.run("sdap")
         assert done.returncode != 0
         assert "no backend named 'sdap' is registered" in done.stdout + done.stderr
+
+
+def test_the_plugin_reads_the_options_of_the_environment(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--pyargs mla_plugin.conformance --backend sdpa -k answered")
+    done = pytester.runpytest_subprocess("-p", "mla_plugin_pytest")
+    done.assert_outcomes(passed=1, deselected=done.parseoutcomes()["deselected"])
+
+
+def test_the_cases_of_a_slow_backend_are_its_own():
+    suite = no_thd(refuses=None)
+    fast = suite.cases()
+    type(suite).is_slow = True
+    assert len(suite.cases()) < len(fast)
 
 
 def test_the_plugin_adds_no_option_to_other_runs(pytester):

@@ -2,8 +2,8 @@
 
     python -m tests.conformance.whole_table [attention|decode] [NAME ...]
 
-It takes ten minutes. ``caught.json``, which the tests go by, keeps what it finds; a backend that nothing catches is
-printed, and the exit status is 1.
+It takes ten minutes. What it finds goes at once to ``caught.json``, which the tests go by; a backend that nothing
+catches is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import random
 import sys
 import unittest
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from mla_plugin.conformance import BackendConformance, DecodeConformance, settings
 from tests.conformance import (
     broken_attention,
+    broken_beside,
     broken_decode,
     broken_extremes,
     broken_gaps,
@@ -63,20 +65,38 @@ _TABLES = (
     broken_extremes,
     broken_spoilt,
     broken_unseen,
+    broken_beside,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),
     "decode": (*broken_decode.BROKEN, *(fault for table in _TABLES for fault in table.DECODE)),
 }
 CAUGHT = HERE / "caught.json"
+_OF_ALL: dict[str, dict[str, Any]] = {"exact": {"EXACT": torch.float64, "WEIGHTS": torch.float64}, "plain": {}}
+CORRECT: dict[str, dict[str, dict[str, Any]]] = {
+    "attention": {
+        **_OF_ALL,
+        "dropout": {"before": broken_unseen.DROPOUT},
+        "invariant": {"before": broken_unseen.INVARIANT},
+        **{f"{name}_only": {"before": before} for name, before in broken_beside.NARROWER.items()},
+    },
+    "decode": {
+        **_OF_ALL,
+        "invariant": {"before": broken_unseen.INVARIANT_DECODE},
+        **{f"{name}_only": {"before": before} for name, before in broken_beside.NARROWER_DECODE.items()},
+    },
+}
+"""Backends that keep the contract, by what ``module_of`` is given. The first computes in float64 and rounds at the end,
+the second sums in float32 and has weights in the call's dtype; the others have more features than it, or fewer."""
 
 
 def suite_of(
-    operation: str, fault: Broken | None, constants: dict[str, object] | None = None, **attributes: object
+    operation: str, fault: Broken | None, constants: dict[str, Any] | None = None, **attributes: object
 ) -> BackendConformance | DecodeConformance:
-    """The suite over the correct backend of an operation, or over one with a fault."""
+    """The suite over the correct backend of an operation, or over one with a fault; ``constants`` as in CORRECT."""
     manager = manager_of(module_of(f"plain_{operation}", fault, **(constants or {})))
-    members = {"backend": "sample", "manager": manager, "refuses": {}, **attributes}
+    refuses = None if fault is not None and fault.refuses_more else {}
+    members = {"backend": "sample", "manager": manager, "refuses": refuses, **attributes}
     return type(f"Test{operation}", (SUITES[operation],), members)()
 
 
@@ -122,7 +142,7 @@ def main(operations: list[str], names: list[str]) -> int:
             print(fault.name, "MISSED" if found is None else f"{found[0]}  {found[1][:90]}", flush=True)
             if found is not None:
                 caught[operation][fault.name] = found[0]
-    CAUGHT.write_text(json.dumps(caught, indent=1) + "\n")
+                CAUGHT.write_text(json.dumps(caught, indent=1) + "\n")
     print(f"{missed} missed")
     return int(missed > 0)
 

@@ -7,8 +7,6 @@ There are many short sequences, so the call is cheap. Some are compared: the fir
 from __future__ import annotations
 
 import itertools
-import os
-import unittest
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 ELEMENTS = 2**31 + 2**24
 """Of q, and of k."""
-NEEDED_BYTES = 48 << 30
 LENGTH = 64
 _WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim_qk": 192, "head_dim_v": 128}
 FORMS: tuple[dict[str, Any], ...] = (
@@ -35,23 +32,6 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"qkv_format": "sbhd", "attn_mask_type": "causal"},
     {"qkv_format": "thd", "attn_mask_type": "padding_causal"},
 )
-
-
-def check_memory(device: str, needed: int = NEEDED_BYTES) -> None:
-    """Skip the test, with a reason, if the device has less free memory.
-
-    Of a CPU's memory only what is touched is taken, but a backend may copy the whole of a tensor.
-    """
-    free = _free_on_the_host() if torch.device(device).type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if free < needed:
-        raise unittest.SkipTest(f"not run: {free >> 30} GiB of the device's memory are free, {needed >> 30} are needed")
-
-
-def _free_on_the_host() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not Linux
-        return 0
 
 
 def check(suite: BackendConformance, elements: int = ELEMENTS) -> None:

@@ -73,6 +73,14 @@ class Call:
         """The same call without a gradient of lse."""
         return self if self.dlse is None else replace(self, dlse=None)
 
+    def with_mask_of(self, hides: bool) -> Call:
+        """The same call with a mask of one value; ``dlse`` is finite, because queries may see keys that saw none."""
+        if self.tensors.attention_mask is None:
+            return self
+        mask = torch.full_like(self.tensors.attention_mask, hides)
+        dlse = None if self.dlse is None else self.dlse.nan_to_num(posinf=1.0, neginf=-1.0)
+        return replace(self, tensors=replace(self.tensors, attention_mask=mask), dlse=dlse)
+
     def in_memory_of(self, other: Call) -> Call | None:
         """This call's data written into the other's tensors, as a captured graph has it; None where one is expanded.
 

@@ -15,6 +15,7 @@ import torch
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of
+from mla_plugin.hooks.attention import Plan
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
@@ -33,20 +34,28 @@ def with_padding(plain: list[Case]) -> Iterator[Case]:
 
 
 def check_like_calls(suite: BackendConformance, case: Case) -> None:
-    """They share ``AttentionTensors.kept``."""
-    plan = suite.plan_of(case, is_training=False)
-    if plan is None:
-        return
+    """Without a backward to follow, and unless the backend is slow with one; they share ``AttentionTensors.kept``."""
+    for is_training in (False,) if suite.is_slow else (False, True):
+        plan = suite.plan_of(case, is_training=is_training)
+        if plan is not None:
+            _check(suite, plan, case)
+
+
+def _check(suite: BackendConformance, plan: Plan, case: Case) -> None:
     hooks = replace(suite.hooks(), kept={})
     for words, each, is_plain in _like_cases(case):
         call = call_of(suite, each, plan.request)
-        bias, mask = call.tensors.bias, call.tensors.attention_mask
-        if is_plain:
-            made: dict[str, Any] = {"bias": None if bias is None else torch.zeros_like(bias)}
-            made["attention_mask"] = None if mask is None else torch.zeros_like(mask)
-            call = replace(call, tensors=replace(call.tensors, **made))
+        if is_plain:  # lse is not used either
+            call = call.with_mask_of(False).without_dlse()
+            if (bias := call.tensors.bias) is not None:
+                zeros = torch.zeros_like(bias).requires_grad_(bias.requires_grad)
+                call = replace(call, tensors=replace(call.tensors, bias=zeros))
         try:
-            checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
+            output = checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
+            if plan.request.is_training:
+                gradients = hooks.backward(plan, call, output)
+                lse, expected = call.expected()[1].exact, call.expected_gradients()
+                checks.check_gradients(each, call.inputs, gradients, lse, expected)
         except checks.ConformanceError as error:
             checks.fail(f"{case.name} with {words}, one of several calls that differ in values alone: {error}")
 

@@ -6,6 +6,7 @@ number, so that one sequence never stands for another a power of two behind it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,28 +28,31 @@ TIMES = 630
 
 
 def check_many_sequences(suite: BackendConformance) -> None:
-    """Both passes of a call in the plainest dense layout, one in the plainest packed one."""
+    """Both passes of a call in the plainest dense layout, one in the plainest packed one.
+
+    Sequences have one length where the backend takes no others.
+    """
     seen = set()
     for plain in suite.plain_cases():
-        if plain.is_packed in seen:
-            continue
-        seen.add(plain.is_packed)
-        given: dict[str, Any] = {"seqlens_q": LENGTHS_Q, "seqlens_kv": LENGTHS_KV}
-        if not plain.is_packed:
-            given = {"seqlens_q": (2,) * len(LENGTHS_Q), "seqlens_kv": (3,) * len(LENGTHS_KV)}
-        rows: dict[str, Any] = {
-            "rows_q": None,
-            "rows_kv": None,
-            "lead": 0,
-            "lead_kv": None,
-            "tail": 0,
-            "return_lse": False,
-        }
-        few = replace(plain, name="", num_heads=2, num_kv_heads=2, scores="normal", **given, **rows)
-        many = replace(few, seqlens_q=few.seqlens_q * TIMES, seqlens_kv=few.seqlens_kv * TIMES)
-        plan, plan_of_few = suite.plan_of(many), suite.plan_of(few)
-        if plan is not None and plan_of_few is not None:
-            _check(suite, plan, many, call_of(suite, few, plan_of_few.request))
+        for few in () if plain.is_packed in seen else _of_few(plain):
+            many = replace(few, seqlens_q=few.seqlens_q * TIMES, seqlens_kv=few.seqlens_kv * TIMES)
+            plan, plan_of_few = suite.plan_of(many), suite.plan_of(few)
+            if plan is not None and plan_of_few is not None:
+                _check(suite, plan, many, call_of(suite, few, plan_of_few.request))
+                seen.add(plain.is_packed)
+                break
+
+
+def _of_few(plain: Case) -> Iterator[Case]:
+    """The plain case of a few sequences, of unlike lengths, of one, and of one with the plain case's heads."""
+    alone: dict[str, Any] = {"rows_q": None, "rows_kv": None, "lead": 0, "lead_kv": None, "tail": 0}
+    alone |= {"return_lse": False, "bias_requires_grad": False, "bias_storage": "contiguous"}
+    few, count = replace(plain, name="", scores="normal", **alone), len(LENGTHS_Q)
+    narrow = replace(few, num_heads=2, num_kv_heads=2)
+    unlike = (LENGTHS_Q, LENGTHS_KV) if plain.is_packed else ((2,) * count, (3,) * count)
+    yield replace(narrow, seqlens_q=unlike[0], seqlens_kv=unlike[1])
+    for one in (narrow, few):
+        yield replace(one, seqlens_q=(2,) * count, seqlens_kv=(2,) * count)
 
 
 def _check(suite: BackendConformance, plan: Plan, many: Case, few: Call) -> None:
@@ -62,7 +66,11 @@ def _check(suite: BackendConformance, plan: Plan, many: Case, few: Call) -> None
         dtype = lse_dtype(many.dtype) if is_lse else many.dtype
         return checks.worst_copy(name, x, exact, int(many.is_packed) if is_lse else axis, TIMES, dtype)
 
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {
+        name: x.repeat(TIMES, 1, 1, 1)
+        for name in ("bias", "attention_mask")
+        if (x := getattr(few.tensors, name)) is not None and x.dim() == 4 and len(x) > 1
+    }
     for name in ("q", "k", "v"):
         x = getattr(few.tensors, name)
         given[name] = repeated(x.detach()).requires_grad_(x.requires_grad)

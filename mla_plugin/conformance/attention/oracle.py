@@ -6,7 +6,7 @@ those of all keys, although it sees only some of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class _Sequence:
         row, rows, columns: where it lies in [B, H, S, D].
         weights: softmax of the scores given an lse, [H, S_q, S_kv].
         score_error: standard deviation of a score's error; ``sum_error`` is the accumulator's part of it.
+        keep: factor of each weight: 1 without dropout.
     """
 
     row: int
@@ -57,6 +58,7 @@ class _Sequence:
     visible: torch.Tensor
     score_error: torch.Tensor
     sum_error: torch.Tensor
+    keep: torch.Tensor
 
     def weights(self, lse: torch.Tensor) -> torch.Tensor:
         """exp(score - lse) where a key is seen."""
@@ -71,10 +73,12 @@ class Oracle:
     Args:
         request: of the call.
         tensors: of the call; padded positions are never read.
+        keeps: for each sequence the factors of its weights with dropout, [H, S_q, S_kv]: 0 or 1 / (1 - dropout_p).
     """
 
     request: AttentionRequest
     tensors: AttentionTensors
+    keeps: Sequence[torch.Tensor] | None = None
     _parts: list[_Sequence] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +115,7 @@ class Oracle:
                 *(row, rows, columns, b, q_b, k_b, v_b, scores, visible),
                 score_error=(rounded.square() + sums.square()).sqrt(),
                 sum_error=sums,
+                keep=q_b.new_ones(()) if self.keeps is None else self.keeps[b],
             )
 
     def forward(self) -> tuple[Yardstick, Yardstick]:
@@ -124,14 +129,15 @@ class Oracle:
             masked = part.scores.masked_fill(~part.visible, -torch.inf)
             sees_a_key = part.visible.any(-1)
             part_lse = masked.logsumexp(-1) if masked.shape[-1] else masked.new_full(masked.shape[:-1], -torch.inf)
-            p = part.weights(part_lse)
-            part_out = p @ part.v
+            p, keep = part.weights(part_lse), part.keep
+            kept = p * keep
+            part_out = kept @ part.v
             spread = p.square() * part.score_error.square()
-            rounded = 2 * roundings.step**2 * p.square() + roundings.tiny**2 * part.visible.double()
+            rounded = 2 * roundings.step**2 * kept.square() + roundings.tiny**2 * part.visible.double()
             total = rounded @ part.v.square() + roundings.step**2 * part_out.square()
-            total += spread @ part.v.square() - 2 * part_out * (spread @ part.v)
+            total += (spread * keep.square()) @ part.v.square() - 2 * part_out * ((spread * keep) @ part.v)
             total += part_out.square() * (spread.sum(-1, keepdim=True))
-            total = total.clamp(min=0) + (roundings.sum_of(p.shape[-1]) * (p @ part.v.abs())).square()
+            total = total.clamp(min=0) + (roundings.sum_of(p.shape[-1]) * (kept @ part.v.abs())).square()
             finite = part_lse.abs().nan_to_num(posinf=0.0)
             common = (
                 roundings.sum * (1 + finite)[..., None]
@@ -197,7 +203,8 @@ class _Backward:
         r, sums = self.roundings.step, self.roundings.sum
         self.sees = (part.visible & ~lse.isneginf()[..., None]).any(-1, keepdim=True)
         self.p = part.weights(lse)
-        dp = dout @ part.v.mT
+        self.kept, keep = self.p * part.keep, part.keep
+        dp = dout @ part.v.mT * keep
         delta = (dout * out).sum(-1) - dlse
         delta_error = ((dout * out_error).square().sum(-1) + (r * delta).square() + (r * dlse).square()).sqrt()
         delta_error = delta_error + sums * ((dout * out).abs().sum(-1) + dlse.abs())
@@ -207,7 +214,7 @@ class _Backward:
         )
         tiny = self.roundings.tiny**2 * part.visible.double()
         self.p_variance = self.p.square() * exponent + tiny
-        dp_error = (r * dp).square() + (sums * (dout.abs() @ part.v.abs().mT)).square()
+        dp_error = (r * dp).square() + (sums * (dout.abs() @ part.v.abs().mT) * keep).square()
         self.own = self.p_variance * (dp - delta[..., None]).square() + self.p.square() * dp_error
         # the score's gradient may be rounded before or after the scale, which near 0 makes a difference
         self.own = self.own + 2 * (r * self.ds).square() + tiny * max(1.0, self.scale**-2)
@@ -224,9 +231,9 @@ class _Backward:
         dk = scale * (self.ds.mT @ part.q)
         dk_variance = scale**2 * (self.ds_variance.mT @ part.q.square())
         dk_variance = dk_variance + self._of_sums(dk, scale * (self.ds.abs().mT @ part.q.abs()), queries)
-        dv = self.p.mT @ self.dout
-        dv_variance = self.p_variance.mT @ self.dout.square()
-        dv_variance = dv_variance + self._of_sums(dv, self.p.mT @ self.dout.abs(), queries)
+        dv = self.kept.mT @ self.dout
+        dv_variance = (self.p_variance * part.keep.square()).mT @ self.dout.square()
+        dv_variance = dv_variance + self._of_sums(dv, self.kept.mT @ self.dout.abs(), queries)
         return {
             "q": (dq, variance * self.sees),
             "k": self._of_groups(dk, dk_variance),

@@ -14,6 +14,7 @@ from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, cases_for
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.budget import Yardstick
+from mla_plugin.conformance.memory import check_memory
 from mla_plugin.conformance.watch import Kept
 from mla_plugin.hooks.attention import AttentionOutput, Plan
 from mla_plugin.hooks.types import Accepted
@@ -223,11 +224,11 @@ class BackendConformance(Suite):
         if self.quick:
             return
         if torch.device(self.device).type == "cuda":
-            beyond.check_memory(self.device)
+            check_memory(self.device)
             beyond.check(self)
             torch.cuda.empty_cache()  # other processes may share the device
         elif not self.is_slow:
-            beyond.check_memory(self.device, 8 << 30)
+            check_memory(self.device, 8 << 30)
             beyond.check_far_sequences(self)
 
     def test_many_sequences(self) -> None:

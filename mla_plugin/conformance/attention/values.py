@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, settings, spoilt, surroundings
-from mla_plugin.conformance.attention import alike, library, likeness
+from mla_plugin.conformance.attention import alike, biases, library, likeness
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
-from mla_plugin.conformance.attention.special import call_of, check_step, step
+from mla_plugin.conformance.attention.special import call_of, check_call, check_step, step
 from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.hooks.attention import AttentionOutput, Plan
 
@@ -41,7 +41,7 @@ def check_values(suite: BackendConformance) -> None:
             continue
         call = call_of(suite, case, plan.request)
         for name, other in _variants(call):
-            _check(suite, plan, other, name)
+            check_call(suite, plan, other, name)
         _check_nan(suite, plan, call)
         if case not in plain:
             continue
@@ -49,13 +49,13 @@ def check_values(suite: BackendConformance) -> None:
         plan = suite.plan_of(of_tiles)
         if plan is not None:
             _check_nan(suite, plan, call_of(suite, of_tiles, plan.request))
-    _check_hidden_tiles(suite, plain)
+    biases.check_hidden_tiles(suite, plain)
     _check_low_scores(suite)
     _check_infinite_dlse(suite)
 
 
 def _cases(plain: list[Case]) -> Iterator[Case]:
-    """The plain ones, one in each low precision, one whose lse is used, four with a bias, one with a mask."""
+    """The plain ones, one in each low precision, one whose lse is used, five with a bias, one with a mask."""
     yield from plain
     for case, dtype in zip(plain, _DTYPES, strict=False):
         if case.dtype != dtype:
@@ -64,7 +64,7 @@ def _cases(plain: list[Case]) -> Iterator[Case]:
 
 
 def _with_more_tensors(plain: list[Case]) -> Iterator[Case]:
-    """One whose lse is used, two with each type of bias, one with a mask."""
+    """One whose lse is used, two with each type of bias, one of them in float64 too, one with a mask."""
     for case in plain[:1]:
         yield replace(case, name=f"{case.name} with lse", return_lse=True)
     for case in [case for case in plain if not case.is_packed][:1]:
@@ -72,6 +72,8 @@ def _with_more_tensors(plain: list[Case]) -> Iterator[Case]:
             biased = replace(case, name=f"{case.name} with a {bias_type}", bias_type=bias_type, bias_shape="bhss")
             yield biased
             yield replace(biased, name=f"{biased.name} that needs a gradient", bias_requires_grad=True)
+        if case.dtype != torch.float64:
+            yield replace(biased, dtype=torch.float64, bias_requires_grad=True, name=f"{biased.name} in float64")
         yield replace(case, name=f"{case.name} with a mask", attn_mask_type="arbitrary", mask_shape="bhss")
 
 
@@ -118,62 +120,10 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
         slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
         yield "v that is a slice of k", replace(call, tensors=replace(call.tensors, v=slice_of_k))
     if call.tensors.attention_mask is not None:
-        for words, hides in (("nothing", False), ("all", True)):
-            mask = torch.full_like(call.tensors.attention_mask, hides)
-            yield f"a mask that hides {words}", replace(call, tensors=replace(call.tensors, attention_mask=mask))
+        yield "a mask that hides nothing", call.with_mask_of(False)
+        yield "a mask that hides all", call.with_mask_of(True)
     if call.tensors.bias is not None:
-        yield from _biases(call)
-
-
-def _biases(call: Call) -> Iterator[tuple[str, Call]]:
-    """Biases that hide keys, as a mask that is added does, and a large one."""
-    assert call.tensors.bias is not None
-    given, needs_gradient = call.tensors.bias.detach(), call.tensors.bias.requires_grad
-    hidden = torch.rand(given.shape, device=given.device) < 1 / 3
-    hidden[..., 1::7, : hidden.shape[-1] * 3 // 4] = True  # whole tiles
-    hidden[..., 0] = hidden[..., -1] = False
-
-    def biased(bias: torch.Tensor) -> Call:
-        return replace(call, tensors=replace(call.tensors, bias=bias.requires_grad_(needs_gradient)))
-
-    hiding = biased(given.masked_fill(hidden, torch.finfo(call.case.dtype).min))
-    yield "a bias that hides keys", hiding
-    lse = hiding.expected()[1].exact
-    if bool((lse.isfinite() & (lse < torch.finfo(call.case.dtype).min / 2)).any()):
-        return  # a window or lengths leave a query hidden keys alone, which are as good as none with -inf
-    infinite = biased(given.masked_fill(hidden, -torch.inf))
-    vars(infinite)["oracle"] = hiding.oracle  # the same softmax
-    yield "a bias of -inf that hides keys", infinite
-    yield "a large bias of one sign", biased(64.0 * given.abs())
-    all_lowest = [-30000.0, torch.finfo(call.case.dtype).min]
-    if call.case.bias_type == "pre_scale_bias":  # float32 cannot hold an lse of the lowest number times a scale
-        all_lowest.pop()
-    for lowest in all_lowest:
-        rows = given.clone()
-        rows[..., 1::3, :] = lowest
-        yield f"a bias of {lowest:.3g} for all keys of some queries, which are seen nevertheless", biased(rows)
-
-
-def _check_hidden_tiles(suite: BackendConformance, plain: list[Case]) -> None:
-    """A bias of -inf over the first keys of some queries: whole tiles of up to 256 keys have no score."""
-    dense = [case for case in plain if not case.is_packed][:1]
-    for case in dense:
-        keys = tuple(n + 267 for n in case.seqlens_kv)
-        open_mask: dict[str, Any] = {"attn_mask_type": "no_mask", "window_size": (-1, -1), "seqlens_kv": keys}
-        biased = replace(case, **open_mask, bias_type="post_scale_bias", bias_shape="bhss", bias_requires_grad=False)
-        plan = suite.plan_of(biased)
-        if plan is None:
-            continue
-        call = call_of(suite, biased, plan.request)
-        assert call.tensors.bias is not None
-        finite, infinite = (call.tensors.bias.detach().clone() for _ in range(2))
-        for row, count in enumerate((16, 32, 64, 128, 256)):
-            finite[..., row::7, :count] = torch.finfo(case.dtype).min
-            infinite[..., row::7, :count] = -torch.inf
-        exact = replace(call, tensors=replace(call.tensors, bias=finite))
-        call = replace(call, tensors=replace(call.tensors, bias=infinite))
-        vars(call)["oracle"] = exact.oracle  # the same softmax
-        _check(suite, plan, call, "a bias of -inf over the first keys")
+        yield from biases.of_call(call)
 
 
 def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call:
@@ -187,16 +137,6 @@ def _with(call: Call, **changes: Callable[[torch.Tensor], torch.Tensor]) -> Call
 
 def _times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x * factor
-
-
-def _check(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
-    try:
-        output = suite.hooks().forward(plan, call)
-        checks.check_output(call.case, call.inputs, output, call.expected())
-        gradients = suite.hooks().backward(plan, call, output)
-        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
-    except checks.ConformanceError as error:
-        checks.fail(f"{call.case.name} with {words}: {error}")
 
 
 def _check_nan(suite: BackendConformance, plan: Plan, call: Call) -> None:
@@ -245,7 +185,7 @@ def _with_first_column(x: torch.Tensor, value: float) -> torch.Tensor:
 def _check_infinite_dlse(suite: BackendConformance) -> None:
     """A ``dlse`` that is infinite where a query sees no key, see ``Call``; nothing of it reaches a gradient."""
     for plan, call in itertools.islice(_calls_with_blind_queries(suite), 1 if suite.is_slow else 3):
-        _check(suite, plan, call, "an infinite dlse where no key is seen")
+        check_call(suite, plan, call, "an infinite dlse where no key is seen")
 
 
 def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan, Call]]:
@@ -294,6 +234,7 @@ def check_surroundings(suite: BackendConformance) -> None:
             surroundings.at_the_same_time([functools.partial(_checked_step, suite, *each) for each in given])
         likeness.check_like_calls(suite, case)
         _check_inference_mode(suite, case)
+        _check_after_inference_mode(suite, case)
         case, plan = _with_gaps(suite, case, plan)
         surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
     for case in (*_with_more_tensors(plain), *likeness.with_padding(plain)):
@@ -395,3 +336,19 @@ def _check_inference_mode(suite: BackendConformance, case: Case) -> None:
             with library.as_the_process_manager(suite._manager()):
                 out, _ = library.attend(call, plan.forward_backend)
             checks.check_error("out", out, expected[0])
+
+
+def _check_after_inference_mode(suite: BackendConformance, case: Case) -> None:
+    """A call of new sizes there, and then outside: memory that is kept from there must not be written to in place."""
+    lengths: Any = tuple(length + (40 if suite.is_slow else 300) for length in case.seqlens_q)
+    longer = replace(case, seqlens_q=lengths, seqlens_kv=lengths, name=f"{case.name} of new sizes")
+    plan, of_training = (suite.plan_of(longer, is_training=way) for way in (False, True))
+    if plan is None:
+        return
+    with torch.inference_mode():
+        call = call_of(suite, longer, plan.request)
+        checks.check_output(longer, call.inputs, suite.hooks().forward(plan, call), call.expected())
+    call = call_of(suite, longer, plan.request)
+    checks.check_output(longer, call.inputs, suite.hooks().forward(plan, call), call.expected())
+    if of_training is not None:
+        check_call(suite, of_training, call_of(suite, longer, of_training.request), "inference mode before it")

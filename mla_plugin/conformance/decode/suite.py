@@ -11,7 +11,6 @@ from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, TOKEN_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.conformance import checks, spoilt
-from mla_plugin.conformance.attention.beyond import check_memory
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.budget import Yardstick
@@ -21,6 +20,7 @@ from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for, quantised_cases
 from mla_plugin.conformance.decode.many import check_many_sequences
 from mla_plugin.conformance.decode.oracle import expected
+from mla_plugin.conformance.memory import check_memory
 from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared, nothing_added
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mla_plugin.kernels.launch import on_device_of
 from mla_plugin.kernels.sources import hash_sources
+from mla_plugin.kernels.tiles import next_power_of_2
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def gather_kernel(
 
 def row_blocks(rank: int, rope: int) -> tuple[int, int, int, int]:
     """R, D_ROPE, BLOCK_R and BLOCK_ROPE of a kernel that moves rows."""
-    return rank, rope, triton.next_power_of_2(rank), triton.next_power_of_2(max(rope, 1))
+    return rank, rope, next_power_of_2(rank), next_power_of_2(max(rope, 1))
 
 
 def append(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
@@ -24,7 +24,9 @@ from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
+from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
+_split_head_dim = functools.cache(split_head_dim)  # a layout of a growing cache is new at every step
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEPT = "triton"  # key of a layout's cached launches
 _GIVEN = (
@@ -89,7 +91,7 @@ def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: in
     The latter are one per row, two per entry of the list of split sequences, and four per part.
     """
     words = slot_rows + 2 * entries + 4 * parts
-    elements: int = triton.cdiv(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
+    elements: int = ceil_div(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
     return elements
 
 
@@ -106,13 +108,13 @@ def _combine_shape(entries: int, num_rows: int, parts: int, rank: int) -> tuple[
     them; the rest for columns, then for rows. A thread has 16 bytes of a piece; if the columns fill a warp, its
     threads cover different columns, so that sums need no exchange.
     """
-    pieces = triton.next_power_of_2(triton.cdiv(parts, entries) + 1)
+    pieces = next_power_of_2(ceil_div(parts, entries) + 1)
     if entries * num_rows <= _COMBINE_FEW_ROWS:
         # 31 x 1k + 32k keys: 35 us instead of 42 at H 16, 45 instead of 52 at H 32; even lengths lose up to 2
-        pieces = max(32, min(pieces, triton.next_power_of_2(parts)))
+        pieces = max(32, min(pieces, next_power_of_2(parts)))
     pieces = min(_COMBINE_PIECES, pieces)
-    columns = min(triton.next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
-    rows = min(triton.next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
+    columns = min(next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
+    rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
     return rows, columns, pieces, max(1, columns // 256)
 
 
@@ -121,7 +123,7 @@ def _combine_launch(device: Device, batch: int, heads: int, seqlen_q: int, parts
     rows, columns, pieces, warps = _combine_shape(entries, num_rows, parts, rank)
     return Launch(
         combine_kernel,
-        (triton.cdiv(num_rows, rows) * entries, triton.cdiv(rank, columns), 1),
+        (ceil_div(num_rows, rows) * entries, ceil_div(rank, columns), 1),
         _COMBINE_GIVEN,
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
         | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces}
@@ -136,7 +138,7 @@ def count_tiles(batch: int, capacity: int, block_n: int) -> int:
     Raises:
         ValueError: those of all sequences exceed the plan's int32.
     """
-    key_tiles: int = max(1, triton.cdiv(capacity, block_n))
+    key_tiles: int = max(1, ceil_div(capacity, block_n))
     # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
     if batch * (key_tiles + _OVERHEAD) >= 2**31 - 2**16:
         raise ValueError(
@@ -164,7 +166,7 @@ def _constants(
 ) -> dict[str, object]:
     """The constants of ``decode_kernel``, except the row strides."""
     q_nope_abs, rank, rope = tensors.q_nope_abs, tensors.q_nope_abs.shape[-1], tensors.q_rope.shape[-1]
-    first, second = split_head_dim(rank)
+    first, second = _split_head_dim(rank)
     is_hopper = device.gpu_class == "Hopper"
     return {
         "R": rank,
@@ -194,7 +196,7 @@ def e4m3_conversion(device: Device, tile: decode_tiles.DecodeTile) -> str:
 
 
 def _rope_columns(rope: int) -> int:
-    return max(16, triton.next_power_of_2(rope)) if rope else 0
+    return max(16, next_power_of_2(rope)) if rope else 0
 
 
 def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.DecodeTile:
@@ -206,7 +208,7 @@ def tile_of(tensors: DecodeTensors, device: Device, rows: int) -> decode_tiles.D
 
 def widths_of(tensors: DecodeTensors) -> tuple[int, int, int]:
     """Padded columns of c_kv's two column blocks and of k_rope."""
-    return (*split_head_dim(tensors.q_nope_abs.shape[-1]), _rope_columns(tensors.q_rope.shape[-1]))
+    return (*_split_head_dim(tensors.q_nope_abs.shape[-1]), _rope_columns(tensors.q_rope.shape[-1]))
 
 
 def page_size_of(tensors: DecodeTensors) -> int:
@@ -264,7 +266,7 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     tile = tile_of(tensors, device, rows)
     key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
-    row_tiles: int = triton.cdiv(rows, tile.block_m)
+    row_tiles: int = ceil_div(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
     can_describe = can_use_descriptors(tensors, device, tile, page_size_of(tensors))

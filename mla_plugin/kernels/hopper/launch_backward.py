@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_plugin.kernels.hopper import plan
@@ -17,6 +16,7 @@ from mla_plugin.kernels.hopper.rule import QUERIES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
+from mla_plugin.kernels.tiles import ceil_div
 
 _Call = tuple[Launch, tuple[object, ...]]
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +32,7 @@ class Backward:
         is_causal = kind.band.right == 0 and kind.band.left < 0
         self._is_dynamic = self._is_packed or is_causal
         keys = _keys(kind)
-        tiles_q, tiles_kv = triton.cdiv(kind.seqlen_q, QUERIES), triton.cdiv(kind.seqlen_kv, keys)
+        tiles_q, tiles_kv = ceil_div(kind.seqlen_q, QUERIES), ceil_div(kind.seqlen_kv, keys)
         if self._is_packed:
             tiles_q = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
             tiles_kv = plan.capacity(kind.pick(kind.k_shape)[2], kind.num_sequences, keys)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
 from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.common import PANEL
@@ -15,6 +14,7 @@ from mla_plugin.kernels.hopper.rule import QUERIES, TILES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
+from mla_plugin.kernels.tiles import ceil_div
 
 
 def _sources(kind: Kind) -> tuple[Source, Source, Source]:
@@ -34,7 +34,7 @@ class Forward:
         packed = kind.layout.is_packed
         is_causal = kind.band.right == 0 and kind.band.left < 0
         heads = kind.num_heads if packed else kind.num_heads * kind.num_sequences
-        tiles = triton.cdiv(kind.seqlen_q, QUERIES)
+        tiles = ceil_div(kind.seqlen_q, QUERIES)
         if packed:
             tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
         self._sources = _sources(kind)

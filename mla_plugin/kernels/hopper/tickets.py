@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
+
+from mla_plugin.kernels.tiles import ceil_div
 
 LOADING_REGISTERS = 24
 """Registers of each thread of the loading warp; the others have 240."""
@@ -25,7 +26,7 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
         l2_bytes: size of the cache.
     """
     for together in (16, 8, 4, 2):
-        if heads % together == 0 and triton.cdiv(together, group) * kv_bytes <= l2_bytes // 2:
+        if heads % together == 0 and ceil_div(together, group) * kv_bytes <= l2_bytes // 2:
             return together
     return 1
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from mla_plugin.arguments.layout import Layout
 from mla_plugin.kernels import tiles
@@ -30,6 +29,7 @@ from mla_plugin.kernels.prefill.packing import (
     with_contiguous_rows,
 )
 from mla_plugin.kernels.prefill.tuning import measured_tile
+from mla_plugin.kernels.tiles import ceil_div
 
 _DELTA_ROWS = 64
 _SOURCES = ("Q", "Q1", "K", "K1", "V", "V1_", "DOut", "DOut1")
@@ -235,7 +235,7 @@ def _delta_launch(kind: _Kind) -> Launch:
     constants = {"D_V": call.v_shape[-1], "V0": first, "V1": second, "BLOCK_M": _DELTA_ROWS}
     constants |= {"HAS_DLSE": kind.has_dlse, "WIDE": is_wide(out_strides, dout_strides)}
     sequences = 1 if call.layout.is_packed else batch
-    grid = (triton.cdiv(num_rows, _DELTA_ROWS) * heads * sequences, 1, 1)
+    grid = (ceil_div(num_rows, _DELTA_ROWS) * heads * sequences, 1, 1)
     given = ("Out", "DOut", "Lse", "DLse", "LseLog2", "Delta")
     return Launch(delta_kernel, grid, given, fixed | constants, {"num_warps": 4})
 
@@ -267,7 +267,7 @@ def _kv_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
         "EVEN_M": call.shapes_show_every_query_a_key and call.seqlen_q % tile.block_m == 0,
         "EVEN_N": not call.has_lengths and call.seqlen_kv % tile.block_n == 0,
     }
-    grid = (triton.cdiv(call.seqlen_kv, tile.block_n) * call.num_kv_heads * call.num_sequences, 1, 1)
+    grid = (ceil_div(call.seqlen_kv, tile.block_n) * call.num_kv_heads * call.num_sequences, 1, 1)
     given = (*_SOURCES, "LseLog2", "Delta", "DK", "DV", *OFFSETS)
     return Launch(attention_backward_kv_kernel, grid, given, fixed, launch_options(tile))
 
@@ -278,6 +278,6 @@ def _q_launch(kind: _Kind, tile: tiles.Tile) -> Launch:
     dq_strides = call.layout.contiguous_strides(call.q_shape)
     fixed = _fixed(kind, tile, call.num_heads, (dq_strides,)) | named_strides("dq", "bhm", dq_strides)
     fixed |= {"num_heads": call.num_heads}
-    grid = (triton.cdiv(call.seqlen_q, tile.block_m) * call.num_heads * call.num_sequences, 1, 1)
+    grid = (ceil_div(call.seqlen_q, tile.block_m) * call.num_heads * call.num_sequences, 1, 1)
     given = (*_SOURCES, "LseLog2", "Delta", "DQ", *OFFSETS)
     return Launch(attention_backward_q_kernel, grid, given, fixed, launch_options(tile))

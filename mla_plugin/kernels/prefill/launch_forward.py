@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 
 from mla_plugin.kernels import tiles
 from mla_plugin.kernels.hopper.rule import plain_kernel_for
@@ -25,6 +24,7 @@ from mla_plugin.kernels.prefill.packing import (
     with_aligned_rows,
 )
 from mla_plugin.kernels.prefill.tuning import measured_tile
+from mla_plugin.kernels.tiles import ceil_div
 
 
 @functools.lru_cache(maxsize=4096)
@@ -41,7 +41,7 @@ def _forward_launch(kind: Kind, tile: tiles.Tile | None) -> Launch:
         "heads_together": heads_together(batch_heads, group, kv_bytes, l2_cache_bytes(kind.device)),
         "WIDE": kind.is_wide(out_strides),
     }
-    grid = (triton.cdiv(kind.seqlen_q, tile.block_m) * batch_heads, 1, 1)
+    grid = (ceil_div(kind.seqlen_q, tile.block_m) * batch_heads, 1, 1)
     return Launch(attention_forward_kernel, grid, ("Q", "K", "V", "Out", "Lse", *OFFSETS), fixed, launch_options(tile))
 
 
@@ -66,7 +66,7 @@ def heads_together(batch_heads: int, group: int, kv_bytes: int, l2_bytes: int) -
     one head of k and v, which ``group`` heads of q share.
     """
     for together in (8, 4):
-        if batch_heads % together == 0 and triton.cdiv(together, group) * kv_bytes <= l2_bytes // 2:
+        if batch_heads % together == 0 and ceil_div(together, group) * kv_bytes <= l2_bytes // 2:
             return together
     return 1
 

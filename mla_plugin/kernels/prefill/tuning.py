@@ -19,7 +19,7 @@ import torch
 import triton
 
 from mla_plugin.kernels.prefill.packing import Packing, static_tile
-from mla_plugin.kernels.tiles import Tile
+from mla_plugin.kernels.tiles import Tile, next_power_of_2
 
 _LARGEST_BLOCK = 128  # see WIDE_STRIDE in packing.py
 
@@ -49,8 +49,8 @@ class Key(NamedTuple):
             band.right >= 0,
             band.left >= 0,
             packing.layout.is_packed,
-            triton.next_power_of_2(packing.max_seqlen_q),
-            triton.next_power_of_2(packing.max_seqlen_kv),
+            next_power_of_2(packing.max_seqlen_q),
+            next_power_of_2(packing.max_seqlen_kv),
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import Known
@@ -16,6 +15,7 @@ from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.launch import Launch
+from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
 WORKSPACE_BYTES = 512 << 20
 """Most memory for chunk results at a time, unless two sequences need more."""
@@ -31,7 +31,7 @@ def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
     if batch * chunks <= most:
         return 1, max(1, batch * chunks), batch * chunks
     size = most - chunks
-    return triton.cdiv(batch * chunks, size), size, most
+    return ceil_div(batch * chunks, size), size, most
 
 
 _ROUNDED = {"enable_fp_fusion": False}
@@ -40,10 +40,10 @@ _ROUNDED = {"enable_fp_fusion": False}
 
 def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int) -> Launch:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    columns = min(triton.next_power_of_2(rank), _COMBINE_COLUMNS)
+    columns = min(next_power_of_2(rank), _COMBINE_COLUMNS)
     return Launch(
         combine_chunks_kernel,
-        (batch * seqlen_q * heads, triton.cdiv(rank, columns), 1),
+        (batch * seqlen_q * heads, ceil_div(rank, columns), 1),
         ("Parts", "Out", "Lse"),
         {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank, "BLOCK_R": columns}
         | {"BLOCK_CHUNKS": _COMBINE_CHUNKS, "DEPENDENT": device.has_dependent_launch},
@@ -68,7 +68,7 @@ def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
     """Elements of the workspace that ``combine_chunks_kernel`` describes."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     words: int = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
-    elements: int = triton.cdiv(slots * seqlen_q * heads * rank, 2) * 2
+    elements: int = ceil_div(slots * seqlen_q * heads * rank, 2) * 2
     itemsize: int = tensors.q_nope_abs.element_size()
     return elements + words * (4 // itemsize)
 
@@ -81,7 +81,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
     tile: DecodeTile = launch.tile_of(tensors, device, heads)
-    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, chunk), triton.cdiv(seqlen_q * heads, tile.block_m)
+    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, chunk), ceil_div(seqlen_q * heads, tile.block_m)
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
