@@ -20,8 +20,9 @@ RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 GPU = "NVIDIA_H200"
 GPUS = (GPU, "NVIDIA_H100_80GB_HBM3")
-PEAK_TFLOP_PER_S, PEAK_GB_PER_S = 989, 4800
-"""Dense bfloat16 products and memory of an H200, by NVIDIA's data sheet."""
+PEAK_TFLOP_PER_S = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
+PEAK_GB_PER_S = {"NVIDIA H200": 4800, "NVIDIA H100 80GB HBM3": 3350}
+"""Dense bfloat16 products, and memory, by NVIDIA's data sheets."""
 
 OURS, KERNELS = "mla-plugin", "mla-plugin's Triton kernels"
 NAMES = {
@@ -119,6 +120,12 @@ def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, peak: tupl
     axis.set_title(title, fontsize=10.5)
 
 
+def _peak(peaks: dict[str, int], record: Record, unit: str) -> tuple[float, str] | None:
+    """What the GPU can do at most, and its label; None for a GPU that is not in the table."""
+    found = peaks.get(record["gpu"])
+    return None if found is None else (found, f"data sheet: {found:,} {unit}")
+
+
 def _bars(axis: Any, groups: dict[str, dict[str, float]], unit: str, title: str) -> None:
     """Groups of bars side by side; a name has its colour in all of them."""
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
@@ -161,7 +168,7 @@ def _training(record: Record, axes: Iterable[Any]) -> None:
         for row in _prefill_rows(record, heads=16, batch=1, mask="causal"):
             for name, ms in _passes(record, row, which).items():
                 curves.setdefault(name, []).append((row["seqlen"], _operations(row, which) / (ms / 1e3)))
-        peak = (PEAK_TFLOP_PER_S, "data sheet: 989 TFLOP/s")
+        peak = _peak(PEAK_TFLOP_PER_S, record, "TFLOP/s")
         title = f"{which.capitalize()}: one causal sequence, 16 heads, 192/128"
         _lines(axis, curves, "TFLOP/s", "tokens", title, peak)
 
@@ -200,7 +207,7 @@ def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
         chosen = row["ms"][decode_choice(row)]
         for name, ms in {OURS: chosen, **{NAMES[n]: ms for n, ms in row["ms"].items()}}.items():
             curves.setdefault(name, []).append((row["B"], gigabytes / (ms / 1e3)))
-    peak = (PEAK_GB_PER_S, "data sheet: 4,800 GB/s") if heads <= 16 else None
+    peak = _peak(PEAK_GB_PER_S, record, "GB/s") if heads <= 16 else None
     title = f"Decode: {lengths} lengths, 6k tokens each in the mean, {heads} heads"
     _lines(axis, curves, "GB/s of latent cache", "sequences", title, peak)
 

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the kept results; a test holds the page to them.
+"""Writes docs/benchmarks.md and benchmarks_h100.md from the kept results; a test holds the pages to them.
 
 python -m benchmarks.page
 """
@@ -6,16 +6,13 @@ python -m benchmarks.page
 from __future__ import annotations
 
 import json
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks import figures, vllm_engine
-from benchmarks.measured_calls import attention_choice
-from mla_plugin.resolver.attention_measured import BACKENDS
+from benchmarks import figures
+from benchmarks import page_tables as tables
+from benchmarks.page_tables import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,7 +22,6 @@ PAGES = {
     "NVIDIA_H100_80GB_HBM3": ROOT / "docs" / "benchmarks_h100.md",
 }
 """What is kept, and where it is shown."""
-OURS = "mla-plugin"
 CAPTIONS = {
     "training": "Throughput of forward and backward against the length, by library",
     "packed": "Speed on packed sequences, by library",
@@ -36,8 +32,6 @@ CAPTIONS = {
     "vllm": "Tokens per second of vLLM's engine, by decode backend",
 }
 """What each figure shows, for those who do not see it."""
-
-Record = dict[str, Any]
 
 HEAD = """\
 # Measured on an {gpu}
@@ -55,250 +49,12 @@ def load(name: str, gpu: str = GPU) -> Record:
     return record
 
 
-LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4", "flash-mla", "flashinfer-python", "vllm")
-"""Distributions with backends; vLLM's carries FlashAttention 3."""
-
-
-def versions(record: Record) -> str:
-    """What it was measured with."""
-    packages = {name: record[name] for name in ("vllm", "torch", "triton", "transformers") if name in record}
-    packages |= {name: found for name, found in record.get("packages", {}).items() if name in LIBRARIES}
-    named = ", ".join(f"{name} {found}" for name, found in packages.items())
-    return f"{record['gpu']}, {named}, commit {record['commit'][:10]}."
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _number(values: dict[str, float], name: str, form: str) -> str:
-    return format(values[name], form) if name in values else ""
-
-
-def invariant(record: Record) -> str:
-    """Costs of each size of chunk, by batch, mean length and tile of heads."""
-    chunks = [name for name in record["rows"][0]["ms"] if name != "without"]
-    groups: dict[tuple[int, int, str], list[dict[str, float]]] = {}
-    for row in record["rows"]:
-        if row["S_q"] == 1:
-            heads = "8, 16" if row["H"] <= 16 else "24 to 64" if row["H"] <= 64 else "96, 128"
-            groups.setdefault((row["B"], row["mean"], heads), []).append(row["ms"])
-    found = [
-        [
-            *map(str, key),
-            *(f"{statistics.geometric_mean(ms[chunk] / ms['without'] for ms in cells):.2f}" for chunk in chunks),
-        ]
-        for key, cells in groups.items()
-    ]
-    every = [ms for cells in groups.values() for ms in cells]
-    means = [f"{statistics.geometric_mean(ms[chunk] / ms['without'] for ms in every):.2f}" for chunk in chunks]
-    return markdown(["B", "mean length", "H", *chunks], [*found, ["all", "", "", *means]])
-
-
-def prefill(record: Record) -> str:
-    """TFLOP/s of every library."""
-    names = list(dict.fromkeys(name for row in record["rows"] for name in row["tflop_per_s"]))
-    rows = [
-        [
-            f"{row['batch']},{row['heads']},{row['seqlen']}",
-            "causal" if row["causal"] else "full",
-            row["pass"],
-            *(_number(row["tflop_per_s"], name, ".0f") for name in names),
-        ]
-        for row in record["rows"]
-    ]
-    return markdown(["B,H,S", "mask", "pass", *names], rows)
-
-
-def shares(record: Record) -> str:
-    """Our speed over the others', of the four large cases."""
-    rows = []
-    for forward, backward in zip(record["rows"][0:8:2], record["rows"][1:8:2], strict=True):
-        fast, back = forward["tflop_per_s"], backward["tflop_per_s"]
-        both = [sum(row["ms"][name] for row in (forward, backward)) for name in ("memory-efficient", OURS)]
-        rows.append(
-            [
-                f"{forward['batch']},{forward['heads']},{forward['seqlen']}",
-                "causal" if forward["causal"] else "full",
-                f"{fast[OURS] / fast['FA3']:.2f}",
-                f"{fast[OURS] / fast['memory-efficient']:.1f}",
-                f"{back[OURS] / max(back['FA4'], back['cuDNN']):.2f}",
-                f"{both[0] / both[1]:.1f}",
-            ]
-        )
-    header = ["B,H,S", "mask", "of FA3", "of memory-efficient", "backward", "both passes, of memory-efficient"]
-    return markdown(header, rows)
-
-
-def _cell(row: Record) -> list[str]:
-    """The sizes of a decode call."""
-    return [row["lengths"], f"{row['B']},{row['H']}", *(f"{row[key]}" for key in ("mean", "longest", "page", "S_q"))]
-
-
-_CELL = ["lengths", "B,H", "mean", "longest", "page", "S_q"]
-
-
-def decode(record: Record) -> str:
-    """Milliseconds of every library."""
-    names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
-    rows = [
-        [
-            *_cell(row),
-            *(_number(row["ms"], name, ".4f") for name in names),
-            f"{row['gb_per_s'][OURS]:.0f}",
-            f"{row['tflop_per_s'][OURS]:.0f}",
-            f"{row['of_the_best']:.2f}",
-            f"{row['host_us']:.0f}",
-        ]
-        for row in record["rows"]
-    ]
-    return markdown([*_CELL, *names, "GB/s", "TFLOP/s", "of the best", "host us"], rows)
-
-
-def not_captured(record: Record) -> str:
-    """A sentence about the libraries that were timed by events."""
-    names = sorted({name for row in record["rows"] for name in row["not_captured"]})
-    return f"{' and '.join(names)} could not be captured and was timed by events. " if names else ""
-
-
 def figure(name: str, gpu: str = GPU) -> str:
     """A figure in both themes; GitHub and the site show the one that fits the reader's. Empty without its results."""
     if name not in figures.drawable(gpu):
         return ""
     words, file = CAPTIONS[name], figures.file_name(name, gpu)
     return "\n".join(f"![{words}](figures/{file}_{theme}.svg#gh-{theme}-mode-only)" for theme in figures.INK)
-
-
-def backends(record: Record) -> str:
-    """Milliseconds of every backend, the fastest in bold."""
-    names = list(dict.fromkeys(name for row in record["rows"] for name in row["ms"]))
-    rows = []
-    for row in record["rows"]:
-        cells = {name: _number(row["ms"], name, ".4f") for name in names}
-        fastest = min(row["ms"], key=row["ms"].__getitem__)
-        cells[fastest] = f"**{cells[fastest]}**"
-        rows.append([*_cell(row), *cells.values()])
-    return markdown([*_CELL, *names], rows)
-
-
-def transformers(record: Record) -> str:
-    """Tokens per second and added memory."""
-    names = list(record["rows"][0]["tokens_per_s"])
-    rows = [
-        [
-            str(row["context"]),
-            *(_number(row["tokens_per_s"], name, ".0f") for name in names),
-            *(_number(row["peak_above_start_gib"], name, ".2f") for name in names),
-        ]
-        for row in record["rows"]
-    ]
-    return markdown(["context", *(f"{name} tokens/s" for name in names), *(f"{name} GiB" for name in names)], rows)
-
-
-def engines(record: Record) -> dict[str, object]:
-    """Tokens per second and milliseconds of a step, how greedy tokens agree, and a step of several query tokens."""
-    found = [vllm_engine.named(engine) for engine in record["engines"]]
-    drafted = [engine for engine in found if engine["drafts"]]
-    return {
-        "decode": vllm_engine.decode_table(found, 0),
-        "drafted": vllm_engine.decode_table(found, drafted[0]["drafts"]),
-        "agreement": "\n".join(f"- {line}" for line in list(vllm_engine.agreement_lines(found))[1:]),
-        "layers": record["model"]["layers"] or 27,
-        "kind": "dense MLPs" if record["model"]["dense"] else "a mixture of experts",
-        "queries": drafted[0]["drafts"] + 1,
-    }
-
-
-def padding(record: Record) -> str:
-    """Milliseconds of the backend, of its copies, of ours."""
-    names = [
-        name for name in record["milliseconds"][0] if name != "case" and name.split()[-1] in ("forward", "backward")
-    ]
-    return markdown(
-        ["B,H,S", *names], [[row["case"], *(f"{row[name]:.3f}" for name in names)] for row in record["milliseconds"]]
-    )
-
-
-def first_calls(record: Record) -> str:
-    """Seconds."""
-    columns = [(start, kind) for start in ("new shape", "new process") for kind in ("forward", "backward")]
-    rows = [
-        [name, *(_number(seconds[start], kind, ".1f") for start, kind in columns)]
-        for name, seconds in record["seconds"].items()
-    ]
-    titles = [f"{start}: {'first backward' if kind == 'backward' else kind}" for start, kind in columns]
-    return markdown(["call", *titles], rows)
-
-
-def dispatch(record: Record) -> str:
-    """Microseconds without gradients and with them."""
-    trained = record["calls_with_gradients"]
-    rows = [[name, f"{us:.0f}", _number(trained, name, ".0f")] for name, us in record["calls"].items()]
-    return markdown(["call", "forward", "with gradients"], rows)
-
-
-def context_parallel(*records: Record) -> str:
-    """Times over the ideal, and memory of a rank compared with one GPU's."""
-    rows = [
-        [
-            *(f"{record['ranks']}", f"{x['tokens']:,}", f"{x['heads']}", f"`{x['way']}`"),
-            *(f"{x['forward_over_ideal']:.2f}", f"{x['both_over_ideal']:.2f}"),
-            *(f"{x['peak_gib']:.1f}", f"{x['one_gpu']['peak_gib']:.1f}"),
-        ]
-        for record in records
-        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
-    ]
-    titles = ["GPUs", "tokens", "heads", "way", "forward", "forward and backward", "GiB a rank", "GiB, one GPU"]
-    return markdown(titles, rows)
-
-
-def latents(record: Record) -> str:
-    """The same of latents; one GPU's row is without a group."""
-    rows = [
-        [
-            *("1" if x["way"] == "one GPU" else f"{record['ranks']}", f"{x['tokens']:,}", f"{x['heads']}"),
-            *("" if x["way"] == "one GPU" else f"`{x['way']}`",),
-            *(f"{x['forward_over_ideal']:.2f}", f"{x['both_over_ideal']:.2f}"),
-            *(f"{x['peak_gib']:.1f}", f"{x['on_k_and_v']['peak_gib']:.1f}"),
-        ]
-        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
-    ]
-    titles = [
-        "GPUs",
-        "tokens",
-        "heads",
-        "way",
-        "forward",
-        "forward and backward",
-        "GiB a rank",
-        "GiB, K and V, one GPU",
-    ]
-    return markdown(titles, rows)
-
-
-def choices(record: Record) -> str:
-    """Milliseconds of every backend's two passes, the resolver's choice in bold."""
-    measured = {name for row in record["rows"] for name in (*row["forward"], *row["backward"])}
-    names = [name for name in (*BACKENDS, "sdpa") if name in measured]
-    rows = []
-    for row in record["rows"]:
-        for which in ("forward", "backward"):
-            chosen = attention_choice(row, record["gpu"], which)
-            cells = {name: _number(row[which], name, ".3f") for name in names}
-            cells[chosen] = f"**{cells[chosen]}**"
-            heads = f"{row['heads']}" if row["heads"] == row["kv_heads"] else f"{row['heads']}/{row['kv_heads']}"
-            kinds = [kind for kind in ("packed", "deterministic") if row[kind]]
-            mask = row["mask"] if row["mask"] in ("causal", "full") else f"window {row['mask']}"
-            sizes = f"{row['batch']},{heads},{row['seqlen']}", "/".join(map(str, row["dims"]))
-            rows.append([*sizes, ", ".join((mask, *kinds)), which, *cells.values()])
-    again = Counter(given for row in record["rows"] for given in row.get("again", {}).items())
-    notes = [f"{what} measured again at commit {commit[:10]} ({n} calls)" for (what, commit), n in again.items()]
-    superseded = {what for row in record["rows"] for what in row.get("superseded", ())}
-    notes += [f"{what} left out where it was measured before its kernel changed" for what in sorted(superseded)]
-    table = markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)
-    return "\n\n".join([table, *(f"{'; '.join(notes)}." for _ in notes[:1])])
 
 
 @dataclass(frozen=True)
@@ -339,7 +95,7 @@ memory-efficient kernel.
 
 {shares}
 """,
-        lambda record: {"prefill": prefill(record), "shares": shares(record)},
+        lambda record: {"prefill": tables.prefill(record), "shares": tables.shares(record)},
     ),
     Section(
         ("decode",),
@@ -364,8 +120,8 @@ kernels, and *Decode backends and the resolver's choice*.
 {decode_not_captured}The host of this run took {add_us} us for PyTorch's own `x.add_(1)`.
 """,
         lambda record: {
-            "decode": decode(record),
-            "decode_not_captured": not_captured(record),
+            "decode": tables.decode(record),
+            "decode_not_captured": tables.not_captured(record),
             "add_us": f"{record['add_us']:.1f}",
         },
     ),
@@ -383,7 +139,7 @@ Small chunks keep a small batch parallel; large chunks cost less per key.
 
 {invariant}
 """,
-        lambda record: {"invariant": invariant(record)},
+        lambda record: {"invariant": tables.invariant(record)},
     ),
     Section(
         ("prefill_backends",),
@@ -402,7 +158,7 @@ Packed lengths are log-normal.
 
 {choices}
 """,
-        lambda record: {"choices": choices(record)},
+        lambda record: {"choices": tables.choices(record)},
     ),
     Section(
         ("dispatch",),
@@ -419,7 +175,7 @@ the GPU idle; without gradients, and with q, k and v that require them. A row wi
 
 Of that, everything up to a backend that does nothing takes {entry_us} us.
 """,
-        lambda record: {"dispatch": dispatch(record), "entry_us": f"{record['layers']['all of it']:.0f}"},
+        lambda record: {"dispatch": tables.dispatch(record), "entry_us": f"{record['layers']['all of it']:.0f}"},
     ),
     Section(
         ("context_parallel_x2",),
@@ -438,7 +194,7 @@ backward in GiB.
 
 Use `all_gather` for windows.
 """,
-        lambda *records: {"cp": context_parallel(*records)},
+        lambda *records: {"cp": tables.context_parallel(*records)},
         more=("context_parallel_x4",),
     ),
     Section(
@@ -452,7 +208,7 @@ ideal is one GPU's attention on K and V that are already expanded.
 
 {latent}
 """,
-        lambda record: {"latent": latents(record)},
+        lambda record: {"latent": tables.latents(record)},
     ),
     Section(
         ("first_call",),
@@ -467,7 +223,22 @@ first `torch.autograd.grad` imports sympy.
 
 {first}
 """,
-        lambda record: {"first": first_calls(record), "first_add_us": f"{record['add_us']:.1f}"},
+        lambda record: {"first": tables.first_calls(record), "first_add_us": f"{record['add_us']:.1f}"},
+    ),
+    Section(
+        ("warm_call",),
+        """\
+## The first call after a warm-up
+
+{versions}
+
+`python -m benchmarks.warm_call`: milliseconds in new processes after `mla-plugin warm-up`, medians of three: 4,096
+tokens of 16 heads, decode of 8 such sequences. *Without the note*: the compiled kernels are there, but not what warm-up
+notes beside them, which is loaded when CUDA starts. *PyTorch*: its own `scaled_dot_product_attention`.
+
+{warm}
+""",
+        lambda record: {"warm": tables.warm_calls(record)},
     ),
     Section(
         ("decode_preference",),
@@ -482,7 +253,7 @@ every one of these calls. That was not checked in a second run.
 
 {backends}
 """,
-        lambda record: {"backends": backends(record)},
+        lambda record: {"backends": tables.backends(record)},
     ),
     Section(
         ("transformers_decode",),
@@ -499,7 +270,7 @@ and {layers} layers of DeepSeek-V3's attention, and the peak memory that `genera
 {transformers}
 """,
         lambda record: {
-            "transformers": transformers(record),
+            "transformers": tables.transformers(record),
             "layers": record["model"]["num_hidden_layers"],
         },
     ),
@@ -528,7 +299,7 @@ first that differs. After that the contexts differ too. Any two backends differ 
 
 {agreement}
 """,
-        lambda record: {**engines(record), "ours": vllm_engine.OURS},
+        lambda record: {**tables.engines(record), "ours": tables.vllm_engine.OURS},
     ),
     Section(
         ("flash_padding",),
@@ -542,7 +313,7 @@ pad and trim, and our Triton kernels.
 
 {padding}
 """,
-        lambda record: {"padding": padding(record)},
+        lambda record: {"padding": tables.padding(record)},
     ),
 )
 
@@ -555,7 +326,7 @@ def render(gpu: str = GPU) -> str:
         if set(section.results) <= set(kept):
             records = [load(name, gpu) for name in kept]
             shown = {f"{name}_figure": figure(name, gpu) for name in CAPTIONS}
-            parts.append(section.text.format(versions=versions(records[0]), **shown, **section.fields(*records)))
+            parts.append(section.text.format(versions=tables.versions(records[0]), **shown, **section.fields(*records)))
     return "\n".join(parts)
 
 

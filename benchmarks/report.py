@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "transformers_decode": ("-m", "benchmarks.transformers_decode"),
     "dispatch": ("-m", "benchmarks.dispatch"),
     "first_call": ("-m", "benchmarks.first_call"),
+    "warm_call": ("-m", "benchmarks.warm_call"),
     "flash_padding": ("-m", "benchmarks.flash_padding"),
 }
 """Name of the result to the program that keeps it."""
