@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Generic, TypeVar
 
 from mla_plugin.compat import releases
 
@@ -13,7 +14,8 @@ NEWEST = "0.5.23"
 T = TypeVar("T")
 
 
-class Has(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Has(Generic[T]):
     """Differences between releases.
 
     Attributes:
@@ -40,7 +42,7 @@ def of(version: str) -> Has[bool]:
     Raises:
         ImportError: it is older than 0.5.11.
     """
-    return Has(*releases.since("sglang", version, MINIMUM_VERSION, SINCE))
+    return Has(*releases.since("sglang", version, MINIMUM_VERSION, astuple(SINCE)))
 
 
 def installed() -> Has[bool]:

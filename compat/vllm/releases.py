@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import astuple, dataclass
+from typing import Generic, TypeVar
 
 from mla_plugin.compat import releases
 
@@ -13,7 +14,8 @@ NEWEST = "0.33.0"
 T = TypeVar("T")
 
 
-class Has(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Has(Generic[T]):
     """Differences between releases.
 
     Attributes:
@@ -39,7 +41,7 @@ def of(version: str) -> Has[bool]:
     Raises:
         ImportError: it is older than 0.25.1.
     """
-    return Has(*releases.since("vllm", version, MINIMUM_VERSION, SINCE))
+    return Has(*releases.since("vllm", version, MINIMUM_VERSION, astuple(SINCE)))
 
 
 def installed() -> Has[bool]:

@@ -38,7 +38,7 @@ def test_the_ends_are_those_that_are_named():
     ],
 )
 def test_what_a_release_has(version, has):
-    assert releases.of(version) == has
+    assert releases.of(version) == releases.Has(*has)
 
 
 def test_without_sglang_it_says_what_to_install():

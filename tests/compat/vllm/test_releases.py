@@ -34,7 +34,7 @@ def test_a_release(version):
     ],
 )
 def test_what_a_release_has(version, has):
-    assert releases.of(version) == has
+    assert releases.of(version) == releases.Has(*has)
 
 
 def test_without_vllm_it_says_what_to_install():
