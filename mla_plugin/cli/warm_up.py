@@ -26,6 +26,8 @@ processes on the same GPU model find them. What else the calls load, such as
 Triton itself, is noted there: later processes that import mla_plugin load it
 when PyTorch initialises CUDA, and not in their first call.
 
+exit status: 1 if no backend takes any of the calls.
+
 example: mla-plugin warm-up --config config.json --tensor-parallel 2"""
 
 PAGE_SIZE = 64
