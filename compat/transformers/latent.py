@@ -67,7 +67,7 @@ def is_decode(s_q: int, s_kv: int, kv_lora_rank: int, qk_nope_head_dim: int, v_h
         absorbed   S_q R D + S_q S_kv 2 R
 
     The expanded ones are large matrix products, which run about ``COST_OF_ABSORBED`` times as fast. With DeepSeek-V3's
-    dims the limit is 64 queries at 1024 keys, and 73 at most. Over fewer than ``LEAST_KEYS`` keys nothing is a decode.
+    dims the limit is 63 queries at 1024 keys, and 73 at most. Over fewer than ``LEAST_KEYS`` keys nothing is a decode.
     """
     if s_kv < LEAST_KEYS:
         return False
