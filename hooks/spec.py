@@ -50,7 +50,7 @@ def forward(  # type: ignore[empty-body]
     propagates to its row of ``out``, unless ``Accepted.drops_nan`` says otherwise. Do not change process-wide settings,
     environment variables or ``tensors``, do not print, and do not keep any tensor of a call.
 
-    A bias of -inf hides its key from its query, as a mask does; of the keys that a query sees at least one has another.
+    A bias of -inf hides its key from its query, as a mask does; a query that sees keys sees one with a finite bias.
     Two calls with the same tensors may differ in roundings, unless the request is ``deterministic``.
 
     With ``dropout_p`` each softmax weight is 0 with this probability, independently of all other queries, keys, heads
@@ -60,7 +60,7 @@ def forward(  # type: ignore[empty-body]
 
     A decode request comes with ``DecodeTensors`` and returns a ``DecodeOutput``, under the same rules; the call may be
     captured in a CUDA graph and replayed with other lengths, page tables and cache contents in the same memory. Two
-    decode calls with the same tensors give the same bits: a generation is to be repeatable, and no request asks for it.
+    decode calls with the same tensors give the same bits, unasked, so that a generation can be repeated.
     """
 
 
