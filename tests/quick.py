@@ -17,6 +17,7 @@ from tests.repository.project import ROOT
 
 LEFT_OUT = (
     "tests/cli/test_demo.py",
+    "tests/cli/test_terminal.py::test_a_reader_that_ends_early_is_no_error",
     "tests/compat/megatron/",
     "tests/compat/sglang/test_releases.py::test_a_release",
     "tests/compat/test_torchtitan.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has ended, as head does; Python would complain again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, ImportError, OSError, mla_plugin.NoBackendError) as error:
         print(f"mla-plugin: {error}", file=sys.stderr)
         return 1 if isinstance(error, mla_plugin.NoBackendError) else 2

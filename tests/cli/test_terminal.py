@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
 
 from mla_plugin.cli import main, terminal
+from tests.repository.project import ROOT
 
 COMMAND = 'pip install --no-build-isolation "git+https://github.com/somebody/something.git#subdirectory=somewhere"'
 
@@ -49,3 +51,12 @@ def test_only_a_terminal_gets_folded_lines(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     main([command])
     assert capsys.readouterr().out == terminal.folded(whole, 80) != whole
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = [sys.executable, "-c", "import sys; from mla_plugin.cli import main; sys.exit(main(['doctor']))"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
