@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mla_plugin.compat.transformers import latent_steps
 from tests.compat.latent_models import fresh
-from tests.compat.test_transformers_models import _BASE, _MOE
+from tests.compat.test_transformers_models import _BASE, _MOE, since_5_23
 
 IDS = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8]])
 DEEPSEEK = {**_BASE, **_MOE, "first_k_dense_replace": 1}
@@ -36,6 +36,7 @@ def test_kimi_k25():
     assert absorbed(model) == [5, 5]
 
 
+@since_5_23
 def test_the_text_part_alone():
     model, eager = fresh("MistralLarge4", "eager"), fresh("MistralLarge4", "eager")
     model.set_attn_implementation({"text_config": "mla_plugin"})
@@ -69,7 +70,7 @@ def test_tokens_drafted_by_the_models_own_layers(tmp_path, monkeypatch):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("name", ["mla_plugin", "paged|mla_plugin"])
+@pytest.mark.parametrize("name", ["mla_plugin", pytest.param("paged|mla_plugin", marks=since_5_23)])
 @pytest.mark.filterwarnings("ignore:The `paged|` prefix")
 def test_continuous_batching_is_refused(name):
     """transformers has a list of what may, and its paged cache holds K and V of one head dimension."""

@@ -18,7 +18,7 @@ from mla_plugin.layers import AttentionCall, Batch
 from mla_plugin.operations.attention.api import request_of_call
 from mla_plugin.resolver import survey
 from tests.compat.latent_models import NUM_NEW, fresh, generate, prefill
-from tests.compat.test_transformers_models import every_family
+from tests.compat.test_transformers_models import every_family, since_5_23
 from tests.requests import H100
 
 BATCH, LENGTH = 3, 11
@@ -113,6 +113,7 @@ def test_what_is_faster_is_what_the_table_says():
     assert "would be" not in prefill
 
 
+@since_5_23
 def test_hybrid_models_name_their_other_layers():
     text = mla_plugin.explain(fresh("KimiLinear").eval(), seqlen=64)
     assert "x KimiLinearDeltaAttention\n  note: no softmax attention: it runs as the model has it" in text

@@ -103,6 +103,7 @@ FAMILIES = {
 }
 PLAIN = [name for name, family in FAMILIES.items() if not family.is_sparse and not family.is_hybrid]
 SPARSE = [name for name, family in FAMILIES.items() if family.is_sparse and not family.is_hybrid]
+since_5_23 = pytest.mark.skipif(Version("5.23") > VERSION, reason="not in older releases of transformers")
 every_family = pytest.mark.parametrize("name", list(FAMILIES))
 every_cache = pytest.mark.parametrize(
     ("name", "cache"),
