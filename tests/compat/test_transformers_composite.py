@@ -77,5 +77,5 @@ def test_continuous_batching_is_refused(name):
     model = fresh("Llama")
     model.set_attn_implementation(name)
     config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
-    with pytest.raises(ValueError, match="Implementation mla_plugin is not supported for continuous batching"):
+    with pytest.raises(ValueError, match=r"mla_plugin\S* is not supported"):
         model.generate_batch([[3, 4, 5]], generation_config=config)
