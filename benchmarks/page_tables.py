@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -260,4 +261,4 @@ def choices(record: Record) -> str:
     superseded = {what for row in record["rows"] for what in row.get("superseded", ())}
     notes += [f"{what} left out where it was measured before its kernel changed" for what in sorted(superseded)]
     table = markdown(["B,H,S", "head dims", "mask", "pass", *names], rows)
-    return "\n\n".join([table, *(f"{'; '.join(notes)}." for _ in notes[:1])])
+    return "\n\n".join([table, textwrap.fill(f"{'; '.join(notes)}.", 120)]) if notes else table
