@@ -41,7 +41,7 @@ def decode_cases_for(
 
     Args:
         accepts: whether it accepts a case.
-        is_quick: every third pair, every fourth case of sizes and of extremes, and the edges that cost little.
+        is_quick: every fourth pair, every sixth case of sizes and of extremes, and the edges that cost little.
         is_slow: every fourth case of sizes and of extremes.
     """
     pairs, of_sizes, of_extremes = _every_pair(), sizes.SPACE.cases(accepts), _every_extreme()
@@ -49,7 +49,7 @@ def decode_cases_for(
         pairs, of_extremes = SPACE.cases(accepts), extremes.SPACE.cases(accepts)
     if is_quick:
         cheap = (case for case in _edges() if case.cost <= QUICK_COST)
-        return (*cheap, *pairs[::3], *of_sizes[::4], *of_extremes[::4])
+        return (*cheap, *pairs[::4], *of_sizes[::6], *of_extremes[::6])
     step = 4 if is_slow else 1
     return (*_edges(), *pairs, *of_sizes[::step], *of_extremes[::step])
 
