@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import unittest
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ def check_memory(device: str, needed: int = NEEDED_BYTES) -> None:
     free = free_on_the_host() if torch.device(device).type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if free < needed:
         raise unittest.SkipTest(f"not run: {free >> 30} GiB of the device's memory are free, {needed >> 30} are needed")
+
+
+@contextlib.contextmanager
+def not_run_without_memory() -> Iterator[None]:
+    """Skip the test where the device runs out of memory: what a backend takes beside its results is its own affair."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise unittest.SkipTest(f"not run: the backend ran out of memory: {str(error).splitlines()[0]}") from error
 
 
 def free_on_the_host(groups: Path = _GROUPS, mounted: Path = _MOUNTED) -> int:

@@ -61,6 +61,14 @@ def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.check_memory("cuda")
 
 
+def test_a_backend_without_memory_fails_nothing() -> None:
+    with (
+        pytest.raises(unittest.SkipTest, match="not run: the backend ran out of memory: CUDA out of memory"),
+        memory.not_run_without_memory(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.\nSee the manual.")
+
+
 GROUPS = {  # of both versions: folders, their limits and what is in use, and what then is free
     "second": ("0::/", {"": ("memory.max", 5 << 20, "memory.current", 2 << 20)}, 3 << 20),
     "unlimited": ("0::/", {"": ("memory.max", "max", "memory.current", 2 << 20)}, None),
