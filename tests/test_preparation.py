@@ -130,13 +130,19 @@ def test_only_pytorch_for_cuda_is_asked(cuda: str | None, calls: list[object], m
 
 def test_where_triton_keeps_its_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     knobs = pytest.importorskip("triton.knobs")
-    for name, value in (("TRITON_CACHE_DIR", str(tmp_path)), ("TRITON_CACHE_DIR", None), ("TRITON_HOME", "/somewhere")):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-        home = os.environ.get("TRITON_HOME")
-        expected = knobs.cache.dir if home is None else os.path.join(home, ".triton", "cache")
-        assert str(environment.triton_cache()) == expected
+    with knobs.cache.scope():
+        knobs.cache.reset()  # another test may have set it
+        for name, value in (
+            ("TRITON_CACHE_DIR", str(tmp_path)),
+            ("TRITON_CACHE_DIR", None),
+            ("TRITON_HOME", "/somewhere"),
+        ):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+            home = os.environ.get("TRITON_HOME")
+            expected = knobs.cache.dir if home is None else os.path.join(home, ".triton", "cache")
+            assert str(environment.triton_cache()) == expected
 
 
 def test_warm_up_notes_and_keeps_binaries_alone_on_a_gpu(

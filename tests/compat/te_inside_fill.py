@@ -14,7 +14,7 @@ from mla_plugin.context_parallel import api as context_parallel
 from mla_plugin.hooks.attention import AttentionOutput
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.hooks.types import Platform
-from mla_plugin.operations.attention import dispatch
+from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.run import run
 from mla_plugin.resolver import asking
 from tests.compat import te_host
@@ -421,11 +421,11 @@ def test_what_is_decided_is_what_runs(te_calls, fill, monkeypatch, flash_attn, i
     """Offsets for queries and keys that are two tensors may differ, which FlashAttention 2 cannot align."""
     ran = []
 
-    def forward(plan, tensors):
-        ran.append((plan.request, plan.forward_backend))
-        return get_manager().caller("forward", "sdpa")(plan=plan, tensors=tensors)
+    def forward(known, tensors):
+        ran.append((known.plan.request, known.plan.forward_backend))
+        return get_manager().caller("forward", "sdpa")(plan=known.plan, tensors=tensors)
 
-    monkeypatch.setattr(dispatch, "forward", forward)
+    monkeypatch.setattr(compute, "forward", forward)
     arguments = packed(attn_mask_type=mask)
     if not is_one_tensor:
         arguments["cu_seqlens_kv"] = arguments["cu_seqlens_q"].clone()
