@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +58,7 @@ def noted() -> Needs:
         kernels = tuple((str(module), str(name)) for module, name in found["kernels"])
         modules = tuple(str(name) for name in found["modules"] if str(name).partition(".")[0] in PACKAGES)
         return Needs(modules, kernels)
-    except (OSError, ValueError, KeyError, TypeError):
+    except Exception:  # it is a cache's file: whatever it holds must not keep CUDA from starting
         return Needs()
 
 
@@ -72,15 +75,22 @@ def note(before: Iterable[str]) -> None:
     modules = dict.fromkeys((*known.modules, *new))
     content = {"modules": [*modules], "kernels": sorted({*known.kernels, *kernels})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{hashlib.sha256(repr(content).encode()).hexdigest()[:8]}")
-    written.write_text(json.dumps(content))
-    written.replace(path)  # another process may read meanwhile
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as written:
+        json.dump(content, written)
+    os.replace(written.name, path)  # another process may read or write meanwhile
 
 
 def _can_be_imported(module: Any, name: str) -> bool:
     """False for other packages' modules, and for those made at run time, such as ``torch.ops``."""
     spec = getattr(module, "__spec__", None)
-    return name.partition(".")[0] in PACKAGES and spec is not None and spec.name == name and spec.origin is not None
+    is_program = name.endswith("__main__")
+    return (
+        not is_program
+        and name.partition(".")[0] in PACKAGES
+        and spec is not None
+        and spec.name == name
+        and spec.origin is not None
+    )
 
 
 def _hashed(module: Any) -> list[str]:
@@ -108,8 +118,10 @@ def load() -> None:
         return
     for name in needs.modules:
         try:
-            importlib.import_module(name)
-        except Exception as error:  # since the note was written a package was removed, or broke
+            # parents first, as an import statement takes its locks: another thread may import the same package
+            for parent in itertools.accumulate(name.split("."), "{}.{}".format):
+                importlib.import_module(parent)
+        except (Exception, SystemExit) as error:  # since the note was written a package was removed, or broke
             logger.debug("%s is noted in %s and cannot be imported: %r", name, note_path(), error)
     try:
         if needs.kernels:

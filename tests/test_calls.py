@@ -447,3 +447,20 @@ def test_a_request_of_one_tensor_of_offsets_is_not_of_two() -> None:
     with pytest.raises(ValueError, match=r"is not what AttentionRequest\.of returns for these tensors"):
         run(request, two)
     run(request.replace(lengths_may_differ=True), two)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_a_packed_batch_of_no_sequences(backend: str) -> None:
+    """Rows that belong to none are padding, with grouped heads too."""
+    q, k, v = torch.randn(3, 4, 24), torch.randn(3, 2, 24), torch.randn(3, 2, 16)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    empty = torch.zeros(1, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": empty, "cu_seqlens_kv": empty, "max_seqlen_q": 4, "max_seqlen_kv": 4}
+    out, lse = mla_plugin.attention(
+        *tensors, qkv_format="thd", attn_mask_type="padding_causal", **lengths, return_lse=True, backend=backend
+    )
+    out.sum().backward()
+    assert out.shape == (3, 4, 16)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert all(x.grad is not None and not x.grad.any() for x in tensors)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,29 @@ def test_warm_up_notes_and_keeps_binaries_alone_on_a_gpu(
     assert preparation.note_path().exists()
     assert [*binaries, knobs.compilation.store_binary_only] == [False, True, False]
     assert "1 of 1 calls are warm" in capsys.readouterr().out
+
+
+def test_parents_are_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an import statement takes the locks of modules, or another thread's import of the package fails."""
+    imported: list[str] = []
+    monkeypatch.setattr(preparation, "noted", lambda: Needs(("torch.nn.functional",)))
+    monkeypatch.setattr(preparation.importlib, "import_module", imported.append)
+    preparation.load()
+    assert imported == ["torch", "torch.nn", "torch.nn.functional"]
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "{}", '{"modules": 3, "kernels": []}'])
+def test_a_note_that_cannot_be_read_is_none(content: str) -> None:
+    preparation.note_path().write_text(content)
+    assert preparation.noted() == Needs()
+
+
+def test_many_write_the_note_at_once() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        written = [threads.submit(preparation.note, ()) for _ in range(40)]
+        found = [preparation.noted() for _ in range(40)]
+        assert all(writer.result() is None for writer in written)
+    last = preparation.noted()
+    assert last.modules
+    assert all(needs.modules for needs in found[found.index(last) :])  # never half a note once there is one
+    assert [path.name for path in preparation.note_path().parent.iterdir()] == [preparation.note_path().name]

@@ -131,7 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"no backend: {name}; `mla-plugin explain` says why")
     print(f"{len(todo) - len(refused)} of {len(todo)} calls are warm, {time.perf_counter() - start:.0f} s")
     if device == "cuda" and len(refused) < len(todo):
-        preparation.note(loaded)
+        try:
+            preparation.note(loaded)
+        except OSError as error:
+            print(f"the kernels are compiled; what else the calls load could not be noted: {error}", file=sys.stderr)
     return 1 if len(refused) == len(todo) else 0
 
 

@@ -298,5 +298,5 @@ def test_added_columns_are_zero(most: int, shape: tuple[int, ...], monkeypatch: 
     assert not wide[..., 128:].any()
     assert fa2._widened(wide, 192) is wide
     if most:
-        kept = fa2._zeros((*shape[:-1], 64), x.dtype, x.device, 0)  # what a GPU concatenates
+        kept = fa2._zeros((*shape[:-1], 64), x.dtype, x.device)  # what a GPU concatenates
         assert torch.equal(torch.cat((x, kept), -1), wide)

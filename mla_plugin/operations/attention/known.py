@@ -26,7 +26,7 @@ class Known(NamedTuple):
         request: of the calls.
         softmax_scale: of ``AttentionTensors``.
         backend: the backend requested by name.
-        plan: the decision; None for a call without queries or keys, which no backend sees.
+        plan: the decision; None for a call without queries, keys or sequences, which no backend sees.
         out_shape, lse_shape, lse_dtype: of the results.
         has_contiguous_rows: the last dimension of q, k and v is contiguous.
         forward: the hook of a built-in backend without wrappers, None for others; the conformance suite tests the
@@ -164,7 +164,7 @@ def _decide(tensors: AttentionTensors, given: CallOptions | AttentionRequest, ba
     generation = manager.generation
     request = request_for(tensors, given)
     q = tensors.q
-    if q.numel() == 0 or tensors.k.numel() == 0:
+    if not request.batch_size or q.numel() == 0 or tensors.k.numel() == 0:
         check_backend_is_registered(backend)
         plan = None
     else:

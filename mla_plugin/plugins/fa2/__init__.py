@@ -163,22 +163,22 @@ def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
 def _concatenated(x: torch.Tensor, columns: int) -> torch.Tensor:
     """x with so many columns of zeros, by one launch; ``constant_pad_nd`` takes two, as making the zeros anew would.
 
-    So they are kept: for each stream, whose later work sees them written, and not while a CUDA graph is captured, which
-    must own what it reads. One zero expanded would do, but is read four times as slowly.
+    So they are kept, on the default stream as ``packed.row_lengths``. One zero expanded would do, but is read four
+    times as slowly.
     """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    is_kept = x.is_cuda and not torch._C._cuda_getCurrentRawStream(x.device.index)
+    if not is_kept or torch.cuda.is_current_stream_capturing():
         return torch.constant_pad_nd(x, (0, columns))
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    return torch.cat((x, _zeros((*x.shape[:-1], columns), x.dtype, x.device, stream)), -1)
+    return torch.cat((x, _zeros((*x.shape[:-1], columns), x.dtype, x.device)), -1)
 
 
 @functools.lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stream: int) -> torch.Tensor:
-    return _kept_zeros(dtype, device, stream)[: math.prod(shape)].view(shape)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _kept_zeros(dtype, device)[: math.prod(shape)].view(shape)
 
 
 @functools.lru_cache(maxsize=16)
-def _kept_zeros(dtype: torch.dtype, device: torch.device, stream: int) -> torch.Tensor:
+def _kept_zeros(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(MOST_ZEROS, dtype=dtype, device=device)
 
 

@@ -4,8 +4,8 @@ The library's function, with everything but q, k and v given to it, is kept for 
 (``AttentionTensors.kept``). A later call only checks that its tensors start at a multiple of 16 bytes.
 
 A library that takes packed sequences only gets the rows of a dense batch concatenated, another takes dense tensors with
-their lengths. Offsets and lengths are tensors, so the function is kept for each stream, whose later work sees them
-written, and not while a CUDA graph is captured.
+their lengths. Offsets and lengths are tensors, so the function is kept for the default stream, whose later work sees
+them written, and not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -64,15 +64,13 @@ def keep_forward(
 
 
 def key_of_stream(backend: str, x: torch.Tensor) -> str | None:
-    """The key under which tensors are kept for later calls on the current stream, which sees them written.
+    """The key under which tensors are kept for later calls on the default stream, which sees them written.
 
-    None while the stream is captured in a CUDA graph, which must own what it reads.
+    None on other streams, and while a CUDA graph is captured, which must own what it reads: see ``packed.row_lengths``.
     """
-    if not x.is_cuda:
-        return f"{backend} on the CPU"
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if x.is_cuda and (torch._C._cuda_getCurrentRawStream(x.device.index) or torch._C._cuda_isCurrentStreamCapturing()):
         return None
-    return f"{backend} on stream {torch._C._cuda_getCurrentRawStream(x.device.index)}"
+    return f"{backend}'s tensors"
 
 
 def _forward(run: Run, rows: Rows) -> Callable[[AttentionTensors], AttentionOutput]:

@@ -161,8 +161,9 @@ def _side(
 def row_lengths(batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
     """int32 [B], the lengths of the rows of a dense batch without padding. Not to be changed.
 
-    Making them is a launch, so they are kept: for each stream, whose later work sees them written, and not while a CUDA
-    graph is captured, which must own what it reads.
+    Making them is a launch, so they are kept: on the default stream, whose later work sees them written. Not on others:
+    a CUDA graph must own what it reads, and torch.compile's warm-up for one, on a stream of its own, allocates from the
+    graph's memory.
     """
     return _kept(_new_row_lengths, batch_size, extent, device)
 
@@ -181,13 +182,14 @@ def _new_row_starts(batch_size: int, extent: int, device: torch.device) -> torch
 
 
 def _kept(new: Callable[..., torch.Tensor], batch_size: int, extent: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    is_kept = device.type == "cuda" and not torch._C._cuda_getCurrentRawStream(device.index)
+    if not is_kept or torch.cuda.is_current_stream_capturing():
         return new(batch_size, extent, device)
-    return _kept_on_stream(new, batch_size, extent, device, torch._C._cuda_getCurrentRawStream(device.index))
+    return _kept_on_default_stream(new, batch_size, extent, device)
 
 
 @functools.lru_cache(maxsize=512)
-def _kept_on_stream(
-    new: Callable[..., torch.Tensor], batch_size: int, extent: int, device: torch.device, stream: int
+def _kept_on_default_stream(
+    new: Callable[..., torch.Tensor], batch_size: int, extent: int, device: torch.device
 ) -> torch.Tensor:
     return new(batch_size, extent, device)
