@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import sys
-import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,9 +75,9 @@ def note(before: Iterable[str]) -> None:
     modules = dict.fromkeys((*known.modules, *new))
     content = {"modules": [*modules], "kernels": sorted({*known.kernels, *kernels})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as written:
-        json.dump(content, written)
-    os.replace(written.name, path)  # another process may read or write meanwhile
+    own = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")  # others may write meanwhile, or read
+    own.write_text(json.dumps(content))
+    own.replace(path)
 
 
 def _can_be_imported(module: Any, name: str) -> bool:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.arguments.options import HOSTS
-from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
-from mla_plugin.conformance.attention.special import call_of
+from mla_plugin.conformance.attention.special import call_of, check_call
 from mla_plugin.hooks.attention import Plan
 from mla_plugin.hooks.types import Accepted
 
@@ -49,9 +48,9 @@ def check_alike(suite: BackendConformance, plain: list[Case]) -> None:
             last = (len_q, len_kv) if not case.is_packed else (len_q - 8, len_kv - 9)
             of_lengths = replace(case, seqlens_q=(len_q, last[0]), seqlens_kv=(len_kv, last[1]))
             for plan, call, words in _calls(suite, of_lengths, options):
-                _check(suite, plan, call, f"after calls of its shapes with other options, {words}")
+                check_call(suite, plan, call, f"after calls of its shapes with other options, {words}")
         for plan, call, words in _in_one_memory(suite, of_lengths):
-            _check(suite, plan, call, f"after one in the same memory with other {words}")
+            check_call(suite, plan, call, f"after one in the same memory with other {words}")
 
 
 def _calls(
@@ -109,13 +108,3 @@ def _written(call: Call, first: Call, view: Callable[[torch.Tensor], torch.Tenso
             moved[name] = there(getattr(call.tensors, name), getattr(first.tensors, name))
         dout = there(call.dout, first.dout)
     return replace(call, tensors=replace(call.tensors, **moved), dout=dout)
-
-
-def _check(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
-    try:
-        output = suite.hooks().forward(plan, call)
-        checks.check_output(call.case, call.inputs, output, call.expected())
-        gradients = suite.hooks().backward(plan, call, output)
-        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
-    except checks.ConformanceError as error:
-        checks.fail(f"a call in {call.case.qkv_format} and {call.case.dtype} {words}: {error}")

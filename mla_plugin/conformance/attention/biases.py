@@ -70,4 +70,4 @@ def check_hidden_tiles(suite: BackendConformance, plain: list[Case]) -> None:
         exact = replace(call, tensors=replace(call.tensors, bias=finite))
         call = replace(call, tensors=replace(call.tensors, bias=infinite))
         vars(call)["oracle"] = exact.oracle  # the same softmax
-        check_call(suite, plan, call, "a bias of -inf over the first keys")
+        check_call(suite, plan, call, "with a bias of -inf over the first keys")

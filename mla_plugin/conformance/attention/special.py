@@ -117,14 +117,14 @@ def check_step(call: Call, output: AttentionOutput, gradients: Gradients) -> Non
 
 
 def check_call(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
-    """Both hooks, watched; ``words`` say what the case has besides."""
+    """Both hooks, watched; ``words`` say with what, or after what."""
     try:
         output = suite.hooks().forward(plan, call)
         checks.check_output(call.case, call.inputs, output, call.expected())
         gradients = suite.hooks().backward(plan, call, output)
         checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
     except checks.ConformanceError as error:
-        checks.fail(f"{call.case.name} with {words}: {error}")
+        checks.fail(f"{call.case.name} {words}: {error}")
 
 
 def _check_on_a_stream(suite: BackendConformance, plan: Plan, call: Call) -> None:

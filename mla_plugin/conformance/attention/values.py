@@ -41,7 +41,7 @@ def check_values(suite: BackendConformance) -> None:
             continue
         call = call_of(suite, case, plan.request)
         for name, other in _variants(call):
-            check_call(suite, plan, other, name)
+            check_call(suite, plan, other, f"with {name}")
         _check_nan(suite, plan, call)
         if case not in plain:
             continue
@@ -185,7 +185,7 @@ def _with_first_column(x: torch.Tensor, value: float) -> torch.Tensor:
 def _check_infinite_dlse(suite: BackendConformance) -> None:
     """A ``dlse`` that is infinite where a query sees no key, see ``Call``; nothing of it reaches a gradient."""
     for plan, call in itertools.islice(_calls_with_blind_queries(suite), 1 if suite.is_slow else 3):
-        check_call(suite, plan, call, "an infinite dlse where no key is seen")
+        check_call(suite, plan, call, "with an infinite dlse where no key is seen")
 
 
 def _calls_with_blind_queries(suite: BackendConformance) -> Iterator[tuple[Plan, Call]]:
@@ -351,4 +351,4 @@ def _check_after_inference_mode(suite: BackendConformance, case: Case) -> None:
     call = call_of(suite, longer, plan.request)
     checks.check_output(longer, call.inputs, suite.hooks().forward(plan, call), call.expected())
     if of_training is not None:
-        check_call(suite, of_training, call_of(suite, longer, of_training.request), "inference mode before it")
+        check_call(suite, of_training, call_of(suite, longer, of_training.request), "after inference mode")
