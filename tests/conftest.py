@@ -9,6 +9,7 @@ import torch
 from mla_plugin.variables import VARIABLES
 from tests import interpreter, quick
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start; and a test looks whether it stays
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: kernels are tested in its interpreter
 

@@ -26,16 +26,16 @@ def test_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
 def test_so_many_seconds_are_shared_by_the_kinds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tests = [("test_forward[x]", lambda: time.sleep(0.01)), ("test_surroundings", lambda: time.sleep(0.3))]
+    tests = [("test_forward[x]", lambda: time.sleep(0.003)), ("test_surroundings", lambda: time.sleep(0.1))]
     monkeypatch.setattr(many_seeds, "runs_of", lambda *_: tests)
-    assert many_seeds.main(["attention", "--seconds", "5", "--only", "attention/plain/"]) == 0
+    assert many_seeds.main(["attention", "--seconds", "2", "--only", "attention/plain/"]) == 0
     found = re.search(r"plain/test_forward (\d+), attention/plain/test_surroundings (\d+)", capsys.readouterr().out)
     assert found
     assert int(found[1]) > 5 * int(found[2]) > 0
 
 
 def test_nothing_to_run_is_an_error() -> None:
-    assert many_seeds.main(["1", "--only", "no such test"]) == 1
+    assert many_seeds.main(["1", "decode", "--only", "no such test"]) == 1
 
 
 def test_a_failure_is_printed_and_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
