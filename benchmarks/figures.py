@@ -12,17 +12,21 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks import vllm_engine_model
 from benchmarks.measured_calls import attention_choice, decode_choice
+from benchmarks.prefill_cases import Case, lengths_of
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 GPU = "NVIDIA_H200"
 GPUS = (GPU, "NVIDIA_H100_80GB_HBM3")
-PEAK_TFLOP_PER_S = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
-PEAK_GB_PER_S = {"NVIDIA H200": 4800, "NVIDIA H100 80GB HBM3": 3350}
-"""Dense bfloat16 products, and memory, by NVIDIA's data sheets."""
+DATA_SHEET = {
+    "NVIDIA_H200": {"product_tflop_per_s": 989, "copy_gb_per_s": 4800},
+    "NVIDIA_H100_80GB_HBM3": {"product_tflop_per_s": 989, "copy_gb_per_s": 3350},
+}
+"""Dense bfloat16 products, and memory, by NVIDIA: the ceiling of a GPU whose own ``ceilings`` were not measured."""
 
 OURS, KERNELS = "mla-plugin", "mla-plugin's Triton kernels"
 NAMES = {
@@ -61,6 +65,8 @@ COLORS = {
     "all_gather": "#4ba35b",
     "a2a": "#7a5cc4",
 }
+PACKAGES = ("vllm", "transformer_engine", "torch", "triton", "transformers")
+GREY = "#8a8f98"
 INK = {"light": "#24292f", "dark": "#d7dce2"}
 
 Record = dict[str, Any]
@@ -89,7 +95,8 @@ def paths(figure: Figure, gpu: str = GPU) -> list[Path]:
 
 def digest(figure: Figure, gpu: str = GPU) -> str:
     """A hash of what the figure shows."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths(figure, gpu))).hexdigest()[:16]
+    shown = [*paths(figure, gpu), *filter(Path.exists, [RESULTS / f"ceilings_{gpu}.json"])]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in shown)).hexdigest()[:16]
 
 
 def file_name(name: str, gpu: str = GPU) -> str:
@@ -102,14 +109,13 @@ def drawable(gpu: str = GPU) -> list[str]:
     return [name for name, figure in FIGURES_BY_NAME.items() if all(path.exists() for path in paths(figure, gpu))]
 
 
-def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, peak: tuple[float, str] | None = None) -> None:
+def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, limit: Ceiling | None = None) -> None:
     for name, points in curves.items():
         is_ours = name in (OURS, "mla_plugin")
         style = {"linewidth": 3.0, "zorder": 3, "markersize": 6} if is_ours else {"linewidth": 1.5, "markersize": 4}
         axis.plot(*zip(*sorted(points), strict=True), "o-", label=name, color=COLORS[name], **style)
-    if peak is not None:
-        axis.axhline(peak[0], linestyle=":", linewidth=1.2, color="#8a8f98")
-        axis.annotate(peak[1], (0.02, peak[0]), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    if limit is not None:
+        _draw_ceiling(axis, limit, unit)
     ticks = sorted({x for points in curves.values() for x, _ in points})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [_short(x) for x in ticks])
@@ -120,10 +126,33 @@ def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, peak: tupl
     axis.set_title(title, fontsize=10.5)
 
 
-def _peak(peaks: dict[str, int], record: Record, unit: str) -> tuple[float, str] | None:
-    """What the GPU can do at most, and its label; None for a GPU that is not in the table."""
-    found = peaks.get(record["gpu"])
-    return None if found is None else (found, f"data sheet: {found:,} {unit}")
+def _draw_ceiling(axis: Any, limit: Ceiling, unit: str) -> None:
+    axis.axhline(limit.value, linestyle=":", linewidth=1.2, color=GREY)
+    label = f"{limit.source}: {limit.value:,.0f} {unit.split(' of ')[0]}"
+    axis.annotate(label, (0.02, limit.value), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+
+
+class Ceiling(NamedTuple):
+    """What a GPU can do at most.
+
+    Attributes:
+        value: in the unit of the axis.
+        source: what the value is of.
+    """
+
+    value: float
+    source: str
+
+
+def ceiling(record: Record, which: str) -> Ceiling:
+    """``product_tflop_per_s`` or ``copy_gb_per_s`` of the record's GPU, as measured, else by the data sheet."""
+    gpu = record["gpu"].replace(" ", "_")
+    path = RESULTS / f"ceilings_{gpu}.json"
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    name = {"product_tflop_per_s": "matrix product", "copy_gb_per_s": "copy"}[which]
+    if which in measured:
+        return Ceiling(measured[which], name)
+    return Ceiling(DATA_SHEET[gpu][which], "data sheet")
 
 
 def _bars(axis: Any, groups: dict[str, dict[str, float]], unit: str, title: str) -> None:
@@ -147,7 +176,9 @@ def _operations(row: Record, which: str) -> float:
     """TFLOP of a call: 2 products forward, 5 backward; of a causal mask half of them."""
     dim_qk, dim_v = row["dims"]
     dims = {"forward": dim_qk + dim_v, "backward": 3 * dim_qk + 2 * dim_v}[which]
-    pairs = row["batch"] * row["heads"] * row["seqlen"] ** 2
+    case = Case(**{name: row[name] for name in Case._fields})
+    lengths = lengths_of(case) if case.packed else [case.seqlen] * case.batch
+    pairs = case.heads * sum(length**2 for length in lengths)
     return 2 * pairs * dims * (0.5 if row["mask"] == "causal" else 1.0) / 1e12
 
 
@@ -168,9 +199,8 @@ def _training(record: Record, axes: Iterable[Any]) -> None:
         for row in _prefill_rows(record, heads=16, batch=1, mask="causal"):
             for name, ms in _passes(record, row, which).items():
                 curves.setdefault(name, []).append((row["seqlen"], _operations(row, which) / (ms / 1e3)))
-        peak = _peak(PEAK_TFLOP_PER_S, record, "TFLOP/s")
         title = f"{which.capitalize()}: one causal sequence, 16 heads, 192/128"
-        _lines(axis, curves, "TFLOP/s", "tokens", title, peak)
+        _lines(axis, curves, "TFLOP/s", "tokens", title, ceiling(record, "product_tflop_per_s"))
 
 
 def _packed(record: Record, axes: Iterable[Any]) -> None:
@@ -179,12 +209,10 @@ def _packed(record: Record, axes: Iterable[Any]) -> None:
         groups = {}
         for row in rows:
             name = f"{row['heads']} heads\n{row['batch']} x {row['seqlen']:,}"
-            groups[name] = _relative(_passes(record, row, which))
-        _bars(axis, groups, "speed, mla-plugin's choice = 1", f"{which.capitalize()}: packed causal sequences, 192/128")
-
-
-def _relative(ms: dict[str, float]) -> dict[str, float]:
-    return {name: ms[OURS] / each for name, each in ms.items()}
+            work = _operations(row, which)
+            groups[name] = {each: work / (ms / 1e3) for each, ms in _passes(record, row, which).items()}
+        _draw_ceiling(axis, ceiling(record, "product_tflop_per_s"), "TFLOP/s")
+        _bars(axis, groups, "TFLOP/s", f"{which.capitalize()}: packed causal sequences, 192/128")
 
 
 def _decode(record: Record, axes: Iterable[Any]) -> None:
@@ -198,7 +226,7 @@ def _decode_of_many_heads(record: Record, axes: Iterable[Any]) -> None:
 
 
 def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
-    """The rate at which the cache is read: 576 numbers of 2 bytes a token."""
+    """The rate at which the cache is read: 576 numbers of 2 bytes a token, with 576 + 512 products for each head."""
     curves: Curves = {}
     for row in record["rows"]:
         if (row["lengths"], row["H"], row["S_q"], row["page"], row["mean"]) != (lengths, heads, 1, 64, 6144):
@@ -207,9 +235,10 @@ def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
         chosen = row["ms"][decode_choice(row)]
         for name, ms in {OURS: chosen, **{NAMES[n]: ms for n, ms in row["ms"].items()}}.items():
             curves.setdefault(name, []).append((row["B"], gigabytes / (ms / 1e3)))
-    peak = _peak(PEAK_GB_PER_S, record, "GB/s") if heads <= 16 else None
+    memory, products = ceiling(record, "copy_gb_per_s"), ceiling(record, "product_tflop_per_s")
+    of_products = Ceiling(products.value * 1e3 * 576 * 2 / (2 * heads * (576 + 512)), products.source)
     title = f"Decode: {lengths} lengths, 6k tokens each in the mean, {heads} heads"
-    _lines(axis, curves, "GB/s of latent cache", "sequences", title, peak)
+    _lines(axis, curves, "GB/s of latent cache", "sequences", title, min(memory, of_products))
 
 
 def _first_page(prefill: Record, decode: Record, axes: Iterable[Any]) -> None:
@@ -224,7 +253,7 @@ def _first_page(prefill: Record, decode: Record, axes: Iterable[Any]) -> None:
     order = [OURS, *NAMES.values()]
     curves = {name: curves[name] for name in order if name in curves}
     title = "Training: forward and backward, causal, 16 heads, 192/128"
-    _lines(training, curves, "TFLOP/s", "tokens", title)
+    _lines(training, curves, "TFLOP/s", "tokens", title, ceiling(prefill, "product_tflop_per_s"))
     _decode_panel(decoding, decode, "ragged", heads=16)
 
 
@@ -239,18 +268,41 @@ def _transformers(record: Record, axes: Iterable[Any]) -> None:
             for name, value in row[field].items():
                 curves.setdefault(name, []).append((row["context"], value))
         _lines(axis, curves, unit, "tokens of context", title)
+        if field == "tokens_per_s":  # far above the curves: the host bounds a step of few layers
+            of_longest = _hugging_face_ceiling(record, max(row["context"] for row in record["rows"]))
+            label = f"reading weights and the longest cache ({of_longest.source}): {of_longest.value:,.0f} {unit}"
+            axis.annotate(label, (0.02, 0.02), xycoords="axes fraction", fontsize=8)
+
+
+def _hugging_face_ceiling(record: Record, context: int) -> Ceiling:
+    """Tokens per second of one sequence if a step read its weights and the latent cache, and nothing else."""
+    model, memory = record["model"], ceiling(record, "copy_gb_per_s")
+    latent = 2 * (model["kv_lora_rank"] + model["qk_rope_head_dim"]) * model["num_hidden_layers"]
+    return Ceiling(memory.value * 1e9 / (record["weight_bytes"] + context * latent), memory.source)
 
 
 def _vllm(record: Record, axes: Iterable[Any]) -> None:
+    memory, model = ceiling(record, "copy_gb_per_s"), record["model"]
+    config = vllm_engine_model.config(model["layers"], model["dense"], model["tiny"])
     contexts = sorted({cell["context"] for engine in record["engines"] for cell in engine["decode"]})[-2:]
     for axis, context in zip(axes, contexts, strict=True):
         groups: dict[str, dict[str, float]] = {}
+        limits: dict[str, float] = {}
         for engine in record["engines"]:
             name = VLLM_NAMES.get(engine["backend"], engine["backend"])
             for cell in engine["decode"] if not engine["drafts"] else ():
                 if cell["context"] == context:
-                    groups.setdefault(f"batch {cell['batch']}", {})[name] = cell["tokens_per_s"] / cell["batch"]
+                    group, read = f"batch {cell['batch']}", vllm_engine_model.step_bytes(config, cell["batch"], context)
+                    groups.setdefault(group, {})[name] = cell["tokens_per_s"] / cell["batch"]
+                    limits[group] = memory.value * 1e9 / read
         _bars(axis, groups, "tokens/s of a request", f"vLLM, {context // 1024}k tokens of context")
+        label = f"reading weights and cache ({memory.source})"
+        axis.hlines(list(limits.values()), *_ends(len(limits)), linestyles=":", colors=GREY, label=label)
+
+
+def _ends(groups: int) -> tuple[list[float], list[float]]:
+    """Left and right of each group of bars."""
+    return [group - 0.45 for group in range(groups)], [group + 0.45 for group in range(groups)]
 
 
 def _context_parallel(two: Record, four: Record, axes: Iterable[Any]) -> None:
@@ -259,7 +311,7 @@ def _context_parallel(two: Record, four: Record, axes: Iterable[Any]) -> None:
         for row in sorted(record["times"], key=lambda row: (row["heads"], row["tokens"])):
             name = f"{row['tokens'] // 1024}k tokens\n{row['heads']} heads"
             groups.setdefault(name, {})[row["way"]] = 1 / row["both_over_ideal"]
-        axis.axhline(1.0, linestyle=":", linewidth=1.2, color="#8a8f98")
+        axis.axhline(1.0, linestyle=":", linewidth=1.2, color=GREY)
         title = f"Forward and backward over {record['ranks']} GPUs, 1 = perfect scaling"
         _bars(axis, groups, "speedup / number of GPUs", title)
 
@@ -280,7 +332,7 @@ def versions(records: Iterable[Record]) -> str:
     """What was measured with what, a line a record."""
     lines = []
     for record in records:
-        packages = [f"{name} {record[name]}" for name in ("vllm", "torch", "triton", "transformers") if name in record]
+        packages = [f"{name} {record[name]}" for name in PACKAGES if name in record]
         lines.append(f"{record['gpu']}, {', '.join(packages)}, commit {record['commit'][:10]}")
     return "; ".join(dict.fromkeys(lines))
 

@@ -24,7 +24,7 @@ PAGES = {
 """What is kept, and where it is shown."""
 CAPTIONS = {
     "training": "Throughput of forward and backward against the length, by library",
-    "packed": "Speed on packed sequences, by library",
+    "packed": "Throughput of forward and backward on packed sequences, by library",
     "decode": "Rate at which the latent cache is read against the batch, 16 heads",
     "decode_128_heads": "Rate at which the latent cache is read against the batch, 128 heads",
     "context_parallel": "Speedup over several GPUs",
@@ -300,6 +300,21 @@ first that differs. After that the contexts differ too. Any two backends differ 
 {agreement}
 """,
         lambda record: {**tables.engines(record), "ours": tables.vllm_engine.OURS},
+    ),
+    Section(
+        ("transformer_engine",),
+        """\
+## Training in TransformerEngine
+
+{versions}
+
+`python -m benchmarks.transformer_engine_training`: milliseconds of a training step inside TransformerEngine's CUDA
+build, and the peak of memory, by TransformerEngine only and with `NVTE_MLA_TRITON=1` (`packed`:
+`MLA_PLUGIN_TE=fill`). docs/hosts/transformer_engine.md says which kernels TransformerEngine ran.
+
+{steps}
+""",
+        lambda record: {"steps": tables.training_steps(record)},
     ),
     Section(
         ("flash_padding",),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks import vllm_engine
+from benchmarks import figures, vllm_engine
 from benchmarks.measured_calls import attention_choice
 from mla_plugin.resolver.attention_measured import BACKENDS
 
@@ -21,7 +21,7 @@ LIBRARIES = ("flash-attn", "flash-attn-3", "flash-attn-4", "flash-mla", "flashin
 
 def versions(record: Record) -> str:
     """What it was measured with."""
-    packages = {name: record[name] for name in ("vllm", "torch", "triton", "transformers") if name in record}
+    packages = {name: record[name] for name in figures.PACKAGES if name in record}
     packages |= {name: found for name, found in record.get("packages", {}).items() if name in LIBRARIES}
     named = ", ".join(f"{name} {found}" for name, found in packages.items())
     return f"{record['gpu']}, {named}, commit {record['commit'][:10]}."
@@ -161,6 +161,20 @@ def engines(record: Record) -> dict[str, object]:
         "kind": "dense MLPs" if record["model"]["dense"] else "a mixture of experts",
         "queries": drafted[0]["drafts"] + 1,
     }
+
+
+def training_steps(record: Record) -> str:
+    """Milliseconds of a step and the peak of memory, without us and with us."""
+    rows = []
+    for workload, found in record["workloads"].items():
+        without, ours = found["variants"]["plain"], found["variants"]["fill" if workload == "packed" else "one"]
+        cells = [
+            f"{each[field]:{form}}"
+            for field, form in (("step_ms", ".2f"), ("peak_gib", ".2f"))
+            for each in (without, ours)
+        ]
+        rows.append([f"`{workload}`", *cells])
+    return markdown(["workload", "ms without", "ms with", "GiB without", "GiB with"], rows)
 
 
 def padding(record: Record) -> str:

@@ -6,13 +6,15 @@
 
 Each benchmark keeps its JSON in benchmarks/results/. The page, benchmarks/results/report_<gpu>.html, holds tables and
 figures, and needs no other file. It takes about half an hour and needs ``pip install "mla-plugin[bench]"``. A benchmark
-that fails is named at the end, and the exit status is then 1.
+that fails is named at the end, and the exit status is then 1. Those of vLLM, TransformerEngine and transformers are
+run where these are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -25,7 +27,9 @@ import torch
 
 from benchmarks import figures, page
 
+TRAINING = "transformer_engine"
 RUNS: dict[str, tuple[str, ...]] = {
+    "ceilings": ("-m", "benchmarks.ceilings"),
     "prefill": ("-m", "benchmarks.prefill"),
     "prefill_backends": ("-m", "benchmarks.prefill_backends"),
     "decode": ("-m", "benchmarks.decode"),
@@ -35,8 +39,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "first_call": ("-m", "benchmarks.first_call"),
     "warm_call": ("-m", "benchmarks.warm_call"),
     "flash_padding": ("-m", "benchmarks.flash_padding"),
+    "vllm_engine": ("-m", "benchmarks.vllm_engine"),
+    TRAINING: ("-m", "benchmarks.transformer_engine_training", "--json", "{path}"),
 }
-"""Name of the result to the program that keeps it."""
+"""Name of the result to the program that keeps it, in ``{path}`` if it must be told."""
+NEEDED = {"transformers_decode": "transformers", "vllm_engine": "vllm", TRAINING: "transformer_engine"}
+"""Hosts that a benchmark runs: without them it is not run."""
 OVER_RANKS: dict[str, str] = {
     "context_parallel": "benchmarks.context_parallel",
     "latent_attention": "benchmarks.latent_attention",
@@ -55,9 +63,18 @@ svg { max-width: 100%; height: auto; }
 _IMAGE = re.compile(r'<img alt="[^"]*" src="figures/(?P<file>[^"#]+?_(?P<theme>light|dark)\.svg)#[^"]*" ?/?>')
 
 
-def commands(gpus: int, only: Sequence[str] = ()) -> dict[str, list[str]]:
+def missing(name: str) -> str | None:
+    """The host that a benchmark needs, where it is not installed."""
+    host = NEEDED.get(name)
+    return host if host is not None and importlib.util.find_spec(host) is None else None
+
+
+def commands(gpus: int, gpu: str, only: Sequence[str] = ()) -> dict[str, list[str]]:
     """What is run, by a name for the reader."""
-    found = {name: [sys.executable, *program] for name, program in RUNS.items()}
+    found = {
+        name: [sys.executable, *(word.format(path=figures.RESULTS / f"{name}_{gpu}.json") for word in program)]
+        for name, program in RUNS.items()
+    }
     for name, module in OVER_RANKS.items():
         for ranks in (2, 4):
             if ranks <= gpus:
@@ -71,6 +88,9 @@ def measure(todo: dict[str, list[str]]) -> list[str]:
     failed = []
     for done, (name, command) in enumerate(todo.items()):
         print(f"[{'#' * done}{'.' * (len(todo) - done)}] {done}/{len(todo)}  {name} ...", flush=True)
+        if host := missing(name):
+            print(f"    not run: {host} is not installed", flush=True)
+            continue
         start = time.perf_counter()
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode != 0:
@@ -117,14 +137,14 @@ def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpus = torch.cuda.device_count()
-    parser.add_argument("--only", nargs="+", default=[], choices=list(commands(4)), metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(commands(4, figures.GPU)), metavar="NAME")
     parser.add_argument("--draw", action="store_true", help="write the page of the kept results, without a GPU too")
     parser.add_argument("--gpu", help="with --draw: whose results, such as NVIDIA_H200; default: this machine's")
     options = parser.parse_args()
     gpu = options.gpu or (torch.cuda.get_device_name().replace(" ", "_") if gpus else figures.GPU)
     if not options.draw and not gpus:
         parser.error("there is no CUDA device; --draw writes the page of kept results")
-    failed = [] if options.draw else measure(commands(gpus, options.only))
+    failed = [] if options.draw else measure(commands(gpus, gpu, options.only))
     path = report_path(gpu)
     path.write_text(html(gpu))
     print(path)

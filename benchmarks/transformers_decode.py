@@ -88,6 +88,12 @@ def build(options: argparse.Namespace) -> DeepseekV3ForCausalLM:
         return DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
+def weight_bytes(model: DeepseekV3ForCausalLM) -> int:
+    """Of the weights that a step reads: all but the embedding, of which it reads a row."""
+    read = (x for name, x in model.named_parameters() if "embed_tokens" not in name)
+    return sum(x.numel() * x.element_size() for x in read)
+
+
 def latents(model: DeepseekV3ForCausalLM, batch: int, context: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Random c_kv [B, 1, S, R] and k_rope [B, 1, S, Dr] of each layer, the same at every call."""
     generator = torch.Generator(model.device).manual_seed(1)
@@ -338,6 +344,7 @@ def main() -> None:
         "cuda": torch.version.cuda,
         "commit": checkout.commit(options.commit),
         "model": {**(TINY if options.tiny else DEEPSEEK_V3), "num_hidden_layers": options.layers, "dtype": "bfloat16"},
+        "weight_bytes": weight_bytes(model),
         "steps": options.steps,
         "rows": rows,
         "crossover": crossings,

@@ -24,6 +24,7 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from benchmarks import vllm_engine_model
 from benchmarks import vllm_engine_parts as parts
 from benchmarks.vllm_engine import add_options
 
@@ -197,7 +198,7 @@ def main() -> None:
             f"{options.steps} steps of up to {options.drafts + 1} tokens, and {WARM} before, exceed {ROOM}"
         )
     with tempfile.TemporaryDirectory() as folder:
-        parts.make_model(Path(folder), options.layers, options.dense, options.tiny)
+        vllm_engine_model.make_model(Path(folder), options.layers, options.dense, options.tiny)
         measure(options, folder)
 
 

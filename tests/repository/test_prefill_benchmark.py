@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import prefill_backends
-from benchmarks.prefill_backends import Case, merge, shares, table
+from benchmarks.prefill_backends import merge, shares, table
+from benchmarks.prefill_cases import Case
 
 FORWARD, BOTH, BACKWARD, SINGLE = "forward", "training forward", "backward", "of the best single one"
 
