@@ -108,7 +108,11 @@ def requests_of_rank(arguments: argparse.Namespace, whole: AttentionRequest | De
 
 
 def _meta(*shape: int, **options: Any) -> torch.Tensor:
-    return torch.empty(shape, **{"dtype": torch.int32, "device": "meta", **options})
+    try:
+        return torch.empty(shape, **{"dtype": torch.int32, "device": "meta", **options})
+    except RuntimeError as error:
+        sizes = ", ".join(str(size) for size in shape)
+        raise ValueError(f"a tensor of [{sizes}] is more than PyTorch can address; expected smaller sizes") from error
 
 
 def _of_attention(whole: AttentionRequest, options: dict[str, Any], arguments: argparse.Namespace) -> CallRequests:

@@ -199,3 +199,43 @@ def test_a_query_is_a_value() -> None:
     assert query(head_dim_v=64) != first
     with pytest.raises(AttributeError):
         first.dq = 64
+
+
+JUNK = (None, "x", 1, -1, 1.5, [], ["a", "b"], [None, None], (1, 2, 3), (1, 2, 3, 4), {}, b"", object(), float("nan"))
+JUNK_CACHES = ({"is_paged": True}, {"is_paged": True, "page_size": "x"}, {"is_paged": None, "page_size": None})
+
+
+def rejected(where: str, field: str, value: object) -> str:
+    """What ``read_query`` says of a value; nothing if it accepts it."""
+    given = {name: dict(table) for name, table in zip(("params", "env", "platform"), tables(), strict=True)}
+    given[where][field] = value
+    try:
+        read_query(*given.values(), RELEASES[-1])
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["params", "platform"])
+def test_a_value_of_any_type_is_accepted_or_named(where: str) -> None:
+    table = dict(zip(("params", "env", "platform"), tables(), strict=True))[where]
+    named = set()
+    for field in (*table, "softcap", "deterministic", "nvidia_cutlass_dsl", "fa3_softcap"):
+        for value in (*JUNK, *(JUNK_CACHES if field == "inference_params" else ())):
+            why = rejected(where, field, value)
+            assert not why or field in why or field == "qkv_layout", (field, value, why)
+            if why:
+                named.add(field)
+    expected = {
+        "params": {"window_size", "softcap", "attention_dropout", "inference_params", "core_attention_bias_shape"},
+        "platform": {"compute_capability", "cudnn_version", "flash_attn", "fused_supported"},
+    }
+    assert expected[where] <= named
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_table_that_is_none(place: int) -> None:
+    broken: list[object] = list(tables())
+    broken[place] = None
+    with pytest.raises(ValueError, match=r"(params|env|platform)=None: expected a dict"):
+        read_query(*broken, RELEASES[-1])

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from mla_plugin.environment import parse
 from mla_plugin.resolver.transformer_engine.flash import ComputeCapability, why_not_installed
 from mla_plugin.resolver.transformer_engine.query import (
@@ -70,6 +72,7 @@ _SMALLEST = {
     "head_dim_qk": 1,
     "head_dim_v": 1,
 }
+_NUMBERS = ("attention_dropout", "softcap")
 _PLATFORM = ("compute_capability", "cudnn_version", "flash_attn", "fused_supported")
 
 
@@ -117,13 +120,13 @@ def read_query(
     """
     _require(params, (*_TAKEN_OVER.values(), *_CONVERTED), "params")
     _require(platform, _PLATFORM, "platform")
+    _require(env, (), "env")
     _check_types(params)
+    _check_platform(platform)
     _check_release(params, release)
     window = _window(params["attn_mask_type"], params["window_size"])
     deterministic = _deterministic(params, env)
     cache = params["inference_params"]
-    if cache is not None:
-        _require(cache, ("is_paged", "page_size"), "params['inference_params']")
     q_format, kv_format = _formats(params["qkv_layout"], cache is not None)
     switched_off = _switched_off(env, release)
     if window is None:
@@ -154,6 +157,8 @@ def read_query(
 
 
 def _require(table: Mapping[str, Any], fields: Iterable[str], name: str) -> None:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{name}={table!r}: expected a dict")
     missing = [field for field in fields if field not in table]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(missing)}; all of these fields are required")
@@ -167,6 +172,45 @@ def _check_types(params: Mapping[str, Any]) -> None:
     for name, smallest in _SMALLEST.items():
         if not isinstance(params[name], int) or params[name] < smallest:
             raise ValueError(f"{name}={params[name]!r}: expected an integer >= {smallest}")
+    for name in _NUMBERS:
+        if not isinstance(params.get(name, 0.0), (int, float)):
+            raise ValueError(f"{name}={params[name]!r}: expected a number")
+    window = params["window_size"]
+    if window is not None and not _are_integers(window, 2):
+        raise ValueError(f"window_size={window!r}: expected None or (left, right)")
+    shape = params["core_attention_bias_shape"]
+    if shape is not None and not isinstance(shape, (str, Sequence)):
+        raise ValueError(f"core_attention_bias_shape={shape!r}: expected None, letters or (b, h, sq, skv)")
+    cache = params["inference_params"]
+    if cache is not None:
+        _require(cache, ("is_paged", "page_size"), "params['inference_params']")
+        if not isinstance(cache["page_size"], (int, type(None))):
+            raise ValueError(f"params['inference_params']['page_size']={cache['page_size']!r}: expected an integer")
+
+
+def _check_platform(platform: Mapping[str, Any]) -> None:
+    capability, cudnn = platform["compute_capability"], platform["cudnn_version"]
+    if capability is not None and not _are_integers(capability, 2):
+        raise ValueError(f"platform['compute_capability']={capability!r}: expected (major, minor)")
+    if cudnn is not None and not _are_integers(cudnn, 3):
+        raise ValueError(f"platform['cudnn_version']={cudnn!r}: expected None or (major, minor, patch)")
+    versions = platform["flash_attn"]
+    if not isinstance(versions, Mapping) or not all(_is_version(version) for version in versions.values()):
+        raise ValueError(f"platform['flash_attn']={versions!r}: expected a version or None by '2', '3' and '4'")
+    if not _is_version(cutlass_dsl := platform.get("nvidia_cutlass_dsl")):
+        raise ValueError(f"platform['nvidia_cutlass_dsl']={cutlass_dsl!r}: expected a version or None")
+
+
+def _is_version(given: Any) -> bool:
+    try:
+        Version("0" if given is None else given)
+    except (InvalidVersion, TypeError):
+        return False
+    return True
+
+
+def _are_integers(given: object, count: int) -> bool:
+    return isinstance(given, Sequence) and len(given) == count and all(isinstance(x, int) for x in given)
 
 
 def _check_release(params: Mapping[str, Any], release: Release) -> None:
