@@ -23,8 +23,8 @@ FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 GPU = "NVIDIA_H200"
 GPUS = (GPU, "NVIDIA_H100_80GB_HBM3")
 DATA_SHEET = {
-    "NVIDIA_H200": {"product_tflop_per_s": 989, "copy_gb_per_s": 4800},
-    "NVIDIA_H100_80GB_HBM3": {"product_tflop_per_s": 989, "copy_gb_per_s": 3350},
+    "NVIDIA_H200": {"product_tflop_per_s": 989, "read_gb_per_s": 4800},
+    "NVIDIA_H100_80GB_HBM3": {"product_tflop_per_s": 989, "read_gb_per_s": 3350},
 }
 """Dense bfloat16 products, and memory, by NVIDIA: the ceiling of a GPU whose own ``ceilings`` were not measured."""
 
@@ -105,8 +105,12 @@ def file_name(name: str, gpu: str = GPU) -> str:
 
 
 def drawable(gpu: str = GPU) -> list[str]:
-    """Figures whose results were kept for a GPU."""
-    return [name for name, figure in FIGURES_BY_NAME.items() if all(path.exists() for path in paths(figure, gpu))]
+    """Figures whose results were kept for a GPU; the first page's is of the first GPU alone."""
+    return [
+        name
+        for name, figure in FIGURES_BY_NAME.items()
+        if all(path.exists() for path in paths(figure, gpu)) and (gpu == GPU or name != "first_page")
+    ]
 
 
 def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, limit: Ceiling | None = None) -> None:
@@ -128,7 +132,7 @@ def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, limit: Cei
 
 def _draw_ceiling(axis: Any, limit: Ceiling, unit: str) -> None:
     axis.axhline(limit.value, linestyle=":", linewidth=1.2, color=GREY)
-    label = f"{limit.source}: {limit.value:,.0f} {unit.split(' of ')[0]}"
+    label = f"{limit.what}, {limit.source}: {limit.value:,.0f} {unit.split(' of ')[0]}"
     axis.annotate(label, (0.02, limit.value), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
 
 
@@ -137,22 +141,24 @@ class Ceiling(NamedTuple):
 
     Attributes:
         value: in the unit of the axis.
-        source: what the value is of.
+        what: does so.
+        source: of the value.
     """
 
     value: float
+    what: str
     source: str
 
 
 def ceiling(record: Record, which: str) -> Ceiling:
-    """``product_tflop_per_s`` or ``copy_gb_per_s`` of the record's GPU, as measured, else by the data sheet."""
+    """``product_tflop_per_s`` or ``read_gb_per_s`` of the record's GPU, as measured, else by the data sheet."""
     gpu = record["gpu"].replace(" ", "_")
     path = RESULTS / f"ceilings_{gpu}.json"
     measured = json.loads(path.read_text()) if path.exists() else {}
-    name = {"product_tflop_per_s": "matrix product", "copy_gb_per_s": "copy"}[which]
+    what = {"product_tflop_per_s": "matrix product", "read_gb_per_s": "reading memory"}[which]
     if which in measured:
-        return Ceiling(measured[which], name)
-    return Ceiling(DATA_SHEET[gpu][which], "data sheet")
+        return Ceiling(measured[which], what, "measured")
+    return Ceiling(DATA_SHEET[gpu][which], what, "data sheet")
 
 
 def _bars(axis: Any, groups: dict[str, dict[str, float]], unit: str, title: str) -> None:
@@ -232,11 +238,11 @@ def _decode_panel(axis: Any, record: Record, lengths: str, heads: int) -> None:
         if (row["lengths"], row["H"], row["S_q"], row["page"], row["mean"]) != (lengths, heads, 1, 64, 6144):
             continue
         gigabytes = row["B"] * row["mean"] * 576 * 2 / 1e9
-        chosen = row["ms"][decode_choice(row)]
+        chosen = row["ms"][decode_choice(row, record["gpu"])]
         for name, ms in {OURS: chosen, **{NAMES[n]: ms for n, ms in row["ms"].items()}}.items():
             curves.setdefault(name, []).append((row["B"], gigabytes / (ms / 1e3)))
-    memory, products = ceiling(record, "copy_gb_per_s"), ceiling(record, "product_tflop_per_s")
-    of_products = Ceiling(products.value * 1e3 * 576 * 2 / (2 * heads * (576 + 512)), products.source)
+    memory, products = ceiling(record, "read_gb_per_s"), ceiling(record, "product_tflop_per_s")
+    of_products = Ceiling(products.value * 1e3 * 576 * 2 / (2 * heads * (576 + 512)), *products[1:])
     title = f"Decode: {lengths} lengths, 6k tokens each in the mean, {heads} heads"
     _lines(axis, curves, "GB/s of latent cache", "sequences", title, min(memory, of_products))
 
@@ -264,25 +270,30 @@ def _transformers(record: Record, axes: Iterable[Any]) -> None:
     }
     for axis, (field, (unit, title)) in zip(axes, units.items(), strict=True):
         curves: Curves = {}
-        for row in record["rows"]:
+        for row in _growing_alone(record):
             for name, value in row[field].items():
                 curves.setdefault(name, []).append((row["context"], value))
         _lines(axis, curves, unit, "tokens of context", title)
         if field == "tokens_per_s":  # far above the curves: the host bounds a step of few layers
-            of_longest = _hugging_face_ceiling(record, max(row["context"] for row in record["rows"]))
+            of_longest = _hugging_face_ceiling(record, max(row["context"] for row in _growing_alone(record)))
             label = f"reading weights and the longest cache ({of_longest.source}): {of_longest.value:,.0f} {unit}"
             axis.annotate(label, (0.02, 0.02), xycoords="axes fraction", fontsize=8)
 
 
+def _growing_alone(record: Record) -> list[Record]:
+    """The rows of one sequence over a growing cache."""
+    return [row for row in record["rows"] if (row["cache"], row["batch"]) == ("dynamic", 1)]
+
+
 def _hugging_face_ceiling(record: Record, context: int) -> Ceiling:
     """Tokens per second of one sequence if a step read its weights and the latent cache, and nothing else."""
-    model, memory = record["model"], ceiling(record, "copy_gb_per_s")
+    model, memory = record["model"], ceiling(record, "read_gb_per_s")
     latent = 2 * (model["kv_lora_rank"] + model["qk_rope_head_dim"]) * model["num_hidden_layers"]
-    return Ceiling(memory.value * 1e9 / (record["weight_bytes"] + context * latent), memory.source)
+    return Ceiling(memory.value * 1e9 / (record["weight_bytes"] + context * latent), *memory[1:])
 
 
 def _vllm(record: Record, axes: Iterable[Any]) -> None:
-    memory, model = ceiling(record, "copy_gb_per_s"), record["model"]
+    memory, model = ceiling(record, "read_gb_per_s"), record["model"]
     config = vllm_engine_model.config(model["layers"], model["dense"], model["tiny"])
     contexts = sorted({cell["context"] for engine in record["engines"] for cell in engine["decode"]})[-2:]
     for axis, context in zip(axes, contexts, strict=True):

@@ -46,7 +46,7 @@ def attention_choice(row: dict[str, Any], gpu: str, direction: str) -> str:
     return attention_speed.fastest_first(attention_request(row, True), platform, fused, direction)[0]
 
 
-def decode_choice(row: dict[str, Any]) -> str:
+def decode_choice(row: dict[str, Any], gpu: str) -> str:
     """The backend that the resolver's table puts first, of those that were measured."""
     request = DecodeRequest(
         torch.bfloat16,
@@ -62,5 +62,5 @@ def decode_choice(row: dict[str, Any]) -> str:
         has_host_lengths=True,
         profile=Profile.rounded(row["mean"], row["longest"] / row["mean"]),
     )
-    order = decode_preference.measured_order(request, Platform("cuda", HOPPER, TRITON))
+    order = decode_preference.measured_order(request, Platform("cuda", HOPPER, TRITON, device_name=gpu))
     return next(name for name in order if name in row["ms"])

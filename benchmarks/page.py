@@ -108,12 +108,8 @@ memory-efficient kernel.
 cache (kv_lora_rank 512, rope 64) in bfloat16. `ragged` lengths are log-normal with sigma 0.6, `one_long` is one
 sequence of 32k among shorter ones, and `thundermla` is the call that ThunderMLA's authors report. Every library uses
 its own scheduler; the time of scheduling once per step is included. "host us" is the host time of our call outside of
-a graph. The table is older than our Hopper kernel for many heads: for that see the figures, which are of the current
-kernels, and *Decode backends and the resolver's choice*.
-
-{decode_figure}
-
-{decode_128_heads_figure}
+a graph. The table is older than our Hopper kernel for many heads: for that see *Decode backends and the resolver's
+choice*, whose figures are of the current kernels.
 
 {decode}
 
@@ -248,12 +244,19 @@ notes beside them, which is loaded when CUDA starts. *PyTorch*: its own `scaled_
 {versions}
 
 `python -m benchmarks.decode_backends`: milliseconds of `mla_plugin.decode` on each backend, the fastest in bold. The
-resolver's table is made from this run (`decode_preference_NVIDIA_H200.json`), so the resolver chooses the fastest for
+resolver's table is made from this run (`{file}`), so the resolver chooses the fastest for
 every one of these calls. That was not checked in a second run.
+
+{decode_figure}
+
+{decode_128_heads_figure}
 
 {backends}
 """,
-        lambda record: {"backends": tables.backends(record)},
+        lambda record: {
+            "backends": tables.backends(record),
+            "file": f"decode_preference_{record['gpu'].replace(' ', '_')}.json",
+        },
     ),
     Section(
         ("transformers_decode",),
@@ -262,8 +265,11 @@ every one of these calls. That was not checked in a second run.
 
 {versions}
 
-`python -m benchmarks.transformers_decode`: tokens per second of `generate` with one sequence
-and {layers} layers of DeepSeek-V3's attention, and the peak memory that `generate` adds.
+`python -m benchmarks.transformers_decode`: tokens per second of `generate` with {layers} layers of DeepSeek-V3's
+attention, of all sequences together, and the peak memory that `generate` adds. An empty cell ran out of memory. "First
+time" is the first run of a process over these lengths, kernels loaded on the way included: a growing cache has a new
+length in every step, for which cuDNN, which "sdpa" runs on, plans anew. The figure is of one sequence and a growing
+cache, over lengths that were run before.
 
 {transformers_figure}
 

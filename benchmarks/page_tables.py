@@ -136,17 +136,21 @@ def backends(record: Record) -> str:
 
 
 def transformers(record: Record) -> str:
-    """Tokens per second and added memory."""
+    """Tokens per second of all sequences, over lengths seen before and, where kept, over new ones; added memory."""
     names = list(record["rows"][0]["tokens_per_s"])
-    rows = [
-        [
-            str(row["context"]),
-            *(_number(row["tokens_per_s"], name, ".0f") for name in names),
-            *(_number(row["peak_above_start_gib"], name, ".2f") for name in names),
-        ]
-        for row in record["rows"]
-    ]
-    return markdown(["context", *(f"{name} tokens/s" for name in names), *(f"{name} GiB" for name in names)], rows)
+    has_first = "ms_per_step_of_first_round" in record["rows"][0]
+    rows = []
+    for row in record["rows"]:
+        cache = "growing" if row["cache"] == "dynamic" else row["cache"]
+        cells = [_number(row["tokens_per_s"], name, ".0f") for name in names]
+        if has_first:
+            first = {name: row["batch"] * 1e3 / ms for name, ms in row["ms_per_step_of_first_round"].items()}
+            cells += [_number(first, name, ".0f") for name in names]
+        cells += [_number(row["peak_above_start_gib"], name, ".2f") for name in names]
+        rows.append([cache, str(row["batch"]), str(row["context"]), *cells])
+    columns = ("tokens/s", *(["tokens/s, first time"] if has_first else []), "GiB")
+    titles = [f"{name} {column}" for column in columns for name in names]
+    return markdown(["cache", "sequences", "context", *titles], rows)
 
 
 def engines(record: Record) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ _WHOLE, _SMALL = 64, 16
 """Pages of 64 and more are read by descriptors, smaller ones token by token or in parts."""
 _OTHER_PAGES = 4.0
 """Distance between the two kinds of pages: as much as four doublings of the length."""
+_OTHER_GPU = 0.1
+"""Squared distance added for another GPU of the same compute capability, so that the GPU's own results count first."""
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
 _PLAIN_KERNEL, _PLAIN_KERNEL_GATHERED = 1.14, 1.28
@@ -52,7 +54,8 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
     place = _Call.of(request).place
     is_plain = lacks_hopper_kernels(platform)
     for row in _table(platform.compute_capability or (0, 0)):
-        distance = sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
+        distance = 0.0 if row.gpu in (platform.device_name or "").split() else _OTHER_GPU
+        distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 2
         for name, value in row.behind.items():
             if name == "triton" and is_plain:
@@ -95,39 +98,44 @@ class _Call(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One line of the table.
+    """One call on one GPU.
 
     Attributes:
+        gpu: that it was measured on.
         place: its coordinates.
         behind: each backend's log time relative to the fastest.
         plain_kernel: how many times as long ``triton`` takes without the Hopper kernel.
     """
 
+    gpu: str
     place: tuple[float, ...]
     behind: dict[str, float]
     plain_kernel: float
 
 
-def _parsed(line: str) -> _Measured:
+def _parsed(gpus: Sequence[str], line: str) -> Iterator[_Measured]:
+    """What a line says of each GPU."""
     from mla_plugin.kernels.decode.hopper import rule
 
-    sizes, milliseconds = line.split("|")
+    sizes, *columns = line.split("|")
     batch, heads, seqlen_q, mean, longest, page_size = map(int, sizes.split())
-    profile = Profile.rounded(mean, longest / mean)
-    found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
-    fastest = min(found.values())
-    behind = {name: math.log(value / fastest) for name, value in found.items()}
-    call = _Call(batch, heads, seqlen_q, profile, page_size)
+    call = _Call(batch, heads, seqlen_q, Profile.rounded(mean, longest / mean), page_size)
     given = (torch.bfloat16, rule.RANK, rule.ROPE, seqlen_q * heads, page_size)
     plain_kernel = 1.0
     if rule.plain_kernel_because(*given) is None:
         plain_kernel = _PLAIN_KERNEL_GATHERED if rule.must_gather(PLAIN, page_size) else _PLAIN_KERNEL
-    return _Measured(call.place, behind, plain_kernel)
+    for gpu, milliseconds in zip(gpus, columns, strict=True):
+        found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
+        if found:
+            fastest = min(found.values())
+            behind = {name: math.log(value / fastest) for name, value in found.items()}
+            yield _Measured(gpu, call.place, behind, plain_kernel)
 
 
 @functools.cache
 def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
-    return tuple(_parsed(line) for line in MEASURED.get(capability, "").split("\n") if line)
+    gpus, lines = MEASURED.get(capability, ((), ""))
+    return tuple(measured for line in lines.split("\n") if line for measured in _parsed(gpus, line))
 
 
 def order(

@@ -54,7 +54,7 @@ def chosen(call: DecodeRequest, platform: Platform, environ: dict[str, str] | No
 
 
 def with_table(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr(decode_preference, "MEASURED", {(9, 0): "\n".join(("", *lines, ""))})
+    monkeypatch.setattr(decode_preference, "MEASURED", {(9, 0): (("H200",), "\n".join(("", *lines, "")))})
     decode_preference._table.cache_clear()
     monkeypatch.setattr(decode_preference, "_table", decode_preference._table.__wrapped__)
 
@@ -228,8 +228,11 @@ def test_every_name_in_the_table_is_a_backend() -> None:
         assert set(order) <= set(BUILTIN_BACKENDS)
 
 
-def kept_result(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "benchmarks" / "results" / f"{name}_NVIDIA_H200.json"
+GPUS = {"NVIDIA H200": "NVIDIA_H200", "NVIDIA H100 80GB HBM3": "NVIDIA_H100_80GB_HBM3"}
+
+
+def kept_result(name: str, device_name: str) -> list[dict[str, Any]]:
+    path = ROOT / "benchmarks" / "results" / f"{name}_{GPUS[device_name]}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
 
@@ -252,10 +255,10 @@ def test_the_table_is_the_kept_result() -> None:
     assert set(decode_preference.FUSED) == set(decode_measured.BACKENDS)
 
 
-def behind(row: dict[str, Any], missing: tuple[str, ...]) -> float | None:
+def behind(row: dict[str, Any], missing: tuple[str, ...], device_name: str) -> float | None:
     """The best of those that are left over the choice among them; None if none is left."""
     left = {name: ms for name, ms in row["ms"].items() if name not in missing}
-    order = decode_preference.measured_order(asked_in(row), gpu())
+    order = decode_preference.measured_order(asked_in(row), gpu(device_name=device_name))
     chosen = next((name for name in order if name in left), None)
     return None if chosen is None else min(left.values()) / left[chosen]
 
@@ -263,10 +266,12 @@ def behind(row: dict[str, Any], missing: tuple[str, ...]) -> float | None:
 MISSING = [(), *((name,) for name in decode_measured.BACKENDS), ("flashmla", "flashinfer"), ("triton", "fa3")]
 
 
+@pytest.mark.parametrize("device_name", GPUS)
 @pytest.mark.parametrize("missing", MISSING, ids=str)
-def test_the_choice_is_the_best_that_is_left_in_every_measured_cell(missing: tuple[str, ...]) -> None:
+def test_the_choice_is_the_best_that_is_left_in_every_measured_cell(missing: tuple[str, ...], device_name: str) -> None:
     """Cells of which several share a place in the table decide together."""
-    shares = [share for row in kept_result("decode_preference") if (share := behind(row, missing)) is not None]
+    rows = kept_result("decode_preference", device_name)
+    shares = [share for row in rows if (share := behind(row, missing, device_name)) is not None]
     assert min(shares) >= 0.95
     assert math.prod(shares) ** (1 / len(shares)) >= 0.98
 
