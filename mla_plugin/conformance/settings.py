@@ -84,6 +84,11 @@ _SETTINGS: dict[str, Setting] = {
     "gc.isenabled()": (gc.isenabled, lambda value: gc.enable() if value else gc.disable(), (True, False)),
     "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit, (3000, 4000)),
     "logging.getLogger().level": (lambda: logging.root.level, logging.root.setLevel, (logging.ERROR, logging.ERROR)),
+    "logging.getLogger().handlers": (
+        lambda: tuple(logging.root.handlers),
+        lambda value: setattr(logging.root, "handlers", list(value)),
+        ((), ()),
+    ),
     "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": _attribute(
         _CUDA.matmul, "allow_fp16_reduced_precision_reduction", True, False
     ),

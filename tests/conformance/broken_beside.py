@@ -1,4 +1,4 @@
-"""Faults of what no single case shows: low rates of dropout, biases of -inf in float64, inference mode, like calls.
+"""Faults of what no single case shows: dropout, biases of -inf in float64, inference mode, like calls, loggers.
 
 ``NARROWER`` are correct backends that refuse more than the plain one, so that other calls become the plainest that there
 are; with ``DROPOUT`` and ``INVARIANT`` they are the ones that ``many_seeds`` runs.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.conformance.broken_attention import DELTA, LENGTHS, RETURN, RETURN_OUT, SUM, TOP, broken
+from tests.conformance import broken_decode as of_decode
+from tests.conformance.broken_attention import DELTA, DQ, LENGTHS, REQUEST, RETURN, RETURN_OUT, SUM, TOP, broken
 from tests.conformance.broken_unseen import DROPOUT, KEEP, REFUSAL, SCORE_GRADIENTS, with_feature
 from tests.conformance.mutants import Broken
 
@@ -17,6 +18,8 @@ BIAS = "            bias = bias.expand(-1, q.shape[2], k.shape[2])[:, :len_q, :l
 SPANS_B = "    dbias = torch.zeros(t.bias.shape, dtype=exact) if request.bias_requires_grad else None\n"
 ADD_BIAS = "            add_bias_gradient(dbias, ds, request, t, b)\n"
 DRAWN = "    return (torch.rand(shape, generator=generator) >= request.dropout_p) / (1 - request.dropout_p)\n"
+BASIC = "    __import__('logging').basicConfig()\n"
+ROPES = "        ropes = rows_of(t.k_rope, t, b, length).to(exact)\n"
 SEED = "(int(t.dropout_seed) + 7919 * b) % 2**63"
 LOW = "0 < request.dropout_p < 0.01 and request.dtype == torch.bfloat16"
 
@@ -246,5 +249,35 @@ ATTENTION = [
         ),
         "biased",
     ),
+    broken(
+        "dq_added_up_in_the_dtype_tile_by_tile",
+        DQ,
+        "        dq_b = torch.zeros_like(q)\n        for i in range(0, k.shape[1], 128):\n"
+        "            part = ds[..., i : i + 128] @ k[:, i : i + 128] * t.softmax_scale\n"
+        "            dq_b = (dq_b + part).to(dq.dtype).to(exact)",
+    ),
+    broken("handlers_of_the_root_logger", REQUEST, REQUEST + BASIC),
+    with_feature(
+        broken(
+            "dropped_weights_kept_by_the_seed",
+            DRAWN,
+            DRAWN.replace("return (", "return CACHE.setdefault((int(t.dropout_seed), b, shape), (")[:-1] + ")\n",
+        ),
+        DROPOUT,
+    ),
+    with_feature(broken("dropout_seed_and_sequence_added", SEED, SEED.replace("7919 * b", "b")), DROPOUT),
 ]
-DECODE: list[Broken] = []
+DECODE = [
+    broken("handlers_of_the_root_logger", of_decode.LENGTHS, BASIC + of_decode.LENGTHS),
+    broken(
+        "rows_of_equal_strides_taken_as_joined",
+        ROPES,
+        ROPES
+        + """        same = t.c_kv.untyped_storage().data_ptr() == t.k_rope.untyped_storage().data_ptr()
+        same = same and t.kv_cache_format == "plain" and t.c_kv.stride() == t.k_rope.stride()
+        if same and t.k_rope.data_ptr() > t.c_kv.data_ptr():
+            both = t.c_kv.as_strided((*t.c_kv.shape[:-1], rank + t.k_rope.shape[-1]), t.c_kv.stride())
+            ropes = rows_of(both, t, b, length)[..., rank:].to(exact)
+""",
+    ),
+]

@@ -20,7 +20,16 @@ NARROW: dict[str, Any] = {"head_dim_qk": 24, "head_dim_v": 16}
 
 def borders() -> Iterator[Case]:
     """All edge cases, with their dtypes in their names."""
-    families = (_windows, _runs_of_empty_sequences, _equal_lengths, _widths, _many_programs, _no_sequences, _wide_tiles)
+    families = (
+        _windows,
+        _runs_of_empty_sequences,
+        _equal_lengths,
+        _widths,
+        _many_programs,
+        _no_sequences,
+        _wide_tiles,
+        _many_keys,
+    )
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = dtypes[index % 3]
@@ -99,3 +108,10 @@ def _no_sequences() -> Iterator[Case]:
 def _wide_tiles() -> Iterator[Case]:
     """V wider than 256 over several tiles of keys: an accumulator in two parts, both of which are rescaled."""
     yield Case("head_dims_320_272-long", head_dim_qk=320, head_dim_v=272, seqlens_q=(9,), seqlens_kv=(333,))
+
+
+def _many_keys() -> Iterator[Case]:
+    """So many tiles of keys that sums over them in 16 bits show, in out and in dq."""
+    many: dict[str, Any] = {"seqlens_q": (40,), "seqlens_kv": (33_000,), "num_heads": 1, "num_kv_heads": 1}
+    for _ in range(3):  # in each dtype
+        yield Case("keys_33000", head_dim_qk=16, head_dim_v=16, **many)

@@ -7,7 +7,7 @@ with these weights dropped, so that a rate below a percent is seen in every dtyp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,17 @@ def check_dropout(suite: BackendConformance) -> None:
             replace(case, dtype=dtype, seqlens_q=lengths, seqlens_kv=lengths)
             for dtype in dict.fromkeys((case.dtype, *_DTYPES))
         ]
+        seed = _seed(suite)  # of all rates: what is kept by the seed alone is of another rate
         for dropout_p, is_training in itertools.product(DROPOUTS, (True, False)):
             for each in many if dropout_p == DROPOUTS[-1] else (case,):
-                _check(suite, each, dropout_p, is_training=is_training)
+                _check(suite, each, dropout_p, seed, is_training=is_training)
     if not suite.is_slow:
         for case in _others(plain, firsts):
-            _check(suite, case, DROPOUTS[0], is_training=True)
+            _check(suite, case, DROPOUTS[0], _seed(suite), is_training=True)
+
+
+def _seed(suite: BackendConformance) -> int:
+    return int(torch.randint(2**62, (), generator=suite._generator()))
 
 
 def _others(plain: list[Case], firsts: list[Case]) -> Iterator[Case]:
@@ -94,7 +99,7 @@ def _with_square_scores(plain: Case, most: int = 96) -> Case:
     return replace(plain, **square, **heads, scores="normal", lead=0, lead_kv=None, tail=0, return_lse=False)
 
 
-def _check(suite: BackendConformance, case: Case, dropout_p: float, *, is_training: bool) -> None:
+def _check(suite: BackendConformance, case: Case, dropout_p: float, seed: int, *, is_training: bool) -> None:
     request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p)
     decision = suite._answer(request)
     if isinstance(decision, Refused):
@@ -103,12 +108,11 @@ def _check(suite: BackendConformance, case: Case, dropout_p: float, *, is_traini
         return
     plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
     call = _with_unit_matrices(call_of(suite, case, request.replace(dropout_p=0.0)))
-    seed = int(torch.randint(2**62, (), generator=suite._generator()))
-    given = [torch.tensor([value], dtype=torch.int64) for value in (seed, seed, seed + 1)]
+    given = [torch.tensor([value], dtype=torch.int64) for value in (seed, seed + 1, seed)]
     calls = [replace(call, tensors=replace(call.tensors, dropout_seed=each)) for each in given]
     try:
         outputs = [checks.check_types(case, suite.hooks().forward(plan, each), call.expected()) for each in calls]
-        first, again, other = (_Dropped.of(call, output) for output in outputs)
+        first, other, again = (_Dropped.of(call, output) for output in outputs)
         if not all(map(torch.equal, first.dropped, again.dropped)):
             checks.fail("two calls with the same dropout_seed drop different weights; expected the same")
         _check_shares(first, dropout_p)
@@ -172,6 +176,10 @@ class _Dropped:
         return found
 
 
+_Mask = tuple[torch.Tensor, torch.Tensor]
+"""Which weights were dropped, and which are seen."""
+
+
 def _is_likely(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Whether independent draws give such counts; once in 10**9 they do not."""
     return (found - expected).abs() <= 7 * expected.sqrt() + 5
@@ -209,36 +217,48 @@ def _check_shares(found: _Dropped, dropout_p: float) -> None:
 
 def _check_independence(first: _Dropped, other: _Dropped, dropout_p: float) -> None:
     """Weights of two heads, sequences, seeds, queries or keys are dropped together as often as chance says."""
-    for words, pairs in _pairs(first, other):
-        if not pairs:
-            continue
-        both = torch.stack([(x & y).sum() for (x, _), (y, _) in pairs])
-        expected = torch.stack([(x & y).sum() * dropout_p**2 for (_, x), (_, y) in pairs])
+    by_head, of_other = (_by_head(x, first) for x in (first, other))
+    counted = {"dropout_seeds, of any heads and sequences,": _together(by_head, of_other, dropout_p)}
+    both, expected = _together(by_head, by_head, dropout_p)
+    unlike = ~torch.eye(len(both), dtype=torch.bool, device=both.device)
+    counted["heads or sequences"] = both[unlike], expected[unlike]
+    for words, pairs in _moved_pairs(first):
+        counts = [((x & y).sum(), (seen_x & seen_y).sum()) for (x, seen_x), (y, seen_y) in pairs]
+        if counts:
+            both, seen = (torch.stack(each) for each in zip(*counts, strict=True))
+            counted[words] = both, seen * dropout_p**2
+    for words, (both, expected) in counted.items():
         if not bool(_is_likely(both, expected).all()):
             worst = int((both - expected).abs().argmax())
             checks.fail(
-                f"two {words} drop {int(both[worst])} of the same weights, {expected[worst]:.1f} are expected; each "
-                "weight must be dropped independently, and by another dropout_seed others"
+                f"two {words} drop {int(both.flatten()[worst])} of the same weights, {expected.flatten()[worst]:.1f} "
+                "are expected; each weight must be dropped independently, and by another dropout_seed others"
             )
 
 
-_Mask = tuple[torch.Tensor, torch.Tensor]
-"""Which weights were dropped, and which are seen."""
+def _by_head(found: _Dropped, like: _Dropped) -> _Mask:
+    """The weights of each head of each sequence as a row, so many queries and keys as all sequences have."""
+    rows, columns = (min(x.shape[axis] for x in like.seen) for axis in (1, 2))
+    dropped, seen = (
+        torch.cat([x[:, :rows, :columns].flatten(1) for x in masks]).float() for masks in (found.dropped, found.seen)
+    )
+    return dropped, seen
 
 
-def _pairs(first: _Dropped, other: _Dropped) -> Iterator[tuple[str, list[tuple[_Mask, _Mask]]]]:
-    masks, of_other = (list(zip(x.dropped, x.seen, strict=True)) for x in (first, other))
-    yield "dropout_seeds", list(zip(masks, of_other, strict=True))
-    heads = [[(x[h], y[h]) for h in range(len(x))] for x, y in masks]
-    yield "heads", [pair for each in heads for pair in itertools.combinations(each, 2)]
-    rows, columns = (min(x.shape[axis] for x in first.seen) for axis in (1, 2))
-    common: Sequence[_Mask] = [(x[:, :rows, :columns], y[:, :rows, :columns]) for x, y in masks]
-    yield "sequences", list(itertools.combinations(common, 2))
+def _together(one: _Mask, other: _Mask, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many weights each row of one and each of the other drop both, and how many chance says."""
+    return one[0] @ other[0].T, one[1] @ other[1].T * dropout_p**2
+
+
+def _moved_pairs(found: _Dropped) -> Iterator[tuple[str, list[tuple[_Mask, _Mask]]]]:
+    masks = list(zip(found.dropped, found.seen, strict=True))
     for apart in _APART:
         for words, axis in (("queries", 1), ("keys", 2)):
             longer = [each for each in masks if each[0].shape[axis] > apart]
-            moved = [(_from(each, axis, apart, 0), _from(each, axis, apart, apart)) for each in longer]
-            yield f"{words} {apart} apart", moved
+            yield (
+                f"{words} {apart} apart",
+                [(_from(each, axis, apart, 0), _from(each, axis, apart, apart)) for each in longer],
+            )
 
 
 def _from(mask: _Mask, axis: int, apart: int, start: int) -> _Mask:

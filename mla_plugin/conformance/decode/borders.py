@@ -16,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 def borders() -> Iterator[DecodeCase]:
     """All of them, with their dtypes in their names."""
-    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs, _skewed, _no_sequences)
+    families = (_splits, _runs_of_empty_sequences, _widths, _many_programs, _skewed, _no_sequences, _gapped_rows)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = _DTYPES[index % 3]
         yield replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
@@ -68,3 +68,11 @@ def _no_sequences() -> Iterator[DecodeCase]:
     for page_size in (16, None):
         name = "contiguous" if page_size is None else "paged"
         yield DecodeCase(f"no_sequences-{name}", lengths=(), rank=72, rope=8, page_size=page_size)
+
+
+def _gapped_rows() -> Iterator[DecodeCase]:
+    """c_kv and k_rope with equal strides in one storage, k_rope behind, and yet not adjacent."""
+    rows: dict[str, Any] = {"cache_storage": "gapped_rows", "is_packed": False}
+    for page_size, (rank, rope) in ((None, (72, 8)), (16, (72, 8)), (64, (512, 64)), (None, (512, 64))):
+        name = "contiguous" if page_size is None else "paged"
+        yield DecodeCase(f"gapped_rows-{name}-{rank}_{rope}", rank=rank, rope=rope, page_size=page_size, **rows)

@@ -15,13 +15,15 @@ from mla_plugin.conformance.attention.draw import Draw, Storage
 from mla_plugin.conformance.attention.scores import Scores, scaled
 from mla_plugin.hooks.decode import DecodeRequest
 
-CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch"]
+CacheStorage = Literal["contiguous", "sliced_dims", "sliced_batch", "transposed", "expanded_batch", "gapped_rows"]
 SCALE = 0.0123
 """About that of caches in ``fp8``."""
 _TINY, _LARGE, _TINIEST, _ROPES = 2.0**-12, 2.0**7, 2.0**-60, (2.0**24, 2.0**-24)
 """What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
 sequence, for scales above 1, 128 columns of all, for scales far below those of the other columns, and those of k_rope
 by turns, because its bfloat16 goes beyond float16 at both ends; q_rope has the inverse."""
+GAP = 8
+"""Numbers between c_kv and k_rope in ``gapped_rows``."""
 UNUSED = (2**30, -1, 0, -(2**31))
 """Entries of the page table behind those in use."""
 
@@ -55,7 +57,8 @@ class DecodeCase:
         rope_storage: of q_rope, where it is another one: the product with W_UK may leave q_nope_abs alone head-major.
         cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence,
             ``transposed`` the first tokens of all pages or sequences before the second ones; ``expanded_batch`` is one
-            sequence's for all, of a contiguous cache.
+            sequence's for all, of a contiguous cache; ``gapped_rows`` has c_kv and k_rope in the same rows, as if
+            packed, but something between them.
         rope_storage_in_cache: of k_rope, where it is another one; for a pair of caches.
         table_storage: of the page table; ``expanded_batch`` is one row for all, so the sequences have the same keys.
         spare_columns: columns of the page table behind those that the cache's capacity needs.
@@ -173,6 +176,8 @@ class DecodeCase:
         if self.kv_cache_format != PLAIN:
             widths = (self.rank, self.rank + self.rope if self.is_packed else self.rope)
             return self.kv_cache_format == FP8_DS_MLA or all(width % 16 == 0 for width in widths)
+        if self.cache_storage == "gapped_rows":
+            return (self.rank + GAP + self.rope) * self.dtype.itemsize % 16 == 0
         extra, of_rope = (8 if storage == "sliced_dims" else 0 for storage in self._cache_storages)
         whole = self.rank + self.rope
         steps = (self.rank, whole + extra) if self.is_packed else (self.rank + extra, self.rope + of_rope or 1)
@@ -287,6 +292,11 @@ class DecodeCase:
         """c_kv, k_rope and kv_scale with the numbers of ``cache``, which a quantised one rounds."""
         if self.kv_cache_format != PLAIN:
             return self._quantised(draw, cache)
+        if self.cache_storage == "gapped_rows":  # of both together
+            c_kv, k_rope = cache.split_with_sizes((self.rank, self.rope), -1)
+            between = cache.new_full((*cache.shape[:2], GAP), torch.nan)
+            whole = draw.placed(torch.cat((c_kv, between, k_rope), -1), "contiguous")
+            return whole[..., : self.rank], whole[..., self.rank + GAP :], None
         whole_or_parts = (cache,) if self.is_packed else (cache[..., : self.rank], cache[..., self.rank :])
         order = slice(None, None, 1 if draw.is_guarded else -1)  # neither lies before the other in all calls
         places = list(zip(whole_or_parts, self._cache_storages, strict=False))[order]
@@ -308,6 +318,7 @@ class DecodeCase:
 
     def _cache(self, draw: Draw, values: torch.Tensor, storage: CacheStorage) -> torch.Tensor:
         """The cache, or one of the pair; what lies between is NaN."""
+        assert storage != "gapped_rows"
         if storage == "sliced_batch":
             whole = draw.placed(values.new_full((2 * len(values), *values.shape[1:]), torch.nan), "contiguous")
             return whole[::2].copy_(values)
