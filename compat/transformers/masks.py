@@ -172,8 +172,8 @@ def _decode_mask(
     that is a token. It has four dimensions because transformers takes a mask of two for tokens, when ``generate`` makes
     it ahead of the model.
 
-    The ranges stay on the device. That there is no other padding is read from it once per forward; without an
-    ``attention_mask`` nothing is read, and the position in a static cache never is.
+    The ranges stay on the device. Whether there is padding is read from it once per forward, and with padding once more
+    whether that is at the left; without an ``attention_mask`` nothing is read, and the position in a static cache never.
     """
     end = q_offset + q_length - kv_offset
     first: int | torch.Tensor = 0
@@ -182,13 +182,15 @@ def _decode_mask(
         if torch.compiler.is_compiling():
             return False, None
         tokens = attention_mask[:, kv_offset : kv_offset + kv_length]
-        position = torch.arange(tokens.shape[1], device=tokens.device)
-        tokens = tokens & (position < end)
-        first = end - tokens.sum(1)
-        in_range = (position >= first[:, None]) & (position < end)
-        is_range, is_padded = torch.stack(((tokens == in_range).all(), first.any())).tolist()
-        if not is_range:
-            return False, None
+        # A step over short contexts takes the host's time for its operations: few of them where there is no padding.
+        if not _are_all_tokens(tokens, end):
+            position = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens = tokens & (position < end)
+            first = end - tokens.sum(1)
+            in_range = (position >= first[:, None]) & (position < end)
+            is_range, is_padded = torch.stack(((tokens == in_range).all(), first.any())).tolist()
+            if not is_range:
+                return False, None
     if not is_padded and not isinstance(end, torch.Tensor) and end == kv_length:
         return True, None
     ranges = torch.empty(1, 1, 2 if is_padded else 1, batch_size, dtype=torch.int32, device=device)
@@ -196,6 +198,14 @@ def _decode_mask(
     if is_padded:
         ranges[:, :, 1] = first
     return True, ranges
+
+
+def _are_all_tokens(tokens: torch.Tensor, end: int | torch.Tensor) -> bool:
+    """Whether there is a token at every position up to ``end``, as far as a mask without a padded position tells it."""
+    reaches = end <= tokens.shape[1]
+    if isinstance(reaches, torch.Tensor):
+        return bool(tokens.all() & reaches)
+    return reaches and bool(tokens.all())
 
 
 def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:

@@ -103,16 +103,30 @@ def test_without_an_attention_mask_nothing_is_read(kv_length):
     assert (mask.shape, mask.dtype, mask.device.type) == ((1, 1, 1, 2), torch.int32, "meta")
 
 
-def test_an_attention_mask_is_read_once(monkeypatch):
+@pytest.mark.parametrize("end", [2, torch.tensor(2)], ids=["growing", "static"])
+@pytest.mark.parametrize(("padding", "expected"), [(0, ["__bool__"]), (1, ["__bool__", "tolist"])])
+def test_an_attention_mask_is_read_once_and_for_padding_again(monkeypatch, padding, expected, end):
     reads = []
     for name in ("__bool__", "__int__", "item", "tolist", "cpu", "__index__"):
         method = getattr(torch.Tensor, name)
         monkeypatch.setattr(
             torch.Tensor, name, lambda x, *a, name=name, method=method: reads.append(name) or method(x, *a)
         )
-    mask = torch.tensor([[False, True, True], [True, True, True]])
-    adapter.attention_mask_for(**arguments(1, 5, torch.tensor(2), attention_mask=mask))
-    assert reads == ["tolist"]
+    mask = torch.tensor([[not padding, True, True], [True, True, True]])
+    adapter.attention_mask_for(**arguments(1, 5, end, attention_mask=mask))
+    assert reads == expected
+
+
+@pytest.mark.parametrize("end", [6, torch.tensor(6)], ids=["int", "tensor"])
+@pytest.mark.parametrize("length", [5, 7, 9])
+def test_a_mask_of_ones_that_ends_before_the_query_or_after_it(length, end):
+    """Of seven keys: a shorter mask hides the rest of them."""
+    ones = torch.ones(2, length, dtype=torch.bool)
+    found = adapter.attention_mask_for(**arguments(1, 9, end, attention_mask=ones))
+    if length >= 7:
+        assert found.tolist() == [[[[7, 7]]]]
+    else:
+        assert found.ndim != 4 or found.dtype != torch.int32
 
 
 def test_a_traced_model_reads_nothing(monkeypatch):
