@@ -100,6 +100,8 @@ def check_device_type(device_type: object) -> None:
 
 def check_count(name: str, value: object, least: int = 0) -> None:
     """Check that the value is an integer, not a bool, and at least ``least``."""
+    if type(value) is int and value >= least:  # a growing cache makes a request at each step: isinstance is slow here
+        return
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}={value!r}; expected an int")
     if value < least:
