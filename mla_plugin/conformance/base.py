@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_plugin.conformance import checks
+from mla_plugin.conformance import checks, settings
 from mla_plugin.conformance.attention.case import PADDING_POISON
 from mla_plugin.conformance.watch import check_same_in_other_environments, random_state_kept
 from mla_plugin.device import platform
@@ -113,6 +113,19 @@ class Suite:
         answers = self._manager().caller("select_backend", self.backend)(request=request, platform=self.platform())
         answer = answers[0] if len(answers) == 1 else None
         return if_it_reads_the_cache(answer, request) if isinstance(answer, Accepted | Refused) else answer
+
+    def check_answers_under_other_settings(self, requests: Iterable[AttentionRequest | DecodeRequest]) -> None:
+        """Fail unless ``select_backend`` answers each as before: its answer is kept for all calls of the request."""
+        asked = list(dict.fromkeys(requests))
+        answers = [self._answer(request) for request in asked]
+        with settings.unusual_settings():
+            others = [self._answer(request) for request in asked]
+        for request, answer, other in zip(asked, answers, others, strict=True):
+            if other != answer:
+                checks.fail(
+                    f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; "
+                    f"expected one, for {request}"
+                )
 
     def _repeats(self, name: str) -> bool:
         """Whether a case makes a second call and one through the library: for a slow backend one case in four does."""

@@ -232,7 +232,7 @@ def settings_kept() -> Iterator[None]:
 
 def read_often() -> dict[str, Any]:
     """Settings that may be looked at before each operator: another thread sees them changed even for a while."""
-    return {name: _SETTINGS[name][0]() for name in _READ_OFTEN}
+    return {name: _SETTINGS[name][0]() for name in _READ_OFTEN} | {"torch.initial_seed()": torch.initial_seed()}
 
 
 def check_read_often(before: dict[str, Any]) -> None:

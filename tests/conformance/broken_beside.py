@@ -266,9 +266,38 @@ ATTENTION = [
         DROPOUT,
     ),
     with_feature(broken("dropout_seed_and_sequence_added", SEED, SEED.replace("7919 * b", "b")), DROPOUT),
+    with_feature(
+        broken("dropout_seed_in_32_bits", SEED, SEED.replace("(int(t.dropout_seed)", "(int(t.dropout_seed) % 2**32")),
+        DROPOUT,
+    ),
+    with_feature(
+        broken(
+            "dropout_by_the_global_generator_in_between",
+            DRAWN,
+            "    with torch.random.fork_rng(devices=[]):\n        torch.manual_seed(generator.initial_seed())\n"
+            "        return (torch.rand(shape) >= request.dropout_p) / (1 - request.dropout_p)\n",
+        ),
+        DROPOUT,
+    ),
+    broken(
+        "deterministic_by_one_thread_alone",
+        REFUSALS,
+        REFUSALS + "    if request.deterministic and torch.get_num_threads() > 1:\n"
+        "        yield 'deterministic=True with several threads, expected one'\n",
+    ),
+    broken(
+        "sequences_and_heads_beyond_16_bits",
+        REQUEST,
+        REQUEST + "    assert request.batch_size * request.num_heads < 2**16, 'invalid configuration argument'\n",
+    ),
 ]
 DECODE = [
     broken("handlers_of_the_root_logger", of_decode.LENGTHS, BASIC + of_decode.LENGTHS),
+    broken(
+        "sequences_and_heads_beyond_16_bits",
+        of_decode.LENGTHS,
+        of_decode.LENGTHS + "\n    assert batch * heads < 2**16, 'invalid configuration argument'",
+    ),
     broken(
         "rows_of_equal_strides_taken_as_joined",
         ROPES,

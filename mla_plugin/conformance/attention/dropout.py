@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DROPOUTS = (0.25, 0.1, 0.003)
 """The last is less than what 8 bits of a random number tell apart."""
 _DTYPES = (torch.float32, torch.bfloat16)
+_OTHER_SEEDS = (1, 2**32, 2**48, 2**61)
+"""Bits of the seed: a change of each must give other weights."""
 _MORE = 4
 """Times the sequences of a low rate: in bfloat16 the roundings of fewer explain a factor of 0.997."""
 _HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
@@ -55,12 +57,14 @@ def check_dropout(suite: BackendConformance) -> None:
             for dtype in dict.fromkeys((case.dtype, *_DTYPES))
         ]
         seed = _seed(suite)  # of all rates: what is kept by the seed alone is of another rate
+        others = itertools.cycle(seed ^ bit for bit in _OTHER_SEEDS)
         for dropout_p, is_training in itertools.product(DROPOUTS, (True, False)):
             for each in many if dropout_p == DROPOUTS[-1] else (case,):
-                _check(suite, each, dropout_p, seed, is_training=is_training)
+                _check(suite, each, dropout_p, (seed, next(others)), is_training=is_training)
     if not suite.is_slow:
         for case in _others(plain, firsts):
-            _check(suite, case, DROPOUTS[0], _seed(suite), is_training=True)
+            seed = _seed(suite)
+            _check(suite, case, DROPOUTS[0], (seed, seed ^ 1), is_training=True)
 
 
 def _seed(suite: BackendConformance) -> int:
@@ -99,7 +103,9 @@ def _with_square_scores(plain: Case, most: int = 96) -> Case:
     return replace(plain, **square, **heads, scores="normal", lead=0, lead_kv=None, tail=0, return_lse=False)
 
 
-def _check(suite: BackendConformance, case: Case, dropout_p: float, seed: int, *, is_training: bool) -> None:
+def _check(
+    suite: BackendConformance, case: Case, dropout_p: float, seeds: tuple[int, int], *, is_training: bool
+) -> None:
     request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p)
     decision = suite._answer(request)
     if isinstance(decision, Refused):
@@ -108,7 +114,7 @@ def _check(suite: BackendConformance, case: Case, dropout_p: float, seed: int, *
         return
     plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
     call = _with_unit_matrices(call_of(suite, case, request.replace(dropout_p=0.0)))
-    given = [torch.tensor([value], dtype=torch.int64) for value in (seed, seed + 1, seed)]
+    given = [torch.tensor([value], dtype=torch.int64) for value in (*seeds, seeds[0])]
     calls = [replace(call, tensors=replace(call.tensors, dropout_seed=each)) for each in given]
     try:
         outputs = [checks.check_types(case, suite.hooks().forward(plan, each), call.expected()) for each in calls]

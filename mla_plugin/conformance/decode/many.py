@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.decode.suite import DecodeConformance
 
 LENGTHS = (1, 3, 0, 2, 5, 1, 4)
-TIMES = 630
-"""4,410 sequences."""
+TIMES, HEADS = 630, 16
+"""4,410 sequences, and 70,560 of them and of heads, which exceed a CUDA grid's second and third dimension."""
 _OF_SEQUENCES = ("q_nope_abs", "q_rope", "page_table", "seqlens_kv")
 
 
 def check_many_sequences(suite: DecodeConformance, plain: DecodeCase) -> None:
     """They share the pages, or have copies of the same cache."""
-    few = replace(plain, lengths=LENGTHS, leftpads=None, rows=None, seqlen_q=1, num_heads=2, scores="normal")
+    few = replace(plain, lengths=LENGTHS, leftpads=None, rows=None, seqlen_q=1, num_heads=HEADS, scores="normal")
     if not few.has_seqlens_kv:
         few = replace(few, lengths=(5,) * len(LENGTHS))
     many = replace(few, lengths=few.lengths * TIMES)
