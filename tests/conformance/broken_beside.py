@@ -20,7 +20,7 @@ ADD_BIAS = "            add_bias_gradient(dbias, ds, request, t, b)\n"
 DRAWN = "    return (torch.rand(shape, generator=generator) >= request.dropout_p) / (1 - request.dropout_p)\n"
 BASIC = "    __import__('logging').basicConfig()\n"
 ROPES = "        ropes = rows_of(t.k_rope, t, b, length).to(exact)\n"
-SEED = "(int(t.dropout_seed) + 7919 * b) % 2**63"
+SEED = "(seed + 7919 * b) % 2**63"
 LOW = "0 < request.dropout_p < 0.01 and request.dtype == torch.bfloat16"
 
 
@@ -85,7 +85,7 @@ MORE_OF_DROPOUT = [
     of_dropout(
         "seeds_beyond_int32_are_0",
         SEED,
-        SEED.replace("int(t.dropout_seed)", "(int(t.dropout_seed) if int(t.dropout_seed) < 2**31 else 0)"),
+        SEED.replace("seed", "(seed if int(t.dropout_seed) < 2**31 else 0)"),
     ),
     of_draw("more_are_dropped_and_not_made_up_for", "keep = keep * (torch.rand(shape, generator=generator) >= 0.05)"),
 ]
@@ -126,7 +126,7 @@ ATTENTION = [
         "sequences_drop_alike_but_for_one_query",
         "keep[:, 1:] = torch.rand(shape, generator=generator.manual_seed(int(t.dropout_seed)))[:, 1:] >= request.dropout_p",
     ),
-    of_dropout("the_seed_counts_by_twos", SEED, SEED.replace("int(t.dropout_seed)", "int(t.dropout_seed) // 2")),
+    of_dropout("the_seed_counts_by_twos", SEED, SEED.replace("seed", "seed // 2")),
     of_dropout(
         "delta_is_dropped_too",
         SCORE_GRADIENTS.replace("do @ v.mT", "do @ v.mT * keep"),
@@ -267,7 +267,7 @@ ATTENTION = [
     ),
     with_feature(broken("dropout_seed_and_sequence_added", SEED, SEED.replace("7919 * b", "b")), DROPOUT),
     with_feature(
-        broken("dropout_seed_in_32_bits", SEED, SEED.replace("(int(t.dropout_seed)", "(int(t.dropout_seed) % 2**32")),
+        broken("dropout_seed_in_32_bits", SEED, SEED.replace("seed", "int(t.dropout_seed)")),
         DROPOUT,
     ),
     with_feature(

@@ -26,7 +26,8 @@ DROPOUT = (
         """def drawn(request, t, b, shape):
     if not request.dropout_p:
         return torch.ones(shape)
-    generator = torch.Generator().manual_seed((int(t.dropout_seed) + 7919 * b) % 2**63)
+    seed = int(t.dropout_seed) ^ int(t.dropout_seed) >> 32
+    generator = torch.Generator().manual_seed((seed + 7919 * b) % 2**63)
     return (torch.rand(shape, generator=generator) >= request.dropout_p) / (1 - request.dropout_p)
 
 

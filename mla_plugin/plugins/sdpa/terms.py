@@ -77,7 +77,8 @@ def _generator(request: AttentionRequest, tensors: AttentionTensors) -> torch.Ge
         raise ValueError(
             f"dropout_p={request.dropout_p} without dropout_seed; give an int64 [1] CPU tensor, the same to both passes"
         )
-    return torch.Generator(tensors.q.device).manual_seed(int(tensors.dropout_seed))
+    seed = int(tensors.dropout_seed)
+    return torch.Generator(tensors.q.device).manual_seed(seed ^ seed >> 32)  # the CPU's ignores the upper 32 bits
 
 
 def _four_dimensional(x: torch.Tensor | None) -> torch.Tensor | None:
