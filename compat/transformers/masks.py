@@ -173,7 +173,8 @@ def _decode_mask(
     it ahead of the model.
 
     The ranges stay on the device. Whether there is padding is read from it once per forward, and with padding once more
-    whether that is at the left; without an ``attention_mask`` nothing is read, and the position in a static cache never.
+    whether that is at the left; without an ``attention_mask`` nothing is read, and the position in a static cache never
+    is.
     """
     end = q_offset + q_length - kv_offset
     first: int | torch.Tensor = 0
