@@ -12,6 +12,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import random
 import sys
 import unittest
@@ -131,6 +132,7 @@ def first_catch(operation: str, fault: Broken) -> tuple[str, str] | None:
 def main(operations: list[str], names: list[str]) -> int:
     """Search, print and keep."""
     torch.set_num_threads(1)
+    logging.root.addHandler(logging.NullHandler())  # as under pytest, which has its own
     caught = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {name: {} for name in SUITES}
     missed = 0
     for operation in operations:

@@ -89,7 +89,7 @@ class Emulated(JudgedForCuda):
     refuses = MappingProxyType(
         {
             **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("128/64", "96/16", "320/64", "72/8", "72/24", "13/7")},
-            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("64/16", "136/0", "24/24", "8/8", "24/0")},
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("64/16", "136/0", "24/24", "40/56", "8/8", "24/0")},
             "ranks=512/0": "qk_rope_head_dim=0",
             "ranks=128/0": "kv_lora_rank=128",
             "leftpad": "has_leftpad_kv=True",
