@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,26 @@ COLORS = {
     "a2a": "#7a5cc4",
 }
 PACKAGES = ("vllm", "transformer_engine", "torch", "triton", "transformers")
+"""Whose versions stand below figures and above tables, where the results have them."""
 GREY = "#8a8f98"
 INK = {"light": "#24292f", "dark": "#d7dce2"}
 
 Record = dict[str, Any]
 Curves = dict[str, list[tuple[float, float]]]
+
+
+class Ceiling(NamedTuple):
+    """The most that a GPU reaches.
+
+    Attributes:
+        value: in the unit of the axis; infinite where it is not known, and then not drawn.
+        what: it reaches it in, such as a matrix product.
+        source: ``measured`` or ``data sheet``.
+    """
+
+    value: float
+    what: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -131,34 +147,22 @@ def _lines(axis: Any, curves: Curves, unit: str, of: str, title: str, limit: Cei
 
 
 def _draw_ceiling(axis: Any, limit: Ceiling, unit: str) -> None:
+    if math.isinf(limit.value):
+        return
     axis.axhline(limit.value, linestyle=":", linewidth=1.2, color=GREY)
     label = f"{limit.what}, {limit.source}: {limit.value:,.0f} {unit.split(' of ')[0]}"
     axis.annotate(label, (0.02, limit.value), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
 
 
-class Ceiling(NamedTuple):
-    """What a GPU can do at most.
-
-    Attributes:
-        value: in the unit of the axis.
-        what: does so.
-        source: of the value.
-    """
-
-    value: float
-    what: str
-    source: str
-
-
 def ceiling(record: Record, which: str) -> Ceiling:
-    """``product_tflop_per_s`` or ``read_gb_per_s`` of the record's GPU, as measured, else by the data sheet."""
+    """``product_tflop_per_s`` or ``read_gb_per_s`` of the record's GPU, measured or by its data sheet."""
     gpu = record["gpu"].replace(" ", "_")
     path = RESULTS / f"ceilings_{gpu}.json"
     measured = json.loads(path.read_text()) if path.exists() else {}
     what = {"product_tflop_per_s": "matrix product", "read_gb_per_s": "reading memory"}[which]
     if which in measured:
         return Ceiling(measured[which], what, "measured")
-    return Ceiling(DATA_SHEET[gpu][which], what, "data sheet")
+    return Ceiling(DATA_SHEET.get(gpu, {}).get(which, math.inf), what, "data sheet")
 
 
 def _bars(axis: Any, groups: dict[str, dict[str, float]], unit: str, title: str) -> None:
@@ -274,8 +278,9 @@ def _transformers(record: Record, axes: Iterable[Any]) -> None:
             for name, value in row[field].items():
                 curves.setdefault(name, []).append((row["context"], value))
         _lines(axis, curves, unit, "tokens of context", title)
-        if field == "tokens_per_s":  # far above the curves: the host bounds a step of few layers
-            of_longest = _hugging_face_ceiling(record, max(row["context"] for row in _growing_alone(record)))
+        of_longest = _hugging_face_ceiling(record, max(row["context"] for row in _growing_alone(record)))
+        if field == "tokens_per_s" and math.isfinite(of_longest.value):
+            # far above the curves, because the host bounds a step of few layers: words instead of a line
             label = f"reading weights and the longest cache ({of_longest.source}): {of_longest.value:,.0f} {unit}"
             axis.annotate(label, (0.02, 0.02), xycoords="axes fraction", fontsize=8)
 
@@ -307,8 +312,9 @@ def _vllm(record: Record, axes: Iterable[Any]) -> None:
                     groups.setdefault(group, {})[name] = cell["tokens_per_s"] / cell["batch"]
                     limits[group] = memory.value * 1e9 / read
         _bars(axis, groups, "tokens/s of a request", f"vLLM, {context // 1024}k tokens of context")
-        label = f"reading weights and cache ({memory.source})"
-        axis.hlines(list(limits.values()), *_ends(len(limits)), linestyles=":", colors=GREY, label=label)
+        if math.isfinite(memory.value):
+            label = f"reading weights and cache ({memory.source})"
+            axis.hlines(list(limits.values()), *_ends(len(limits)), linestyles=":", colors=GREY, label=label)
 
 
 def _ends(groups: int) -> tuple[list[float], list[float]]:

@@ -185,9 +185,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_decode_example_passes_by_the_command(others: Path) -> None:
     """Its own test file, and the one command, with the timer around it."""
     tests = ROOT / "examples" / "third_party_decode" / "tests"
-    run_pytest(
-        others, "pytest", "-q", "-p", "no:cacheprovider", "-k", "not sizes", tests
-    )  # which take half of its time
+    run_pytest(others, "pytest", "-q", "-p", "no:cacheprovider", "-k", "not sizes", tests)  # which take half the time
     few = "thd or leftpad or paged-fp32"
     printed = run_pytest(others, "mla_plugin.conformance", "tokenwise", "--quick", "-k", few)
     assert re.search(r"decode +paged +computed", printed)

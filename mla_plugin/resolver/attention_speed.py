@@ -31,7 +31,7 @@ _OTHER_WORK = 8.0
 """Distance in doublings for packed sequences, and for a deterministic backward."""
 
 _OTHER_GPU = 0.1
-"""Squared distance added for another GPU of the same compute capability, so that the GPU's own results count first."""
+"""Squared distance of another GPU of the same compute capability."""
 
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
@@ -144,6 +144,11 @@ def _table(capability: tuple[int, int]) -> tuple[_Measured, ...]:
     return tuple(_parsed(gpu, line) for gpu, lines in gpus.items() for line in lines.split("\n") if line)
 
 
+def distance_of_gpu(gpu: str, platform: Platform) -> float:
+    """Squared distance of calls measured on ``gpu``, such as ``"H200"``: the platform's own results count first."""
+    return 0.0 if gpu in (platform.device_name or "").split() else _OTHER_GPU
+
+
 def lacks_hopper_kernels(platform: Platform) -> bool:
     """Whether our plain kernels run there where calls were measured with the Hopper kernels."""
     from mla_plugin.kernels.hopper.device import unfit_device_because
@@ -163,8 +168,7 @@ def _estimates(platform: Platform, place: Sequence[float], direction: str, is_pl
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}
     for row in _table(platform.compute_capability or (0, 0)):
-        distance = 0.0 if row.gpu in (platform.device_name or "").split() else _OTHER_GPU
-        distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
+        distance = distance_of_gpu(row.gpu, platform) + sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 3
         slower = _PLAIN_KERNELS.get(row.widths) if is_plain else None
         for name, value in row.behind[direction].items():

@@ -13,7 +13,7 @@ from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
-from mla_plugin.resolver.attention_speed import lacks_hopper_kernels
+from mla_plugin.resolver.attention_speed import distance_of_gpu, lacks_hopper_kernels
 from mla_plugin.resolver.decode_measured import BACKENDS, MEASURED
 from mla_plugin.resolver.preference import FALLBACK, by_priority
 
@@ -27,8 +27,6 @@ _WHOLE, _SMALL = 64, 16
 """Pages of 64 and more are read by descriptors, smaller ones token by token or in parts."""
 _OTHER_PAGES = 4.0
 """Distance between the two kinds of pages: as much as four doublings of the length."""
-_OTHER_GPU = 0.1
-"""Squared distance added for another GPU of the same compute capability, so that the GPU's own results count first."""
 _NEAR = 1e-3
 """Below this squared distance a single measured call decides."""
 _PLAIN_KERNEL, _PLAIN_KERNEL_GATHERED = 1.14, 1.28
@@ -54,8 +52,7 @@ def measured_times(request: DecodeRequest, platform: Platform) -> dict[str, floa
     place = _Call.of(request).place
     is_plain = lacks_hopper_kernels(platform)
     for row in _table(platform.compute_capability or (0, 0)):
-        distance = 0.0 if row.gpu in (platform.device_name or "").split() else _OTHER_GPU
-        distance += sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
+        distance = distance_of_gpu(row.gpu, platform) + sum((a - b) ** 2 for a, b in zip(place, row.place, strict=True))
         weight = 1 / (distance + _NEAR) ** 2
         for name, value in row.behind.items():
             if name == "triton" and is_plain:

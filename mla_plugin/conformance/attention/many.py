@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LENGTHS_Q, LENGTHS_KV = (1, 2, 0, 1, 2, 1, 1), (2, 1, 3, 3, 2, 0, 1)
 TIMES, HEADS = 630, 16
-"""4,410 sequences, and 70,560 of them and of heads, which exceed a CUDA grid's second and third dimension."""
+"""4,410 sequences. Times the heads they are 70,560, more than the second or third dimension of a CUDA grid holds."""
 
 
 def check_many_sequences(suite: BackendConformance) -> None:

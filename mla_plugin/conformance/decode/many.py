@@ -10,6 +10,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeLengths
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.many import HEADS, TIMES
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.decode.suite import DecodeConformance
 
 LENGTHS = (1, 3, 0, 2, 5, 1, 4)
-TIMES, HEADS = 630, 16
-"""4,410 sequences, and 70,560 of them and of heads, which exceed a CUDA grid's second and third dimension."""
 _OF_SEQUENCES = ("q_nope_abs", "q_rope", "page_table", "seqlens_kv")
 
 
