@@ -376,7 +376,10 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of q, k, v (same shapes and dtypes), and of the bias if the request asks for it."""
+    """Gradients of q, k, v (same shapes and dtypes), and of the bias if the request asks for it.
+
+    Each of q, k and v gets its gradient, also if it does not require one.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor

@@ -16,6 +16,9 @@ from tests.conformance.mutants import Broken
 REFUSALS = "def refusals(request):\n"
 BIAS = "            bias = bias.expand(-1, q.shape[2], k.shape[2])[:, :len_q, :len_kv]\n"
 SPANS_B = "    dbias = torch.zeros(t.bias.shape, dtype=exact) if request.bias_requires_grad else None\n"
+MASK = "        full = four(t.attention_mask)."
+BIASED = "            bias = four(t.bias)."
+TARGET = "    target = dbias[b if dbias.shape[0] > 1 else 0]\n"
 ADD_BIAS = "            add_bias_gradient(dbias, ds, request, t, b)\n"
 DRAWN = "    return (torch.rand(shape, generator=generator) >= request.dropout_p) / (1 - request.dropout_p)\n"
 BASIC = "    __import__('logging').basicConfig()\n"
@@ -289,6 +292,28 @@ ATTENTION = [
         "sequences_and_heads_beyond_16_bits",
         REQUEST,
         REQUEST + "    assert request.batch_size * request.num_heads < 2**16, 'invalid configuration argument'\n",
+    ),
+    broken(
+        "mask_of_two_dimensions_taken_for_padding",
+        MASK,
+        "        x = t.attention_mask\n        is_padding = x.dim() == 2 and x.shape[0] == request.batch_size\n"
+        "        full = (x[:, None, None] if is_padding else four(x)).",
+    ),
+    broken(
+        "bias_of_two_dimensions_taken_for_padding",
+        BIASED,
+        "            x = t.bias\n            is_padding = x.dim() == 2 and x.shape[0] == request.batch_size\n"
+        "            bias = (x[:, None, None] if is_padding else four(x)).",
+    ),
+    broken(
+        "bias_of_three_dimensions_taken_by_sequence",
+        BIASED,
+        "            x = t.bias\n            bias = (x[:, None] if x.shape[0] == request.batch_size and x.dim() == 3 else four(x)).",
+    ),
+    broken(
+        "gradient_of_one_row_overwritten_by_each_tile",
+        TARGET,
+        TARGET + "    ds = ds[:, (ds.shape[1] - 1) // 128 * 128 :] if target.shape[1] == 1 and ds.shape[1] else ds\n",
     ),
 ]
 DECODE = [

@@ -29,6 +29,8 @@ def borders() -> Iterator[Case]:
         _no_sequences,
         _wide_tiles,
         _many_keys,
+        _equal_sizes,
+        _sums_over_tiles,
     )
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
@@ -115,3 +117,25 @@ def _many_keys() -> Iterator[Case]:
     many: dict[str, Any] = {"seqlens_q": (31,), "seqlens_kv": (33_000,), "num_heads": 1, "num_kv_heads": 1}
     for _ in range(3):  # in each dtype
         yield Case("keys_33000", head_dim_qk=16, head_dim_v=16, **many)
+
+
+def _equal_sizes() -> Iterator[Case]:
+    """As many sequences as heads, queries, keys and columns, so that no size tells one dimension from another."""
+    widths: dict[str, Any] = {"head_dim_qk": 8, "head_dim_v": 8}
+    sizes: dict[str, Any] = {"seqlens_q": (8,) * 8, "seqlens_kv": (8,) * 8, "num_heads": 8, "num_kv_heads": 8, **widths}
+    bias: dict[str, Any] = {"bias_requires_grad": True, **sizes}
+    yield Case("equal_sizes-bias_ss", bias_type="post_scale_bias", bias_shape="ss", **bias)
+    yield Case("equal_sizes-bias_hss", "sbhd", bias_type="pre_scale_bias", bias_shape="hss", **bias)
+    yield Case("equal_sizes-bias_s", "bhsd", bias_type="post_scale_bias", bias_shape="s", **bias)
+    for qkv_format, shape in (("bshd", "ss"), ("sbhd", "hss"), ("bhsd", "s"), ("bshd", "b1ss")):
+        yield Case(f"equal_sizes-mask_{shape}", qkv_format, attn_mask_type="arbitrary", mask_shape=shape, **sizes)
+    for qkv_format, mask in (("sbhd", "causal"), ("bhsd", "no_mask"), ("thd", "padding_causal")):
+        yield Case(f"equal_sizes-{qkv_format}", qkv_format, attn_mask_type=mask, return_lse=True, **sizes)
+
+
+def _sums_over_tiles() -> Iterator[Case]:
+    """Biases whose gradients sum over more queries, or keys, than a tile holds."""
+    long: dict[str, Any] = {"seqlens_q": (290, 290), "seqlens_kv": (310, 310), "num_heads": 2, "num_kv_heads": 1}
+    for bias_type, shape in (("post_scale_bias", "111s"), ("pre_scale_bias", "bh1s"), ("post_scale_bias", "1hs1")):
+        bias: dict[str, Any] = {"bias_type": bias_type, "bias_shape": shape, "bias_requires_grad": True}
+        yield Case(f"bias_{shape}-long", **bias, **long, **NARROW)
