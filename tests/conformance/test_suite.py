@@ -42,10 +42,11 @@ class TestExactAttention(BackendConformance):
     """Every fifth case: a result without roundings is the easy one."""
 
     backend = "sample"
+    quick = True
     manager = manager_of(module_of("plain_attention", **CORRECT["attention"]["exact"]))
 
     def cases(self):
-        return super().cases()[::5]
+        return cases()[::5]
 
 
 class TestPlainDecode(DecodeConformance):
@@ -56,6 +57,7 @@ class TestPlainDecode(DecodeConformance):
 
 class TestNanInThePadding(BackendConformance):
     backend = "sample"
+    quick = True
     manager = manager_of(module_of("plain_attention"))
     padding_poison = math.nan
 
