@@ -127,6 +127,7 @@ def append(
     """
     for name, x in (("c_kv", c_kv), ("k_rope", k_rope), ("slot_mapping", slot_mapping)):
         check_tensor(name, x)
+    cache_format.check_format(kv_cache_format)
     rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
     is_plain = kv_cache_format == PLAIN
     if not isinstance(power_of_2_scales, bool):
@@ -189,6 +190,7 @@ def gather(
         NotImplementedError: the cache requires grad while grad mode is on.
         ValueError, TypeError: an argument is invalid.
     """
+    cache_format.check_format(kv_cache_format)
     kv_lora_rank = _rank_of(kv_cache, kv_lora_rank, kv_cache_format)
     pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, "of kv_lora_rank", kv_cache_format, kv_scale)
     _check_pages(pages_c, pages_k)
@@ -257,7 +259,6 @@ def _pages_of(
     if kv_cache_format == PLAIN:
         cache_format.check_no_scale(PLAIN, kv_scale)
         return *split_cache(kv_cache, rank, whose), None
-    cache_format.check_format(kv_cache_format)
     pages_c, pages_k = cache_format.byte_columns(kv_cache, rank, kv_cache_format)
     if kv_cache_format == cache_format.FP8:
         return pages_c, pages_k, cache_format.scale_of(kv_scale, pages_c.device)

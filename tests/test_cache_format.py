@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -465,6 +466,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         r"kv_cache_format='fp8_e5m2'; expected one of 'plain'",
     ),
     "format of another type": ("fp8", wrong(kv_cache_format=None), r"kv_cache_format=None; expected one of"),
+    "formats": ("fp8", wrong(kv_cache_format=np.array(["fp8", "plain"])), r"kv_cache_format=array.*; expected one of"),
     "no scale": ("fp8", wrong(kv_scale=None), r"kv_scale is missing.*a float32 tensor of one element"),
     "scale of a number": ("fp8", wrong(kv_scale=0.1), r"kv_scale"),
     "scale of float64": ("fp8", wrong(kv_scale=torch.ones(1, dtype=torch.float64)), r"kv_scale is torch.float64 \[1\]"),

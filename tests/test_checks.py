@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,11 @@ def test_tensors(args: tuple[object, ...], words: list[str]) -> None:
         ({"window_size": 5}, ["window_size=5", "(left, right)"]),
         ({"window_size": (1, 2, 3)}, ["(1, 2, 3)", "(left, right)"]),
         ({"window_size": (1.5, 0)}, ["(1.5, 0)", "number of tokens"]),
+        ({"window_size": {2, 1}}, ["window_size={1, 2}", "(left, right)"]),
+        ({"window_size": {2: 0, 1: 0}}, ["window_size={2: 0", "(left, right)"]),
+        ({"window_size": (True, False)}, ["(True, False)", "number of tokens"]),
+        ({"window_size": torch.tensor([2, 1])}, ["tensor([2, 1])", "(left, right)"]),
+        ({"cp_comm_type": np.array(["p2p", "a2a"])}, ["cp_comm_type=array(['p2p', 'a2a']", "p2p, all_gather, a2a"]),
         ({"max_seqlen_q": 2}, ["max_seqlen_q=2", "3, the tensor's length"]),
         ({"max_seqlen_kv": 6}, ["max_seqlen_kv=6", "5, the tensor's length"]),
         ({"max_seqlen_q": 4, "attn_mask_type": "padding", "cu_seqlens_q": CU}, ["max_seqlen_q=4", "0 to 3"]),
@@ -130,7 +136,7 @@ def test_length_values_of_thd() -> None:
     before = torch.tensor([-1, 2, 6], dtype=torch.int32)
     message = error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_q_padded=before, cu_seqlens_kv_padded=before)
     assert "from -1" in message
-    for longest in (-1, 2):
+    for longest in (-1, 2, 2**31):
         message = error(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_kv=longest)
         assert f"max_seqlen_kv={longest}" in message
     assert attention(q, q, q, qkv_format="thd", cu_seqlens_q=cu, max_seqlen_q=3, max_seqlen_kv=9).shape == q.shape

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_plugin.arguments.checks import DTYPES, check_choice, check_tensor
+from mla_plugin.arguments.checks import DTYPES, MAX_LENGTH, check_choice, check_tensor
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -214,7 +214,7 @@ def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, 
     if isinstance(given, bool) or not isinstance(given, (int, torch.SymInt)):
         raise TypeError(f"{name}={given!r}; expected an int or None")
     has_lengths = layout.is_packed or "padding" in mask
-    if has_lengths and given >= 0 and (layout.is_packed or given <= extent):
+    if has_lengths and 0 <= given <= (MAX_LENGTH if layout.is_packed else extent):
         return given
     if given != extent:
         accepted = f"{extent}, the tensor's length, or None"

@@ -50,7 +50,7 @@ def check_format(kv_cache_format: object) -> None:
     Raises:
         TypeError, ValueError: it is not one of ``FORMATS``.
     """
-    if kv_cache_format in FORMATS:
+    if isinstance(kv_cache_format, str) and kv_cache_format in FORMATS:
         return
     error = ValueError if isinstance(kv_cache_format, str) else TypeError
     raise error(f"kv_cache_format={kv_cache_format!r}; expected one of {', '.join(map(repr, FORMATS))}")

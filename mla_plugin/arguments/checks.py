@@ -14,6 +14,7 @@ import torch
 from mla_plugin import environment
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_LENGTH = 2**31 - 1
 
 
 def bound_arguments(

@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
-from mla_plugin.arguments.checks import may_read
+from mla_plugin.arguments.checks import MAX_LENGTH, may_read
 
-MAX_LENGTH = 2**31 - 1
 MAX_SPREAD = 16
 
 

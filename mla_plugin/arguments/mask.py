@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from mla_plugin.arguments.checks import MAX_LENGTH
+
 ATTN_MASK_TYPES = (
     "no_mask",
     "causal",
@@ -18,7 +20,7 @@ ATTN_MASK_TYPES = (
 )
 
 
-_UNLIMITED = 2**31 - 1
+_UNLIMITED = MAX_LENGTH
 """No sequence is longer, so a window of this size or more is equivalent to this one."""
 
 
@@ -153,6 +155,8 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
         ValueError: it is not a pair of counts or -1 (unlimited).
     """
     try:
+        if not isinstance(window_size, (tuple, list)) or any(isinstance(x, (bool, torch.Tensor)) for x in window_size):
+            raise TypeError  # a set has no order, and a tensor's values may be on another device
         left, right = map(operator.index, window_size)
     except (TypeError, ValueError):
         left = right = -2

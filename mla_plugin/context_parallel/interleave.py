@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from mla_plugin.arguments.checks import check_count
-from mla_plugin.arguments.decode import MAX_LENGTH
+from mla_plugin.arguments.checks import MAX_LENGTH, check_count
 from mla_plugin.context_parallel.partition import check_rank
 
 Tokens = TypeVar("Tokens", int, torch.Tensor)

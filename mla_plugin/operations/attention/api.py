@@ -112,7 +112,8 @@ def attention(
         check_number("dropout_p", dropout_p)
     if type(backend) is not str and backend is not None:
         check_backend_name(backend)
-    if cp_comm_type != "p2p" and cp_group is None:  # with a group every rank checks it
+    is_default = type(cp_comm_type) is str and cp_comm_type == "p2p"
+    if not is_default and cp_group is None:  # with a group every rank checks it
         check_choice("cp_comm_type", cp_comm_type, COMM_TYPES)
     options = CallOptions(  # positional: takes half the time of keyword arguments
         qkv_format,

@@ -141,7 +141,7 @@ def _split(
     kv_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(c_kv, k_rope, kv_scale) as ``DecodeTensors`` has them."""
-    if kv_cache_format == PLAIN:
+    if isinstance(kv_cache_format, str) and kv_cache_format == PLAIN:
         if kv_scale is not None:
             check_no_scale(kv_cache_format, kv_scale)
         return *decode_checks.split_cache(kv_cache, rank), None
