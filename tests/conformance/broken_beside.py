@@ -19,6 +19,8 @@ SPANS_B = "    dbias = torch.zeros(t.bias.shape, dtype=exact) if request.bias_re
 MASK = "        full = four(t.attention_mask)."
 BIASED = "            bias = four(t.bias)."
 TARGET = "    target = dbias[b if dbias.shape[0] > 1 else 0]\n"
+LEFT = "        mask = mask | (distance < -left)\n"
+RIGHT = "        mask = mask | (distance > right)\n"
 ADD_BIAS = "            add_bias_gradient(dbias, ds, request, t, b)\n"
 DRAWN = "    return (torch.rand(shape, generator=generator) >= request.dropout_p) / (1 - request.dropout_p)\n"
 BASIC = "    __import__('logging').basicConfig()\n"
@@ -273,6 +275,13 @@ ATTENTION = [
         broken("dropout_seed_in_32_bits", SEED, SEED.replace("seed", "int(t.dropout_seed)")),
         DROPOUT,
     ),
+    of_dropout(
+        "dropout_of_each_tile_alike",
+        DRAWN,
+        "    tile = torch.rand((shape[0], *(min(n, 128) for n in shape[1:])), generator=generator)\n"
+        "    drawn = tile.repeat(1, *(-(-n // 128) for n in shape[1:]))[:, : shape[1], : shape[2]]\n"
+        "    return (drawn >= request.dropout_p) / (1 - request.dropout_p)\n",
+    ),
     with_feature(
         broken(
             "dropout_by_the_global_generator_in_between",
@@ -309,6 +318,18 @@ ATTENTION = [
         "bias_of_three_dimensions_taken_by_sequence",
         BIASED,
         "            x = t.bias\n            bias = (x[:, None] if x.shape[0] == request.batch_size and x.dim() == 3 else four(x)).",
+    ),
+    broken(
+        "first_tile_of_a_window_one_key_too_late",
+        LEFT,
+        LEFT + "        first = torch.arange(len_q)[:, None] // 128 * 128 + offset - left\n"
+        "        mask = mask | (torch.arange(len_kv)[None] < (first + 1) // 128 * 128)\n",
+    ),
+    broken(
+        "last_tile_of_a_window_one_key_too_early",
+        RIGHT,
+        RIGHT + "        stop = (torch.arange(len_q)[:, None] // 128 * 128 + 128).clamp(max=len_q) + offset + right\n"
+        "        mask = mask | (torch.arange(len_kv)[None] >= (stop - 1 + 127) // 128 * 128)\n",
     ),
     broken(
         "gradient_of_one_row_overwritten_by_each_tile",

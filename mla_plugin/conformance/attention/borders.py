@@ -31,6 +31,7 @@ def borders() -> Iterator[Case]:
         _many_keys,
         _equal_sizes,
         _sums_over_tiles,
+        _narrow_windows,
     )
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
@@ -120,9 +121,9 @@ def _many_keys() -> Iterator[Case]:
 
 
 def _equal_sizes() -> Iterator[Case]:
-    """As many sequences as heads, queries, keys and columns, so that no size tells one dimension from another."""
-    widths: dict[str, Any] = {"head_dim_qk": 8, "head_dim_v": 8}
-    sizes: dict[str, Any] = {"seqlens_q": (8,) * 8, "seqlens_kv": (8,) * 8, "num_heads": 8, "num_kv_heads": 8, **widths}
+    """As many sequences as heads, queries and keys, so that no size tells one dimension from another."""
+    sizes: dict[str, Any] = {"seqlens_q": (8,) * 8, "seqlens_kv": (8,) * 8, "num_heads": 8, "num_kv_heads": 8}
+    sizes |= {"head_dim_qk": 8, "head_dim_v": 16, "return_lse": True}
     bias: dict[str, Any] = {"bias_requires_grad": True, **sizes}
     yield Case("equal_sizes-bias_ss", bias_type="post_scale_bias", bias_shape="ss", **bias)
     yield Case("equal_sizes-bias_hss", "sbhd", bias_type="pre_scale_bias", bias_shape="hss", **bias)
@@ -130,7 +131,7 @@ def _equal_sizes() -> Iterator[Case]:
     for qkv_format, shape in (("bshd", "ss"), ("sbhd", "hss"), ("bhsd", "s"), ("bshd", "b1ss")):
         yield Case(f"equal_sizes-mask_{shape}", qkv_format, attn_mask_type="arbitrary", mask_shape=shape, **sizes)
     for qkv_format, mask in (("sbhd", "causal"), ("bhsd", "no_mask"), ("thd", "padding_causal")):
-        yield Case(f"equal_sizes-{qkv_format}", qkv_format, attn_mask_type=mask, return_lse=True, **sizes)
+        yield Case(f"equal_sizes-{qkv_format}", qkv_format, attn_mask_type=mask, **sizes)
 
 
 def _sums_over_tiles() -> Iterator[Case]:
@@ -139,3 +140,15 @@ def _sums_over_tiles() -> Iterator[Case]:
     for bias_type, shape in (("post_scale_bias", "111s"), ("pre_scale_bias", "bh1s"), ("post_scale_bias", "1hs1")):
         bias: dict[str, Any] = {"bias_type": bias_type, "bias_shape": shape, "bias_requires_grad": True}
         yield Case(f"bias_{shape}-long", **bias, **long, **NARROW)
+
+
+def _narrow_windows() -> Iterator[Case]:
+    """Windows that reach one key beyond the border of a tile, whatever power of two that is, on either side."""
+    few: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "return_lse": True, **NARROW}
+    long: dict[str, Any] = {"seqlens_q": (290,), "seqlens_kv": (290,), **few}
+    yield Case("window_1_0-long", attn_mask_type="causal", window_size=(1, 0), **long)
+    yield Case("window_0_1-long", "sbhd", window_size=(0, 1), **long)
+    yield Case("window_129_1-long", "bhsd", window_size=(129, 1), **long)
+    packed: dict[str, Any] = {"seqlens_q": (70, 200, 9), "seqlens_kv": (70, 328, 9), **few}
+    yield Case("window_1_0-long-thd", "thd", attn_mask_type="padding_causal_bottom_right", window_size=(1, 0), **packed)
+    yield Case("window_1_1-long-thd", "thd", attn_mask_type="padding", window_size=(1, 1), **packed)

@@ -7,7 +7,7 @@ with these weights dropped, so that a rate below a percent is seen in every dtyp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ _NARROW = 64
 """Keys below which a low rate drops too little to count: a plain case of narrower heads gets others."""
 _APART = (1, 2, 4, 8, 16, 32, 64)
 """Queries or keys whose weights must not be dropped together: rows, and tiles of them."""
+_TILES_APART = (64, 128, 256)
+_LONG = 300
+"""Queries and keys of a sequence of several tiles."""
 _BESIDE: tuple[dict[str, Any], ...] = (
     {"num_heads": 4, "num_kv_heads": 2},
     {"attn_mask_type": "causal", "return_lse": True},
@@ -65,6 +68,9 @@ def check_dropout(suite: BackendConformance) -> None:
         for case in _others(plain, firsts):
             seed = _seed(suite)
             _check(suite, case, DROPOUTS[0], (seed, seed ^ 1), is_training=True)
+        for case in firsts:
+            long = replace(case, name=f"{case.name} of {_LONG} tokens", seqlens_q=(_LONG,), seqlens_kv=(_LONG,))
+            _check_tiles(suite, long, DROPOUTS[0])
 
 
 def _seed(suite: BackendConformance) -> int:
@@ -106,37 +112,70 @@ def _with_square_scores(plain: Case, most: int = 96) -> Case:
 def _check(
     suite: BackendConformance, case: Case, dropout_p: float, seeds: tuple[int, int], *, is_training: bool
 ) -> None:
+    plan = _plan(suite, case, dropout_p, is_training=is_training)
+    if plan is None:
+        return
+    call = _with_unit_matrix(call_of(suite, case, plan.request.replace(dropout_p=0.0)))
+    calls = [_with_seed(call, value) for value in (*seeds, seeds[0])]
+    try:
+        outputs = [checks.check_types(case, suite.hooks().forward(plan, each), call.expected()) for each in calls]
+        first, other, again = (_Dropped.of(call, [output]) for output in outputs)
+        if not all(map(torch.equal, first.dropped, again.dropped)):
+            checks.fail("two calls with the same dropout_seed drop different weights; expected the same")
+        _check_shares(first, dropout_p)
+        _check_independence(first, other, dropout_p)
+        _check_values(suite, plan, calls[0], outputs[0], first)
+    except checks.ConformanceError as error:
+        checks.fail(f"dropout_p={dropout_p} in {case.name} and {case.dtype}: {error}")
+
+
+def _check_tiles(suite: BackendConformance, case: Case, dropout_p: float) -> None:
+    """A sequence of several tiles of queries and of keys, no two of which drop alike.
+
+    Each of several calls with the same seed shows as many keys as V has columns.
+    """
+    plan = _plan(suite, case, dropout_p, is_training=True)
+    if plan is None:
+        return
+    call, seed = call_of(suite, case, plan.request.replace(dropout_p=0.0)), _seed(suite)
+    calls = [_with_seed(_with_unit_matrix(call, key), seed) for key in range(0, _LONG, case.head_dim_v)]
+    try:
+        outputs = [checks.check_types(case, suite.hooks().forward(plan, each), each.expected()) for each in calls]
+        found = _Dropped.of(call, outputs)
+        _check_shares(found, dropout_p)
+        _check_likely(dict(_counts_apart(found, dropout_p, _TILES_APART)))
+        for each, output in zip(calls, outputs, strict=True):
+            _check_values(suite, plan, each, output, found)
+    except checks.ConformanceError as error:
+        checks.fail(f"dropout_p={dropout_p} in {case.name}: {error}")
+
+
+def _plan(suite: BackendConformance, case: Case, dropout_p: float, *, is_training: bool) -> Plan | None:
+    """None where the case with dropout is refused."""
     request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p)
     decision = suite._answer(request)
     if isinstance(decision, Refused):
         checks.check_reasons(decision.reasons)
     if not isinstance(decision, Accepted):
-        return
-    plan = Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
-    call = _with_unit_matrices(call_of(suite, case, request.replace(dropout_p=0.0)))
-    given = [torch.tensor([value], dtype=torch.int64) for value in (*seeds, seeds[0])]
-    calls = [replace(call, tensors=replace(call.tensors, dropout_seed=each)) for each in given]
+        return None
+    return Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)
+
+
+def _with_seed(call: Call, seed: int) -> Call:
+    return replace(call, tensors=replace(call.tensors, dropout_seed=torch.tensor([seed], dtype=torch.int64)))
+
+
+def _check_values(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput, found: _Dropped) -> None:
+    """out, lse and the gradients of a softmax whose weights were dropped as the forward's out shows it."""
+    share, call = 1 - plan.request.dropout_p, replace(call)  # what a call must give is cached
+    oracle = Oracle(call.request, call.tensors, [kept / share for kept in found.kept])
+    vars(call)["oracle"] = oracle
     try:
-        outputs = [checks.check_types(case, suite.hooks().forward(plan, each), call.expected()) for each in calls]
-        first, other, again = (_Dropped.of(call, output) for output in outputs)
-        if not all(map(torch.equal, first.dropped, again.dropped)):
-            checks.fail("two calls with the same dropout_seed drop different weights; expected the same")
-        _check_shares(first, dropout_p)
-        _check_independence(first, other, dropout_p)
-        oracle = Oracle(call.request, call.tensors, [kept / (1 - dropout_p) for kept in first.kept])
-        vars(calls[0])["oracle"] = oracle
-        try:
-            checks.check_output(case, call.inputs, outputs[0], oracle.forward())
-        except checks.ConformanceError as error:
-            checks.fail(f"with the weights that are kept divided by 1 - dropout_p = {1 - dropout_p}: {error}")
-        if is_training:
-            _check_backward(suite, plan, calls[0], outputs[0])
+        checks.check_output(call.case, call.inputs, output, oracle.forward())
     except checks.ConformanceError as error:
-        checks.fail(f"dropout_p={dropout_p} in {case.name} and {case.dtype}: {error}")
-
-
-def _check_backward(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:
-    """The gradients of a softmax whose weights were dropped as the forward's out shows it."""
+        checks.fail(f"with the weights that are kept divided by 1 - dropout_p = {share}: {error}")
+    if not plan.request.is_training:
+        return
     gradients = suite.hooks().backward(plan, call, output)
     try:
         checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
@@ -144,13 +183,13 @@ def _check_backward(suite: BackendConformance, plan: Plan, call: Call, output: A
         checks.fail(f"{error}. The backward must drop what the forward did, and divide by as much")
 
 
-def _with_unit_matrices(call: Call) -> Call:
-    """The call with the unit matrix as V of each sequence."""
+def _with_unit_matrix(call: Call, key: int = 0) -> Call:
+    """The call with the unit matrix as V of each sequence, from a key on; V of the others is 0."""
     layout = call.request.layout
     v = layout.to_bhsd(torch.zeros_like(call.tensors.v, memory_format=torch.contiguous_format))
     for part in call.oracle._parts:
         of_sequence = v[part.row, :, part.columns]
-        of_sequence.copy_(torch.eye(*of_sequence.shape[1:], dtype=v.dtype, device=v.device).expand_as(of_sequence))
+        of_sequence[:, key:].diagonal(dim1=1, dim2=2).fill_(1.0)
     v = layout.from_bhsd(v).contiguous().requires_grad_(call.tensors.v.requires_grad)
     return Call(call.case, call.request, replace(call.tensors, v=v), call.dout, call.dlse)
 
@@ -170,9 +209,11 @@ class _Dropped:
     dropped: list[torch.Tensor]
 
     @classmethod
-    def of(cls, call: Call, output: AttentionOutput) -> _Dropped:
+    def of(cls, call: Call, outputs: Sequence[AttentionOutput]) -> _Dropped:
+        """``outputs`` show the keys one after another, each as many as V has columns."""
         layout, lse = call.request.layout, call.expected()[1].exact
-        lse, out = lse[None] if layout.is_packed else lse, layout.to_bhsd(output.out)
+        lse = lse[None] if layout.is_packed else lse
+        out = torch.cat([layout.to_bhsd(output.out) for output in outputs], -1)
         found = cls([], [], [])
         for part in call.oracle._parts:
             weights = part.weights(lse[part.row, :, part.rows])
@@ -228,11 +269,11 @@ def _check_independence(first: _Dropped, other: _Dropped, dropout_p: float) -> N
     both, expected = _together(by_head, by_head, dropout_p)
     unlike = ~torch.eye(len(both), dtype=torch.bool, device=both.device)
     counted["heads or sequences"] = both[unlike], expected[unlike]
-    for words, pairs in _moved_pairs(first):
-        counts = [((x & y).sum(), (seen_x & seen_y).sum()) for (x, seen_x), (y, seen_y) in pairs]
-        if counts:
-            both, seen = (torch.stack(each) for each in zip(*counts, strict=True))
-            counted[words] = both, seen * dropout_p**2
+    _check_likely(counted | dict(_counts_apart(first, dropout_p, _APART)))
+
+
+def _check_likely(counted: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """``counted``: how many weights the named two drop both, and how many chance says."""
     for words, (both, expected) in counted.items():
         if not bool(_is_likely(both, expected).all()):
             worst = int((both - expected).abs().argmax())
@@ -256,15 +297,18 @@ def _together(one: _Mask, other: _Mask, dropout_p: float) -> tuple[torch.Tensor,
     return one[0] @ other[0].T, one[1] @ other[1].T * dropout_p**2
 
 
-def _moved_pairs(found: _Dropped) -> Iterator[tuple[str, list[tuple[_Mask, _Mask]]]]:
+def _counts_apart(
+    found: _Dropped, dropout_p: float, distances: Sequence[int]
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     masks = list(zip(found.dropped, found.seen, strict=True))
-    for apart in _APART:
+    for apart in distances:
         for words, axis in (("queries", 1), ("keys", 2)):
             longer = [each for each in masks if each[0].shape[axis] > apart]
-            yield (
-                f"{words} {apart} apart",
-                [(_from(each, axis, apart, 0), _from(each, axis, apart, apart)) for each in longer],
-            )
+            pairs = [(_from(each, axis, apart, 0), _from(each, axis, apart, apart)) for each in longer]
+            counts = [((x & y).sum(), (seen_x & seen_y).sum()) for (x, seen_x), (y, seen_y) in pairs]
+            if counts:
+                both, seen = (torch.stack(each) for each in zip(*counts, strict=True))
+                yield f"{words} {apart} apart", (both, seen * dropout_p**2)
 
 
 def _from(mask: _Mask, axis: int, apart: int, start: int) -> _Mask:
