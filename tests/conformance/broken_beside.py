@@ -303,6 +303,11 @@ ATTENTION = [
         REQUEST + "    assert request.batch_size * request.num_heads < 2**16, 'invalid configuration argument'\n",
     ),
     broken(
+        "only_the_first_reason",
+        "    reasons = tuple(refusals(request))\n",
+        "    reasons = tuple(refusals(request))[:1]\n",
+    ),
+    broken(
         "mask_of_two_dimensions_taken_for_padding",
         MASK,
         "        x = t.attention_mask\n        is_padding = x.dim() == 2 and x.shape[0] == request.batch_size\n"

@@ -61,19 +61,21 @@ def check_compiled(suite: BackendConformance, most: int) -> None:
 
 
 def check_hopeless(suite: BackendConformance) -> None:
-    """Requests without tensors are refused, and decode is answered."""
+    """Requests without tensors are refused, two of them for two reasons, and decode is answered."""
     plain = next(iter(suite.plain_cases()), Case("plain"))
     request = plain.request(suite.device)
     before = suite._answer(request)
-    for changes, is_training in itertools.product(HOPELESS, (True, False)):
-        decision = suite._answer(request.replace(**changes, is_training=is_training))
-        if not isinstance(decision, Refused):
-            words = ", ".join(f"{name}={value!r}" for name, value in (*changes.items(), ("is_training", is_training)))
-            checks.fail(
-                f"{suite.backend} accepts {words}, for which no hook is given tensors; refuse it. "
-                "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"
-            )
-        checks.check_reasons(decision.reasons)
+    for is_training in (True, False):
+        alone = [_reasons(suite, request, changes | {"is_training": is_training}) for changes in HOPELESS]
+        for (one, of_one), (other, of_other) in itertools.combinations(zip(HOPELESS, alone, strict=True), 2):
+            if one.keys() & other.keys() or of_one & of_other:
+                continue
+            found = _reasons(suite, request, one | other | {"is_training": is_training})
+            if len(found) < 2:
+                checks.fail(
+                    f"{suite.backend} refuses {_words(one)} for {sorted(of_one)} and {_words(other)} for "
+                    f"{sorted(of_other)}, but both at once for {sorted(found)}; give every reason"
+                )
     if suite._answer(request) != before:
         checks.fail(
             "select_backend answers a request differently after it has refused others; the answer must not change"
@@ -81,6 +83,22 @@ def check_hopeless(suite: BackendConformance) -> None:
     decode = DecodeRequest(request.dtype, torch.device(suite.device).type, 2, 1, 16, 512, 64, 1024, 64)
     if not isinstance(decision := suite._answer(decode), Accepted | Refused):
         checks.fail(f"select_backend of {suite.backend} answers a DecodeRequest with {decision!r}; return Refused")
+
+
+def _words(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
+
+
+def _reasons(suite: BackendConformance, request: AttentionRequest, changes: dict[str, Any]) -> set[str]:
+    """Why a request with changes that nothing can compute is refused."""
+    decision = suite._answer(request.replace(**changes))
+    if not isinstance(decision, Refused):
+        checks.fail(
+            f"{suite.backend} accepts {_words(changes)}, for which no hook is given tensors; refuse it. "
+            "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"
+        )
+    checks.check_reasons(decision.reasons)
+    return set(decision.reasons)
 
 
 def check_cuda(suite: BackendConformance) -> None:
