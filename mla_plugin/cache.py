@@ -13,7 +13,7 @@ import torch
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.arguments.cache_format import PLAIN
-from mla_plugin.arguments.checks import check_count, check_tensor, may_read
+from mla_plugin.arguments.checks import MAX_LENGTH, check_count, check_tensor, may_read, records_gradients
 from mla_plugin.arguments.decode import DecodeLengths
 from mla_plugin.arguments.decode_checks import split_cache
 
@@ -67,8 +67,8 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
             f"page_table {list(page_table.shape)} on {page_table.device} and seqlens_kv {list(seqlens_kv.shape)} on "
             f"{seqlens_kv.device}; one row and one length per sequence are needed, on one device"
         )
-    check_count("page_size", page_size, 1)
-    check_count("seqlen_q", seqlen_q)
+    check_count("page_size", page_size, 1, MAX_LENGTH)
+    check_count("seqlen_q", seqlen_q, most=MAX_LENGTH)
     room = page_table.shape[1] * page_size
     if _reads_values(seqlens_kv) and seqlens_kv.numel():
         if int(seqlens_kv.min()) < 0:
@@ -196,7 +196,7 @@ def gather(
     _check_pages(pages_c, pages_k)
     if kv_lora_rank != (rank := _columns_of(pages_c, pages_k, kv_cache_format)[0]):
         raise ValueError(f"kv_lora_rank={kv_lora_rank}; c_kv of the pair has {rank} columns: leave kv_lora_rank out")
-    if torch.is_grad_enabled() and (pages_c.requires_grad or pages_k.requires_grad):
+    if records_gradients() and (pages_c.requires_grad or pages_k.requires_grad):
         raise NotImplementedError(
             "the cache requires grad; gather has no backward: pass .detach(), or call it under torch.no_grad()"
         )
@@ -211,7 +211,7 @@ def gather(
             "move them to one device"
         )
     if max_seqlen_kv is not None:
-        check_count("max_seqlen_kv", max_seqlen_kv)
+        check_count("max_seqlen_kv", max_seqlen_kv, most=MAX_LENGTH)
     num_pages, page_size = pages_c.shape[:2]
     size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
     if _reads_values(page_table):
@@ -320,7 +320,7 @@ def _check_rows(
 def _check_may_be_written(
     pages_c: torch.Tensor, pages_k: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor
 ) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (pages_c, pages_k, c_kv, k_rope)):
+    if records_gradients() and any(x.requires_grad for x in (pages_c, pages_k, c_kv, k_rope)):
         raise NotImplementedError(
             "the cache or a new row requires grad; append writes in place and has no backward: pass .detach(), or call "
             "it under torch.no_grad()"

@@ -197,6 +197,15 @@ def test_slot_mapping() -> None:
     assert cache.slot_mapping(page_table, lengths, 3).tolist() == [[6], [0], [23]]
 
 
+def test_sizes_beyond_int32_are_an_error() -> None:
+    page_table, lengths = (torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in ((1, 2), (1,)))
+    for size in (2**31, 2**62, 2**64):
+        with pytest.raises(ValueError, match=f"page_size={size}; expected at most 2147483647"):
+            cache.slot_mapping(page_table, lengths, size)
+        with pytest.raises(ValueError, match=f"max_seqlen_kv={size}; expected at most 2147483647"):
+            cache.gather(pages_of(4), page_table, lengths, kv_lora_rank=RANK, max_seqlen_kv=size)
+
+
 def test_full_pages_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
     page_table = torch.tensor([[4, 2]], dtype=torch.int32, device=DEVICE)

@@ -1,3 +1,5 @@
+import fractions
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,11 @@ def test_length_values_of_dense_layouts(cu: list[int], words: list[str]) -> None
     message = error(Q, K, V, attn_mask_type="padding", cu_seqlens_q=lengths, cu_seqlens_kv=CU)
     for word in words:
         assert word in message
+
+
+def test_a_rate_may_be_any_number() -> None:
+    for dropout_p in (fractions.Fraction(1, 4), np.float32(0.25), np.float64(0.25)):
+        assert attention(Q, K, V, dropout_p=dropout_p).shape == (*Q.shape[:3], V.shape[3])
 
 
 def test_length_values_of_thd() -> None:

@@ -70,6 +70,7 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (["3"], None, TypeError, "a list of ints or a CPU tensor"),
         (None, None, TypeError, "host lengths are NoneType"),
         ([True], None, TypeError, r"dtype torch\.bool; expected int32 or int64"),
+        ([True, 2], None, TypeError, r"\[True, 2\]; expected ints, not bools"),
     ],
 )
 def test_lengths_that_are_wrong(host: Any, seqlens_kv: Any, error: type[Exception], message: str) -> None:

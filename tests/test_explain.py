@@ -127,6 +127,16 @@ def test_a_call_without_queries_asks_no_backend():
     assert mla_plugin.explain(q, k, v) == text
 
 
+def test_a_call_without_queries_is_checked():
+    x = torch.zeros(0)
+    with pytest.raises(ValueError, match=r"q has shape \(0,\)"):
+        mla_plugin.explain(x, x, x)
+    given, options = latents(tokens=0)
+    given[1] = given[1].flatten(1)
+    with pytest.raises(ValueError, match="c_kv has shape"):
+        mla_plugin.explain(mla_plugin.latent_attention, *given, **options)
+
+
 @pytest.mark.parametrize("name", ["attention", "latent_attention", "decode"])
 def test_a_call_without_queries_still_knows_the_backends(name):
     given = {

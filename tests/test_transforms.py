@@ -68,3 +68,26 @@ def test_forward_mode_through_the_kernels_own_function_is_a_clear_error() -> Non
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             mla_attention(dual, x, x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inference_mode_records_nothing_although_gradients_are_enabled(compiled: bool) -> None:
+    """As PyTorch's own operators: a result without a graph."""
+    q, latents = torch.randn(1, 4, 2, 12, requires_grad=True), torch.randn(1, 4, 16, requires_grad=True)
+    weights = torch.randn(2, 8, 16)
+
+    def run() -> list[torch.Tensor]:
+        return [
+            mla_plugin.attention(q, q, q),
+            mla_plugin.latent_attention(q, latents, torch.ones(1, 4, 4), weights, weights),
+            decode(Q_NOPE_ABS.clone().requires_grad_()),
+        ]
+
+    if compiled:
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode(), torch.enable_grad():
+        assert not any(x.requires_grad for x in run())
+    if not compiled:
+        assert mla_plugin.attention(q, q, q).requires_grad
+        with pytest.raises(NotImplementedError, match="requires grad"):
+            run()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_plugin.arguments.checks import DTYPES, MAX_LENGTH, check_choice, check_tensor
+from mla_plugin.arguments.checks import DTYPES, MAX_LENGTH, check_choice, check_tensor, records_gradients
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
@@ -58,7 +58,7 @@ class AttentionTensors:
     @property
     def needs_gradient(self) -> bool:
         """A backward will follow."""
-        if not torch.is_grad_enabled():
+        if not records_gradients():
             return False
         return _has_gradient(self.q) or _has_gradient(self.k) or _has_gradient(self.v) or _has_gradient(self.bias)
 

@@ -93,14 +93,23 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}; expected a number")
 
 
+def records_gradients() -> bool:
+    """Whether a backward may follow. In inference mode autograd records nothing, ``torch.enable_grad`` or not."""
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not torch.is_inference_mode_enabled()  # which dynamo does not trace
+
+
 def check_device_type(device_type: object) -> None:
     """Check that a request's device type is a string."""
     if not isinstance(device_type, str):
         raise TypeError(f"device_type={device_type!r}; expected a string, such as 'cuda'")
 
 
-def check_count(name: str, value: object, least: int = 0) -> None:
-    """Check that the value is an integer, not a bool, and at least ``least``."""
+def check_count(name: str, value: object, least: int = 0, most: int | None = None) -> None:
+    """Check that the value is an integer, not a bool, at least ``least`` and at most ``most``."""
+    if most is not None and isinstance(value, numbers.Integral) and int(value) > most:
+        raise ValueError(f"{name}={value}; expected at most {most}")
     if type(value) is int and value >= least:  # a growing cache makes a request at each step: isinstance is slow here
         return
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):

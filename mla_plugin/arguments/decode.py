@@ -157,6 +157,8 @@ def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
         ) from error
     if given.dtype not in (torch.int32, torch.int64) and given.numel():  # an empty list has no dtype
         raise TypeError(f"host lengths have dtype {given.dtype}; expected int32 or int64")
+    if not isinstance(host, torch.Tensor) and any(isinstance(x, bool) for x in host):
+        raise TypeError(f"host lengths are {host}; expected ints, not bools")
     if given.dim() != 1 or (given < 0).any():
         raise ValueError(f"host lengths are {given.tolist()}; expected one non-negative length per sequence")
     if (given > MAX_LENGTH).any():

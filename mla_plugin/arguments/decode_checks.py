@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from mla_plugin.arguments import cache_format
-from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor, may_read
+from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor, may_read, records_gradients
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.options import HOSTS
 
@@ -58,7 +58,7 @@ def check_queries(q_nope_abs: torch.Tensor) -> None:
 
 def check_no_gradient(tensors: DecodeTensors) -> None:
     """Raise if a gradient is required."""
-    if torch.is_grad_enabled() and (
+    if records_gradients() and (
         tensors.q_nope_abs.requires_grad
         or tensors.q_rope.requires_grad
         or tensors.c_kv.requires_grad

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_plugin.arguments.attention import LENGTHS
-from mla_plugin.arguments.checks import DTYPES, check_choice
+from mla_plugin.arguments.checks import DTYPES, check_choice, records_gradients
 from mla_plugin.arguments.layout import LAYOUTS, Layout
 
 _TOKENS = {"bshd": "B, S", "sbhd": "S, B", "bhsd": "B, S", "thd": "T"}
@@ -54,7 +54,7 @@ class LatentTensors:
     @property
     def needs_gradient(self) -> bool:
         """A backward will follow."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self.differentiable)
+        return records_gradients() and any(x.requires_grad for x in self.differentiable)
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
     """How many of a sequence's first tokens a rank holds.
 
     Args:
-        tokens: number of first tokens: an int, or a tensor of any shape, whose values the host does not read.
+        tokens: number of first tokens: an int, or an int32 or int64 tensor of any shape; values on a GPU are not read.
         size, rank: of the group.
         interleave: consecutive tokens on one rank: 1, or a page.
 
@@ -35,6 +35,10 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
     _check(size, rank, interleave)
     if not isinstance(tokens, torch.Tensor):
         check_count("tokens", tokens)
+    elif tokens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"tokens has dtype {tokens.dtype}; expected int32 or int64")
+    elif tokens.is_cpu and not torch.compiler.is_compiling() and bool((tokens < 0).any()):
+        raise ValueError(f"tokens={tokens.tolist()}; expected numbers of at least 0")
     rounds, rest = tokens // (size * interleave), tokens % (size * interleave)
     own = rest - rank * interleave
     if isinstance(own, torch.Tensor):
@@ -45,7 +49,7 @@ def held_tokens(tokens: Tokens, size: int, rank: int, *, interleave: int = 1) ->
 def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) -> torch.Tensor:
     """Which of a sequence's tokens a rank holds, in the order of its rows: int64 on the CPU; errors as above."""
     _check(size, rank, interleave)
-    check_count("tokens", tokens)
+    check_count("tokens", tokens, most=MAX_LENGTH)
     positions = torch.arange(tokens)
     return positions[positions // interleave % size == rank]
 

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
@@ -130,7 +131,7 @@ def _edge(*args: Any) -> torch.Tensor | None:
 
 
 def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
+    has_gradient = records_gradients() and any(x.requires_grad for x in args[:3])
     if has_gradient or torch.autograd.forward_ad._current_level >= 0:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(

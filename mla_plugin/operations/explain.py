@@ -184,10 +184,10 @@ class CallRequests(NamedTuple):
 def requests_of_attention(*tensors: Any, **arguments: Any) -> CallRequests:
     """The requests of ``attention`` with these arguments."""
     call = attention_api.described_call(*tensors, **arguments)
-    if not (call.tensors.q.numel() and call.tensors.k.numel()):
-        return CallRequests(None, (), call.backend)
     if call.cp_group is None:
-        return CallRequests(None, (request_of(call.tensors, call.options),), call.backend)
+        request = request_of(call.tensors, call.options)
+        is_empty = not (call.tensors.q.numel() and call.tensors.k.numel())
+        return CallRequests(None, () if is_empty else (request,), call.backend)
     from mla_plugin.context_parallel import described
 
     return CallRequests(*described.of_attention(*call[:2], call.cp_group, call.cp_comm_type), call.backend)
@@ -198,9 +198,10 @@ def requests_of_latent_attention(*tensors: Any, **arguments: Any) -> CallRequest
     from mla_plugin.context_parallel import described
 
     call, cp_group, cp_comm_type = latent_api.described_call(*tensors, **arguments)
+    found = described.of_latents(call, cp_group, cp_comm_type)
     if not (call.tensors.q.numel() and call.tensors.c_kv.numel()):
         return CallRequests(None, (), call.backend)
-    return CallRequests(*described.of_latents(call, cp_group, cp_comm_type), call.backend)
+    return CallRequests(*found, call.backend)
 
 
 def requests_of_decode(*tensors: Any, **arguments: Any) -> CallRequests:

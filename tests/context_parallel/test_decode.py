@@ -145,6 +145,21 @@ def test_errors_of_the_helpers(arguments, error, words):
             helper(7, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "error", "words"),
+    [
+        (torch.tensor([1, -2]), ValueError, r"tokens=\[1, -2\]; expected numbers of at least 0"),
+        (torch.tensor([1.5]), TypeError, r"tokens has dtype torch\.float32; expected int32 or int64"),
+        (-1, ValueError, "tokens=-1; expected at least 0"),
+    ],
+)
+def test_held_tokens_of_wrong_numbers(tokens, error, words):
+    with pytest.raises(error, match=words):
+        held_tokens(tokens, 2, 0)
+    with pytest.raises(ValueError, match=f"tokens={2**70}; expected at most 2147483647"):
+        held_positions(2**70, 2, 0)
+
+
 def small(**changes: Any) -> dict[str, Any]:
     arguments = {
         "q_nope_abs": torch.randn(2, 2, H, R),

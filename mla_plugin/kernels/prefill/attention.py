@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import triton
 
-from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number
+from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number, records_gradients
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import Band
 from mla_plugin.arguments.schema import schema_of_function
@@ -189,7 +189,7 @@ def mla_attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else plain_number(softmax_scale)
     if torch.compiler.is_compiling():
         run: Callable[..., Any] = _operator
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif records_gradients() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _Eager.apply
     else:
         run = _forward

@@ -110,6 +110,7 @@ def attention(
     """
     if type(dropout_p) is not float:
         check_number("dropout_p", dropout_p)
+        dropout_p = plain_number(dropout_p)
     if type(backend) is not str and backend is not None:
         check_backend_name(backend)
     is_default = type(cp_comm_type) is str and cp_comm_type == "p2p"

@@ -9,6 +9,7 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, kind_of, request_of
@@ -122,7 +123,7 @@ def plain_known_of(
             v.dtype,
             v.device,
             v.layout,
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            records_gradients() and (q.requires_grad or k.requires_grad or v.requires_grad),
             torch._C._get_deterministic_algorithms(),
             environment.gates(),
             get_manager().generation,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 
 from mla_plugin.arguments.attention import AttentionTensors
+from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
@@ -149,7 +150,7 @@ class _Attention(torch.autograd.Function):
 
 def _autograd_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = [x for x in args[:_TENSOR_FIELDS] if isinstance(x, torch.Tensor)]
-    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    has_gradient = records_gradients() and any(x.requires_grad for x in tensors)
     if has_gradient or torch.autograd.forward_ad._current_level >= 0:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
