@@ -302,6 +302,7 @@ ATTENTION = [
         REQUEST,
         REQUEST + "    assert request.batch_size * request.num_heads < 2**16, 'invalid configuration argument'\n",
     ),
+    broken("last_call_is_kept", REQUEST, REQUEST + "    CACHE['last'] = tensors\n"),
     broken(
         "only_the_first_reason",
         "    reasons = tuple(refusals(request))\n",
@@ -343,6 +344,7 @@ ATTENTION = [
     ),
 ]
 DECODE = [
+    broken("last_cache_is_kept", of_decode.LENGTHS, of_decode.LENGTHS + "\n    globals()['LAST'] = t.c_kv"),
     broken("handlers_of_the_root_logger", of_decode.LENGTHS, BASIC + of_decode.LENGTHS),
     broken(
         "sequences_and_heads_beyond_16_bits",
