@@ -11,10 +11,12 @@ from mla_plugin.arguments.attention import AttentionTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import ATTN_MASK_TYPES
 from mla_plugin.conformance import Case, cases
+from mla_plugin.conformance.attention import many
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import PADDING_POISON
 from mla_plugin.conformance.attention.oracle import Oracle
 from mla_plugin.conformance.budget import check_error
+from mla_plugin.conformance.decode import many as many_of_decode
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.reference import attention, attention_with_gradients
 
@@ -256,3 +258,9 @@ def test_data_is_fresh_and_reproducible():
     assert not torch.equal(case.tensors().q, case.tensors().q)
     assert case.tensors().softmax_scale == 192**-0.5
     assert replace(case, softmax_scale=0.3).tensors().softmax_scale == 0.3
+
+
+def test_a_batch_on_a_gpu_exceeds_a_dimension_of_its_grid() -> None:
+    for lengths in (many.LENGTHS_Q, many_of_decode.LENGTHS):
+        assert max(times * len(lengths) for times, _ in many.sizes_on("cuda")) > 65_535
+    assert all(times % 2 == 0 and len(many.LENGTHS_Q) % 2 == 1 for times, _ in many.sizes_on("cuda"))
