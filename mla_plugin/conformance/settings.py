@@ -75,7 +75,11 @@ _SETTINGS: dict[str, Setting] = {
     "torch.backends.cuda.math_sdp_enabled()": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp, (True, True)),
     "torch.backends.cuda.cudnn_sdp_enabled()": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp, (True, True)),
     "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, (False, True)),
-    "torch.set_flush_denormal()": (_keeps_denormals, lambda keeps: torch.set_flush_denormal(not keeps), (True, True)),
+    "whether denormal numbers are kept (torch.set_flush_denormal)": (
+        _keeps_denormals,
+        lambda keeps: torch.set_flush_denormal(not keeps),
+        (True, True),
+    ),
     "torch.set_printoptions()": (
         _print_options,
         lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value),

@@ -36,7 +36,12 @@ def borders() -> Iterator[Case]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
         dtype = dtypes[index % 3]
-        yield replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
+        yield _in_dtype(case, dtype)
+    yield from _sums_of_many()
+
+
+def _in_dtype(case: Case, dtype: torch.dtype) -> Case:
+    return replace(case, name=f"{case.name}-{DTYPE_NAMES[dtype]}", dtype=dtype)
 
 
 def _windows() -> Iterator[Case]:
@@ -152,3 +157,16 @@ def _narrow_windows() -> Iterator[Case]:
     packed: dict[str, Any] = {"seqlens_q": (70, 200, 9), "seqlens_kv": (70, 328, 9), **few}
     yield Case("window_1_0-long-thd", "thd", attn_mask_type="padding_causal_bottom_right", window_size=(1, 0), **packed)
     yield Case("window_1_1-long-thd", "thd", attn_mask_type="padding", window_size=(1, 1), **packed)
+
+
+def _sums_of_many() -> Iterator[Case]:
+    """Sums whose roundings, small terms or order show in many of them alone, each in the dtype where it shows best."""
+    few: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+    batch: dict[str, Any] = {"seqlens_q": (8,) * 520, "seqlens_kv": (9,) * 520, "head_dim_qk": 8, "head_dim_v": 8}
+    batch |= {"bias_type": "post_scale_bias", "bias_shape": "11ss", "bias_requires_grad": True}
+    yield _in_dtype(Case("bias_11ss-batch_520", **batch, **few), torch.bfloat16)
+    few |= NARROW
+    falling: dict[str, Any] = {"scores": "falling", "seqlens_q": (4,), "seqlens_kv": (2048,), "return_lse": True, **few}
+    yield _in_dtype(Case("scores_falling", **falling), torch.float32)
+    order: dict[str, Any] = {"deterministic": True, "seqlens_q": (700,), "seqlens_kv": (100,), **few}
+    yield _in_dtype(Case("deterministic-queries_700", **order), torch.float32)
