@@ -11,6 +11,7 @@ import torch
 import mla_plugin
 from mla_plugin.compat.transformers import few_keys, latent, ranks
 from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
+from mla_plugin.compat.transformers.checks import check_no_padding, check_packing, fitted_mask
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
 from mla_plugin.compat.transformers.padding import hidden_by, tokens_first
@@ -69,8 +70,10 @@ def attention_forward(
         ([B, S_q, H, head_dim_v], None), contiguous.
 
     Raises:
-        ValueError: an argument that no backend computes, arguments that contradict each other, a mask of another form;
-            inside of ``context_parallel`` also what it refuses.
+        ValueError: an argument that no backend computes, arguments that contradict each other, a mask of another form,
+            of another batch size or for more keys than there are; lengths that do not fit the tokens; inside of
+            ``context_parallel`` also what it refuses.
+        TypeError: lengths of another type or dtype.
     """
     _refuse(kwargs)
     if is_causal is None:
@@ -84,12 +87,17 @@ def attention_forward(
     packing = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packing = packing_arguments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if attention_mask is not None:
+        attention_mask = fitted_mask(attention_mask, len(query), key.shape[2])
+        if packing is not None:
+            packing = check_packing(packing, query, key)
+            check_no_padding(attention_mask)
     if attention_mask is not None and indices is None and hasattr(attention_mask, "packing"):
         packing, attention_mask, is_causal = packing or attention_mask.packing, None, True
     if indices is not None and (attention_mask is None or attention_mask.ndim != 4):
         raise ValueError("indices narrow a 4-D mask, as sparse models build it for their indexer; got no such mask")
     if packing is not None:
-        _check_packing(module, packing, query, key, attention_mask, indices)
+        _check_unmixed(module, packing, query, key, attention_mask, indices)
 
     if latent.gets_latents(module):
         is_plain = is_causal and packing is None and sliding_window is None and not dropout
@@ -118,8 +126,6 @@ def attention_forward(
     elif attention_mask is None:
         out = _unmasked(attend, q, k, v, is_causal, sliding_window)
     elif attention_mask.ndim == 2:
-        if packing is not None:
-            raise ValueError("cu_seq_lens_q and padding together: give either the lengths or an attention mask")
         out = _padded(attend, q, k, v, attention_mask, sliding_window)
     elif packing is None and _is_ranges(attention_mask, len(q)):
         out = _in_ranges(attend, q, k, v, attention_mask, sliding_window)
@@ -137,7 +143,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
             raise ValueError(f'attn_implementation="{NAME}" got {name} and does not compute {advice}')
 
 
-def _check_packing(
+def _check_unmixed(
     module: torch.nn.Module,
     packing: dict[str, Any],
     query: torch.Tensor,
@@ -151,7 +157,7 @@ def _check_packing(
         return
     assert mask is not None
     across = _across_sequences(packing, len(query), query.shape[2], key.shape[2])
-    hidden = hidden_by(mask[..., : key.shape[2]], query.dtype)
+    hidden = hidden_by(mask, query.dtype)
     if torch.compiler.is_compiling() or bool((across & ~hidden).any()):
         raise ValueError(
             f"packed sequences: the mask that {type(module).__name__} selected keys by shows it those of other "
@@ -283,7 +289,7 @@ def _bidirectional(
 ) -> torch.Tensor:
     """A 4-D mask of a layer that is not causal: by lengths where it says no more than lengths do."""
     (batch_size, s_q), s_kv = q.shape[:2], k.shape[1]
-    keys = padded_keys(mask[..., :s_kv], s_q)
+    keys = padded_keys(mask, s_q)
     if keys is not None:
         order, cu_seqlens_kv = tokens_first(keys.expand(batch_size, s_kv))
         rows = torch.arange(batch_size, device=q.device)[:, None]
@@ -315,7 +321,6 @@ def _dense_mask(
             f"this implementation makes itself; got {mask.dtype} {list(mask.shape)}"
         )
     batch_size, s_q, s_kv = q.shape[0], q.shape[1], k.shape[1]
-    mask = mask[..., :s_kv]
     arguments: dict[str, Any] = {"attn_mask_type": "arbitrary"}
     hidden = hidden_by(mask, q.dtype)
     if mask.dtype != torch.bool:

@@ -275,7 +275,7 @@ def _selected_keys(
         return MANY_QUERIES
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     indices = indices.long()
-    visible = visible[:, 0, :, :s_kv].expand(batch_size, s_q, s_kv).gather(-1, indices)
+    visible = visible[:, 0].expand(batch_size, s_q, s_kv).gather(-1, indices)
     order = visible.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     chosen = indices.gather(-1, order).flatten(1)  # [B, S_q top_k]
     rows = torch.arange(batch_size, device=chosen.device)[:, None]

@@ -11,6 +11,7 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from mla_plugin.compat.transformers import ranks
+from mla_plugin.compat.transformers.checks import check_longest, check_rows
 from mla_plugin.compat.transformers.latent import caches_latents, is_decode, pass_latents_on
 
 MaskFunction: TypeAlias = Callable[..., torch.Tensor]
@@ -29,7 +30,8 @@ def attention_mask_for(
 
     Args:
         mask_function: transformers' pattern, ``(batch, head, query, key) -> bool``.
-        attention_mask: bool [B, at most kv_offset + kv_length], True = a token, False = padding.
+        attention_mask: bool [B, n], True = a token, False = padding. Shorter than the keys, it hides the rest of them.
+            A cache cuts a longer one, as transformers does; without one ``kv_length`` is n, and the layer refuses it.
         allow_is_causal_skip: False where the model itself reads the mask, or where ``mask_function`` is more than
             causal and, given a ``local_size``, local.
         **kwargs: the rest of transformers' contract for mask functions: ``batch_size``, ``kv_length`` (a static cache
@@ -38,7 +40,12 @@ def attention_mask_for(
     Returns:
         One of the forms in the table above. bool [B, n], n <= kv_length: True = a token; the queries are the last of
         these n keys. [B, 1, S_q, kv_length]: bool, True = attend, or additive.
+
+    Raises:
+        ValueError: ``attention_mask`` is of another batch size; packed sequences that the model itself mixes.
     """
+    if attention_mask is not None:
+        check_rows(len(attention_mask), kwargs["batch_size"])
     pattern = {
         "mask_function": mask_function,
         "attention_mask": attention_mask,
@@ -57,7 +64,7 @@ def attention_mask_for(
     if getattr(config, "index_topk", None) is not None:
         if _recognize_packing(mask_function) is not None:
             refuse_packing_of_hybrids(config)
-        mask = cast(torch.Tensor, eager_mask(**pattern))
+        mask = cast(torch.Tensor, _noting(attention_mask, eager_mask(**pattern)))
         mask.is_pattern = True  # type: ignore[attr-defined]
         return mask
     if mask_function is causal_mask_function and _decodes_latents(config, kwargs):
@@ -86,13 +93,22 @@ def attention_mask_for(
             return None
         tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
         tokens.queries_are_tokens = queries_are_tokens  # type: ignore[attr-defined]
+        if tokens.shape[1] < kwargs["kv_length"]:
+            tokens.num_keys = kwargs["kv_length"]  # type: ignore[attr-defined]
         return tokens
     packing = _recognize_packing(mask_function)
     if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
         return None
-    mask = cast(torch.Tensor, sdpa_mask(**pattern))
+    mask = cast(torch.Tensor, _noting(attention_mask, sdpa_mask(**pattern)))
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
+    return mask
+
+
+def _noting(attention_mask: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The dense mask, with the tokens that it was made of, which must be no padding beside lengths; not in a graph."""
+    if mask is not None and not torch.compiler.is_compiling():
+        mask.tokens = attention_mask  # type: ignore[attr-defined]
     return mask
 
 
@@ -198,6 +214,8 @@ def _decode_mask(
     ranges[:, :, 0] = end
     if is_padded:
         ranges[:, :, 1] = first
+    if attention_mask is not None and (isinstance(end, torch.Tensor) or end < kv_length):
+        ranges.num_keys = kv_length  # type: ignore[attr-defined]
     return True, ranges
 
 
@@ -264,6 +282,6 @@ def packing_arguments(
         raise ValueError(f"{missing} is missing: packed sequences need both, int32 [number of sequences + 1]")
     return {
         **causal_with_lengths(cu_seqlens_q, cu_seqlens_kv),
-        "max_seqlen_q": None if max_seqlen_q is None else int(max_seqlen_q),
-        "max_seqlen_kv": None if max_seqlen_kv is None else int(max_seqlen_kv),
+        "max_seqlen_q": check_longest("max_length_q", max_seqlen_q),
+        "max_seqlen_kv": check_longest("max_length_k", max_seqlen_kv),
     }

@@ -137,14 +137,12 @@ def test_a_short_mask_leaves_unused_cache_slots_out():
 
 
 @pytest.mark.parametrize("shape", [(B, 1, 5, 7), (1, 1, 5, 7), (B, H, 5, 7)])
-@pytest.mark.parametrize("form", ["bool", "lowest", "minus infinity", "float32 lowest", "longer than the keys"])
+@pytest.mark.parametrize("form", ["bool", "lowest", "minus infinity", "float32 lowest"])
 def test_dense_masks(shape, form):
     visible = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
     visible[0, :, 2] = False  # a query that sees nothing
     mask = visible
-    if form == "longer than the keys":
-        mask = torch.nn.functional.pad(visible, (0, 3), value=True)
-    elif form != "bool":
+    if form != "bool":
         dtype = torch.float32 if form == "float32 lowest" else torch.float64
         lowest = -torch.inf if form == "minus infinity" else torch.finfo(dtype).min
         mask = torch.zeros(shape, dtype=dtype).masked_fill(~visible, lowest)

@@ -128,7 +128,7 @@ def _many_keys() -> Iterator[Case]:
 def _equal_sizes() -> Iterator[Case]:
     """As many sequences as heads, queries and keys, so that no size tells one dimension from another."""
     sizes: dict[str, Any] = {"seqlens_q": (8,) * 8, "seqlens_kv": (8,) * 8, "num_heads": 8, "num_kv_heads": 8}
-    sizes |= {"head_dim_qk": 8, "head_dim_v": 16, "return_lse": True}
+    sizes |= {"return_lse": True, **NARROW}
     bias: dict[str, Any] = {"bias_requires_grad": True, **sizes}
     yield Case("equal_sizes-bias_ss", bias_type="post_scale_bias", bias_shape="ss", **bias)
     yield Case("equal_sizes-bias_hss", "sbhd", bias_type="pre_scale_bias", bias_shape="hss", **bias)
