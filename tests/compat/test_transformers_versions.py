@@ -60,7 +60,8 @@ def run_tests(version: str, paths: Sequence[Path], *arguments: str) -> None:
 @pytest.mark.parametrize("version", MODULES)
 def test_an_older_transformers(version, request):
     target = install(version, [f"transformers=={version}"], request.config.cache)
-    run_tests(version, [target], *(f"{ROOT}/tests/compat/test_transformers_{module}.py" for module in MODULES[version]))
+    files = [f"{ROOT}/tests/compat/test_transformers_{module}.py" for module in MODULES[version]]
+    run_tests(version, [target], *files, "-k", "not refuses_other_masks")  # compiles for ten seconds
 
 
 def test_as_users_run_it(request):
