@@ -23,6 +23,7 @@ import transformers
 from packaging.version import Version
 
 import mla_plugin
+from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.compat.transformers.padding import tokens_first
 from mla_plugin.compat.transformers.projection import dtype_of, obstacle, projection_of
 from mla_plugin.compat.transformers.sinks import with_sinks
@@ -138,7 +139,7 @@ def gets_latents(module: Any) -> bool:
 
 
 def _want_gradients(module: Any, *tensors: torch.Tensor) -> bool:
-    if not torch.is_grad_enabled():
+    if not records_gradients():
         return False
     return any(x.requires_grad for x in (*tensors, *module.kv_b_proj.parameters()))
 

@@ -15,6 +15,7 @@ from mla_plugin import environment
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_LENGTH = 2**31 - 1
+"""Of a sequence, in tokens: lengths are int32."""
 
 
 def bound_arguments(

@@ -20,10 +20,6 @@ ATTN_MASK_TYPES = (
 )
 
 
-_UNLIMITED = MAX_LENGTH
-"""No sequence is longer, so a window of this size or more is equivalent to this one."""
-
-
 class Band(NamedTuple):
     """The keys around the diagonal that a query sees: i sees j when ``i + offset - left <= j <= i + offset + right``.
 
@@ -164,4 +160,4 @@ def window_pair(window_size: tuple[int, int]) -> tuple[int, int]:
         raise ValueError(
             f"window_size={window_size!r}; expected (left, right), each -1 (unlimited) or a number of tokens"
         )
-    return min(left, _UNLIMITED), min(right, _UNLIMITED)
+    return min(left, MAX_LENGTH), min(right, MAX_LENGTH)  # no sequence is longer, so a larger side sees no more

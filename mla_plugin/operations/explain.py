@@ -184,9 +184,9 @@ class CallRequests(NamedTuple):
 def requests_of_attention(*tensors: Any, **arguments: Any) -> CallRequests:
     """The requests of ``attention`` with these arguments."""
     call = attention_api.described_call(*tensors, **arguments)
-    if call.cp_group is None:
-        request = request_of(call.tensors, call.options)
-        is_empty = not (call.tensors.q.numel() and call.tensors.k.numel())
+    is_empty = not (call.tensors.q.numel() and call.tensors.k.numel())
+    if is_empty or call.cp_group is None:
+        request = request_of(call.tensors, call.options)  # of an empty call too, because it checks the shapes
         return CallRequests(None, () if is_empty else (request,), call.backend)
     from mla_plugin.context_parallel import described
 
@@ -198,10 +198,9 @@ def requests_of_latent_attention(*tensors: Any, **arguments: Any) -> CallRequest
     from mla_plugin.context_parallel import described
 
     call, cp_group, cp_comm_type = latent_api.described_call(*tensors, **arguments)
-    found = described.of_latents(call, cp_group, cp_comm_type)
-    if not (call.tensors.q.numel() and call.tensors.c_kv.numel()):
-        return CallRequests(None, (), call.backend)
-    return CallRequests(*found, call.backend)
+    is_empty = not (call.tensors.q.numel() and call.tensors.c_kv.numel())
+    heading, requests = described.of_latents(call, None if is_empty else cp_group, cp_comm_type)  # checks the shapes
+    return CallRequests(heading, () if is_empty else requests, call.backend)
 
 
 def requests_of_decode(*tensors: Any, **arguments: Any) -> CallRequests:

@@ -305,6 +305,15 @@ def test_a_frozen_model_decodes_over_latents_with_gradients_enabled(spy):
         torch.testing.assert_close(found, eager(torch.tensor([[5]] * 3), past_key_values=other).logits)
 
 
+def test_inference_mode_decodes_over_latents_although_gradients_are_enabled(spy):
+    model = fresh()
+    with torch.inference_mode(), torch.enable_grad():
+        past = prefill(model)
+        spy.calls.clear()
+        model(torch.tensor([[5]] * 3), past_key_values=past)
+    assert spy.calls == {"absorbed": 2}
+
+
 def test_a_few_keys_are_expanded(monkeypatch):
     monkeypatch.setattr(latent, "LEAST_KEYS", 64)
     assert [latent.is_decode(1, s_kv, 512, 128, 128) for s_kv in (3, 63, 64)] == [False, False, True]
