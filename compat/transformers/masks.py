@@ -106,7 +106,7 @@ def attention_mask_for(
 
 
 def _noting(attention_mask: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The dense mask, with the tokens that it was made of, which must be no padding beside lengths; not in a graph."""
+    """Attach ``attention_mask`` to the dense mask made of it: padding beside lengths is refused. Not in a graph."""
     if mask is not None and not torch.compiler.is_compiling():
         mask.tokens = attention_mask  # type: ignore[attr-defined]
     return mask
