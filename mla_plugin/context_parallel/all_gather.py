@@ -67,11 +67,16 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     found = watch.attempt(_differentiate, call, saved, k, v, dout, dlse)
     inverse = None if order is None else order.argsort()
     owned = []
-    for number, x in enumerate((k, v)):
-        shares = None if found is None else watch.attempt(_shares, call, found[1][number], x, inverse)
-        # a rank that failed still sends: the owners expect a message of this size
-        received = exchange(group, x.view(group.size, -1) if shares is None else shares.of_owners)
-        owned.append(None if shares is None else watch.attempt(_owned, call, shares.own, received))
+    for number, whole in enumerate((k, v)):
+        # The keys are done with: their memory has the size of the message. So a rank that failed for want of memory can
+        # still send one, which the owners expect.
+        message = whole.view(group.size, *(saved.k, saved.v)[number].shape)
+        if found is not None:
+            watch.attempt(_fill, call, message, found[1][number], inverse)
+        received = exchange(group, message)
+        owned.append(None if found is None else watch.attempt(_owned, call, found[1][number], received, inverse))
+        if found is not None:
+            found[1][number].clear()
     dk, dv = owned
     if found is None or dk is None or dv is None:
         return None
@@ -90,54 +95,55 @@ class _Gradient(NamedTuple):
     values: torch.Tensor
 
 
-class _Shares(NamedTuple):
-    """A rank's contributions to the gradient of K or of V.
-
-    Attributes:
-        of_owners: [size, ...] in the dtype of K, for the ranks that own the keys.
-        own: of this rank's own keys, in float32 (float64 for float64), not rounded.
-    """
-
-    of_owners: torch.Tensor
-    own: torch.Tensor
-
-
-def _shares(call: Call, parts: list[_Gradient], x: torch.Tensor, inverse: torch.Tensor | None) -> _Shares:
-    """Sums over the parts; the first one's memory is used again.
+def _fill(call: Call, message: torch.Tensor, parts: list[_Gradient], inverse: torch.Tensor | None) -> None:
+    """Write what this rank contributes to the gradient of every key, by the rank that owns it.
 
     There are at most two parts. A sum of two numbers in the dtype of K is rounded once, as if it were summed in float32
-    and rounded for the message, so no tensor of all tokens is needed in float32.
+    and rounded for the message.
 
     Args:
         call: of this rank.
+        message: [size, ...] in the dtype of K, of any values; this rank's own part is not used.
         parts: of K or of V.
-        x: K or V of all ranks.
         inverse: of the order of packed sequences.
     """
-    axis, size, rank = call.layout.tokens, call.group.size, call.group.rank
-
-    def rows(part: _Gradient) -> torch.Tensor:
-        """The gradient of all keys: 0 for those that the part did not see."""
-        if part.values.shape[axis] == x.shape[axis]:
-            return part.values
-        whole = torch.zeros_like(x)
-        whole[(slice(None),) * axis + (part.keys,)] = part.values
-        return whole
-
-    total = rows(parts[0])
-    own = of_rank(total, call.layout, size, rank, inverse).to(call.wide)
-    for part in parts[1:]:
-        own += of_rank(rows(part), call.layout, size, rank, inverse)
-        total[(slice(None),) * axis + (part.keys,)] += part.values
-    return _Shares(by_rank(total, call.layout, size, inverse), own)
+    message.zero_()
+    for part in parts:
+        if inverse is not None:
+            message += by_rank(part.values, call.layout, call.group.size, inverse)
+            continue
+        for rank, of_owner in enumerate(message):
+            _add_keys_of(call, of_owner, part, rank)
 
 
-def _owned(call: Call, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """The gradient of this rank's tokens, summed over the ranks."""
-    for source in range(call.group.size):
-        if source != call.group.rank:
+def _owned(call: Call, parts: list[_Gradient], received: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of this rank's tokens: the sum in float32 (float64 for float64) of its parts and of the messages."""
+    size, rank = call.group.size, call.group.rank
+    own = torch.zeros_like(received[rank], dtype=call.wide)
+    for part in parts:
+        if inverse is not None:
+            own += of_rank(part.values, call.layout, size, rank, inverse)
+        else:
+            _add_keys_of(call, own, part, rank)
+    for source in range(size):
+        if source != rank:
             own += received[source]
     return own.to(call.request.dtype)
+
+
+def _add_keys_of(call: Call, total: torch.Tensor, part: _Gradient, rank: int) -> None:
+    """Add the gradient of the keys that ``rank`` owns and the part saw; ``total`` has the rank's two chunks."""
+    axis, size = call.layout.tokens, call.group.size
+    first = part.keys.start or 0
+    which: Queries
+    for which, number in (("front", rank), ("back", 2 * size - 1 - rank)):
+        chunk = half(total, which, axis)
+        start = number * chunk.shape[axis]
+        low = max(start, first)
+        high = min(start + chunk.shape[axis], first + part.values.shape[axis])
+        if low < high:
+            seen = part.values.narrow(axis, low - first, high - low)
+            chunk.narrow(axis, low - start, high - low).add_(seen)
 
 
 def _order(call: Call) -> torch.Tensor | None:
