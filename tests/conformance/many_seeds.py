@@ -3,7 +3,7 @@
     python -m tests.conformance.many_seeds [RUNS] [attention|decode ...] [--seconds S] [--processes N]
 
 Each kind of test of each backend gets the same time, so that a general check of a second runs as often as a hundred
-cases together. What needs 8 GiB runs in the first process alone. A failure is printed with the command that repeats it.
+cases together. What a backend refuses at once does not run thousands of times. What needs 8 GiB runs in the first process alone. A failure is printed with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tests.conformance.whole_table import CORRECT, SUITES, runs_of, suite_of
 OF_GIGABYTES = "test_more_than_two_billion_elements"
 FEATURES = {"dropout": "test_dropout", "invariant": "test_batch_invariance"}
 """What is run of a backend that differs from the plain one in this alone; the others refuse it."""
+LEAST_SECONDS = 0.25
+"""That a run counts as."""
 WITHOUT_DATA = ("test_what_no_tensors_go_with_is_refused", "test_attention_is_answered")
 
 
@@ -42,7 +44,7 @@ class Kind:
         suite: of the backend.
         name: operation, backend and test, separated by slashes.
         tests: names to tests, again and again.
-        seconds: that it has taken.
+        seconds: that its runs count as.
     """
 
     suite: Any
@@ -109,7 +111,7 @@ def share(process: int, operations: list[str], given: argparse.Namespace) -> tup
             whole = "/".join((*kind.name.split("/")[:2], name))
             print(f"{whole}: {type(error).__name__}: {error}", flush=True)
             print(f"  again: python -m tests.conformance.many_seeds 1 --only '{whole}' --seed {seed}", flush=True)
-        kind.seconds += time.monotonic() - started
+        kind.seconds += max(LEAST_SECONDS, time.monotonic() - started)
         counts[kind.name] += 1
     return failures, counts
 

@@ -1,5 +1,6 @@
 """The decode kernels against float64: in Triton's interpreter without a GPU, compiled with one."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -134,13 +135,13 @@ def test_two_column_blocks_over_parts(parts: int) -> None:
 def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, rank: int) -> None:
     """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
     device = decode_launch.Device("Hopper", 132, True, True)
-    for rows in (1, 16, 512):
-        for parts in (2, 66, 264):
-            launch = decode_launch._combine_launch(device, batch, rows, 1, parts, rank)
-            block_rows, block_r, pieces = launch.arguments[-4:-1]
-            assert block_rows * block_r * pieces <= 128 * 32 * launch.options["num_warps"]
-            assert launch.grid[0] == min(batch, parts) * -(-rows // block_rows)
-            assert (launch.grid[1] - 1) * block_r < rank <= launch.grid[1] * block_r
+    for rows, parts, key_tiles in itertools.product((1, 16, 64, 512), (2, 66, 264), (1, 16, 512)):
+        launch = decode_launch._combine_launch(device, batch, rows, 1, parts, key_tiles, rank)
+        block_rows, block_r, pieces = launch.arguments[-4:-1]
+        assert block_rows & (block_rows - 1) == block_r & (block_r - 1) == pieces & (pieces - 1) == 0
+        assert block_rows * block_r * pieces <= 128 * 32 * launch.options["num_warps"]
+        assert launch.grid[0] == min(batch, parts) * -(-rows // block_rows)
+        assert (launch.grid[1] - 1) * block_r < rank <= launch.grid[1] * block_r
 
 
 @pytest.mark.parametrize("pieces", [2, 16])
