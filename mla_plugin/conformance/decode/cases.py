@@ -31,7 +31,7 @@ REAL: dict[str, dict[str, Any]] = {
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
     """The small cases of a backend that accepts everything, or the large ones."""
-    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_size(), *_every_extreme())
+    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_plain_size(), *_every_extreme())
 
 
 def decode_cases_for(
@@ -44,7 +44,9 @@ def decode_cases_for(
         is_quick: every fourth pair, every sixth case of sizes and of extremes, and the edges that cost little.
         is_slow: every fourth case of sizes and of extremes.
     """
-    pairs, of_sizes, of_extremes = _every_pair(), sizes.SPACE.cases(accepts), _every_extreme()
+    pairs, of_sizes, of_extremes = _every_pair(), _every_size(), _every_extreme()
+    if not all(map(accepts, of_sizes)):
+        of_sizes = sizes.SPACE.cases(accepts)
     if not all(map(accepts, (*_edges(), *pairs, *of_extremes))):
         pairs, of_extremes = SPACE.cases(accepts), extremes.SPACE.cases(accepts)
     if is_quick:
@@ -61,6 +63,11 @@ def _every_pair() -> tuple[DecodeCase, ...]:
 
 @functools.cache
 def _every_size() -> tuple[DecodeCase, ...]:
+    return sizes.SPACE.cases(lambda _: True)
+
+
+@functools.cache
+def _every_plain_size() -> tuple[DecodeCase, ...]:
     return sizes.SPACE.cases(lambda case: case.kv_cache_format == PLAIN)
 
 
