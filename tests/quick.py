@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,10 +176,15 @@ def cases_as_they_are(is_wanted: bool) -> Iterator[None]:
         return
     from mla_plugin.conformance.attention import suite as attention
     from mla_plugin.conformance.decode import suite as decode
+    from mla_plugin.conformance.selection import Catalogue
+
+    def accepted_of(every: Callable[[], tuple[Any, ...]]) -> Callable[[Callable[[Any], bool]], Catalogue[Any]]:
+        return lambda accepts: Catalogue(tuple(filter(accepts, every())), (), (), ())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "cases_for", lambda accepts, **_: tuple(filter(accepts, attention.cases())))
-        patch.setattr(decode, "decode_cases_for", lambda accepts, **_: tuple(filter(accepts, decode.decode_cases())))
+        patch.setattr(attention, "catalogue_for", accepted_of(attention.cases))
+        patch.setattr(decode, "decode_catalogue_for", accepted_of(decode.decode_cases))
+        patch.setattr(Catalogue, "selected", lambda self, **_: self.all())
         yield
 
 

@@ -7,7 +7,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,9 +21,9 @@ from mla_plugin.hooks.manager import BackendManager, get_manager
 from mla_plugin.hooks.refusals import if_it_reads_the_cache
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 
-CaseT = TypeVar("CaseT")
-_made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""The cases of each suite class, cached: every test needs them, and they take a thousand decisions."""
+MadeT = TypeVar("MadeT")
+_made: dict[tuple[Any, ...], Any] = {}
+"""The cases for each backend, cached: every test needs them, and they take a thousand decisions."""
 
 
 class Suite:
@@ -39,6 +39,7 @@ class Suite:
     is_slow: bool = False
     decision: Accepted | Refused | None = None
     """The answer to the last case, for the matrix."""
+    _answers: dict[Any, bool] | None = None
 
     def platform(self) -> Platform:
         """The platform of the requests; override it if a test replaces the backend's library."""
@@ -47,19 +48,35 @@ class Suite:
 
     def takes(self, request: AttentionRequest | DecodeRequest) -> bool:
         """Whether the backend accepts a request; an error counts as accepted, so that a test shows it."""
+        if self._answers is not None and request in self._answers:
+            return self._answers[request]
         try:
-            return not isinstance(self._answer(request), Refused)
+            found = not isinstance(self._answer(request), Refused)
         except Exception:
-            return True
+            found = True
+        if self._answers is not None:
+            self._answers[request] = found
+        return found
 
-    def _once(self, make: Callable[[], tuple[CaseT, ...]], otherwise: tuple[CaseT, ...]) -> tuple[CaseT, ...]:
-        """The result of ``make``, computed once per backend; ``otherwise`` without such a device."""
+    def _once(self, make: Callable[[], MadeT], otherwise: MadeT) -> MadeT:
+        """The result of ``make``, computed once for all suites of a backend; ``otherwise`` without such a device.
+
+        Meanwhile the backend is asked once for each request, because thousands of rows share hundreds of them.
+        """
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             return otherwise
-        key = (type(self), self.backend, self.device, self.quick, self.is_slow, id(self.manager))
+        own = type(self)
+        key = (own.platform, own.takes, own._accepts, self.backend, self.device, self.manager)
         if key not in _made:
-            _made[key] = make()
-        return _made[key]
+            self._answers = {}
+            try:
+                _made[key] = make()
+            finally:
+                self._answers = None
+        return cast(MadeT, _made[key])
+
+    def _accepts(self, case: Any) -> bool:
+        raise NotImplementedError
 
     def expected(self, labels: frozenset[str]) -> tuple[str, ...]:
         """Texts that the reasons must contain for a case of these tags."""

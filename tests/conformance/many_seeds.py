@@ -3,7 +3,8 @@
     python -m tests.conformance.many_seeds [RUNS] [attention|decode ...] [--seconds S] [--processes N]
 
 Each kind of test of each backend gets the same time, so that a general check of a second runs as often as a hundred
-cases together. What a backend refuses at once does not run thousands of times. What needs 8 GiB runs in the first process alone. A failure is printed with the command that repeats it.
+cases together. What a backend refuses at once does not run thousands of times. What needs 8 GiB runs in the first
+process alone. A failure is printed with the command that repeats it.
 """
 
 from __future__ import annotations

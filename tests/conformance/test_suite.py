@@ -39,14 +39,14 @@ class TestPlainAttention(BackendConformance):
 
 
 class TestExactAttention(BackendConformance):
-    """Every fifth case: a result without roundings is the easy one."""
+    """Every tenth case: a result without roundings is the easy one."""
 
     backend = "sample"
     quick = True
     manager = manager_of(module_of("plain_attention", **CORRECT["attention"]["exact"]))
 
     def cases(self):
-        return cases()[::5]
+        return cases()[::10]
 
 
 class TestPlainDecode(DecodeConformance):
@@ -423,7 +423,7 @@ class TestCommand:
 
 
 def test_the_plugin_reads_the_options_of_the_environment(pytester, monkeypatch):
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--pyargs mla_plugin.conformance --backend sdpa -k answered")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--pyargs mla_plugin.conformance --backend sdpa --quick -k answered")
     done = pytester.runpytest_subprocess("-p", "mla_plugin_pytest")
     done.assert_outcomes(passed=1, deselected=done.parseoutcomes()["deselected"])
 

@@ -19,15 +19,13 @@ from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
 from mla_plugin.conformance.attention.scores import FAINT
+from mla_plugin.conformance.selection import Catalogue
 
 DENSE_FORMATS = ("bshd", "sbhd", "bhsd")
 LENGTHS = ((1, 1), (1, 67), (67, 1), (2, 3), (17, 131), (131, 17), (64, 64), (128, 256), (129, 127))
 PADDING_MASKS = ("padding", "padding_causal", "padding_causal_bottom_right")
 EDGE_HEAD_DIMS = ((13, 7), (320, 272), (576, 512), (8, 8))
 BIAS_SHAPES = ("1hss", "b1ss", "11ss", "bhss", "111s")
-
-QUICK_COST = 5.0
-"""Million multiplications of an edge in the quick selection: two fifths of the edges have four fifths of the cost."""
 
 # Five sequences that meet each mask in both ways, queries outnumbering keys and the reverse.
 VARLEN_Q, VARLEN_KV = (1, 17, 67, 5, 31), (3, 17, 29, 5, 64)
@@ -49,23 +47,17 @@ def cases(*tags: str) -> tuple[Case, ...]:
     return tuple(case for case, its in _catalogue() if wanted <= its)
 
 
-def cases_for(accepts: Callable[[Case], bool], *, is_quick: bool = False, is_slow: bool = False) -> tuple[Case, ...]:
-    """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts.
+def catalogue_for(accepts: Callable[[Case], bool]) -> Catalogue[Case]:
+    """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts."""
+    every = whole_catalogue()
+    if all(map(accepts, every.all())):
+        return every
+    return Catalogue(every.edges, *(space.cases(accepts) for space in (SPACE, sizes.SPACE, extremes.SPACE)))
 
-    Args:
-        accepts: whether it accepts a case.
-        is_quick: every fourth pair, every sixth case of sizes and of extremes, and the edges that cost little.
-        is_slow: every fourth case of sizes and of extremes.
-    """
-    edges = _edges()
-    spaces, every = (SPACE, sizes.SPACE, extremes.SPACE), (_every_pair(), _every_size(), _every_extreme())
-    if not all(accepts(case) for cases_of_one in (edges, *every) for case in cases_of_one):
-        every = tuple(space.cases(accepts) for space in spaces)  # type: ignore[assignment]
-    pairs, of_sizes, of_extremes = every
-    if is_quick:
-        return (*(case for case in edges if case.cost <= QUICK_COST), *pairs[::4], *of_sizes[::6], *of_extremes[::6])
-    step = 4 if is_slow else 1
-    return (*edges, *pairs, *of_sizes[::step], *of_extremes[::step])
+
+def whole_catalogue() -> Catalogue[Case]:
+    """The small cases for a backend that accepts every call."""
+    return Catalogue(_edges(), _every_pair(), _every_size(), _every_extreme())
 
 
 @functools.cache
@@ -100,9 +92,7 @@ def _edges() -> tuple[Case, ...]:
 @functools.cache
 def _catalogue() -> tuple[tuple[Case, frozenset[str]], ...]:
     """Every case, and its tags."""
-    return tuple(
-        (case, case.tags) for case in (*_edges(), *_every_pair(), *_every_size(), *_every_extreme(), *_large())
-    )
+    return tuple((case, case.tags) for case in (*whole_catalogue().all(), *_large()))
 
 
 def _layouts() -> Iterator[Case]:

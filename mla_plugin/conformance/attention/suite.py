@@ -11,7 +11,7 @@ from mla_plugin.conformance import checks, spoilt
 from mla_plugin.conformance.attention import beyond, chunks, dropout, library, many, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
-from mla_plugin.conformance.attention.cases import cases, cases_for
+from mla_plugin.conformance.attention.cases import cases, catalogue_for, whole_catalogue
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.conformance.memory import check_memory, not_run_without_memory
@@ -42,7 +42,8 @@ class BackendConformance(Suite):
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        small = self._once(lambda: cases_for(self._accepts, is_quick=self.quick, is_slow=self.is_slow), cases())
+        made = self._once(lambda: catalogue_for(self._accepts), whole_catalogue())
+        small = made.selected(is_quick=self.quick, is_slow=self.is_slow)
         return small + (cases("large") if torch.device(self.device).type == "cuda" and not self.quick else ())
 
     def _accepts(self, case: Case) -> bool:

@@ -13,11 +13,11 @@ import torch
 
 from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
-from mla_plugin.conformance.attention.cases import QUICK_COST
 from mla_plugin.conformance.decode import extremes, sizes
 from mla_plugin.conformance.decode.borders import borders
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
+from mla_plugin.conformance.selection import Catalogue
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REAL: dict[str, dict[str, Any]] = {
@@ -31,29 +31,22 @@ REAL: dict[str, dict[str, Any]] = {
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
     """The small cases of a backend that accepts everything, or the large ones."""
-    return tuple(_large()) if large else (*_edges(), *_every_pair(), *_every_plain_size(), *_every_extreme())
+    return tuple(_large()) if large else whole_decode_catalogue().all()
 
 
-def decode_cases_for(
-    accepts: Callable[[DecodeCase], bool], *, is_quick: bool = False, is_slow: bool = False
-) -> tuple[DecodeCase, ...]:
-    """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts.
-
-    Args:
-        accepts: whether it accepts a case.
-        is_quick: every fourth pair, every sixth case of sizes and of extremes, and the edges that cost little.
-        is_slow: every fourth case of sizes and of extremes.
-    """
+def decode_catalogue_for(accepts: Callable[[DecodeCase], bool]) -> Catalogue[DecodeCase]:
+    """The small cases for a backend that accepts some calls: pairs are covered by those that it accepts."""
     pairs, of_sizes, of_extremes = _every_pair(), _every_size(), _every_extreme()
     if not all(map(accepts, of_sizes)):
         of_sizes = sizes.SPACE.cases(accepts)
     if not all(map(accepts, (*_edges(), *pairs, *of_extremes))):
         pairs, of_extremes = SPACE.cases(accepts), extremes.SPACE.cases(accepts)
-    if is_quick:
-        cheap = (case for case in _edges() if case.cost <= QUICK_COST)
-        return (*cheap, *pairs[::4], *of_sizes[::6], *of_extremes[::6])
-    step = 4 if is_slow else 1
-    return (*_edges(), *pairs, *of_sizes[::step], *of_extremes[::step])
+    return Catalogue(_edges(), pairs, of_sizes, of_extremes)
+
+
+def whole_decode_catalogue() -> Catalogue[DecodeCase]:
+    """The small cases for a backend that accepts every call over plain caches."""
+    return Catalogue(_edges(), _every_pair(), _every_plain_size(), _every_extreme())
 
 
 @functools.cache

@@ -17,7 +17,12 @@ from mla_plugin.conformance.budget import Yardstick
 from mla_plugin.conformance.decode import values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
-from mla_plugin.conformance.decode.cases import decode_cases, decode_cases_for, quantised_cases
+from mla_plugin.conformance.decode.cases import (
+    decode_cases,
+    decode_catalogue_for,
+    quantised_cases,
+    whole_decode_catalogue,
+)
 from mla_plugin.conformance.decode.many import check_many_sequences
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.conformance.memory import check_memory, not_run_without_memory
@@ -45,9 +50,8 @@ class DecodeConformance(Suite):
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        small = self._once(
-            lambda: decode_cases_for(self._accepts, is_quick=self.quick, is_slow=self.is_slow), decode_cases()
-        )
+        made = self._once(lambda: decode_catalogue_for(self._accepts), whole_decode_catalogue())
+        small = made.selected(is_quick=self.quick, is_slow=self.is_slow)
         quantised = tuple(case for case in quantised_cases() if self._accepts(case))
         on_cuda = torch.device(self.device).type == "cuda" and not self.quick
         return small + quantised + (decode_cases(large=True) if on_cuda else ())
