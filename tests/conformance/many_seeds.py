@@ -32,8 +32,8 @@ from tests.conformance.whole_table import CORRECT, SUITES, runs_of, suite_of
 OF_GIGABYTES = "test_more_than_two_billion_elements"
 FEATURES = {"dropout": "test_dropout", "invariant": "test_batch_invariance"}
 """What is run of a backend that differs from the plain one in this alone; the others refuse it."""
-LEAST_SECONDS = 0.25
-"""That a run counts as."""
+LEAST_SECONDS = 0.05
+"""A run counts as so many at least."""
 WITHOUT_DATA = ("test_what_no_tensors_go_with_is_refused", "test_attention_is_answered")
 
 
