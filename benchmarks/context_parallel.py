@@ -7,8 +7,8 @@ DeepSeek-V3's head dims, 192 and 128, bfloat16, causal, batch 1. First each way'
 size, compared with those of one GPU with the same backend; a way with more than ERROR_LIMITS times one GPU's error is
 not timed. Then for each size the time of one GPU (rank 0, the others wait), and of every way: the slowest rank's,
 forward, and forward and backward, over the one GPU's divided by the ranks; 1 is ideal. Rank 0 writes
-benchmarks/results/context_parallel_xN_GPU.json; ``--append`` keeps what is there of other sizes and ways. Without a GPU
-it runs over gloo, to try the script itself, and only prints.
+benchmarks/results/context_parallel_xN_GPU.json; ``--append`` keeps what is there of other sizes and ways, and notes the
+commit at the new ones. Without a GPU it runs over gloo, to try the script itself, and only prints.
 """
 
 from __future__ import annotations
@@ -188,16 +188,19 @@ def say(machine: Machine, text: str) -> None:
 
 def keep(machine: Machine, content: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Write the file, with what it held of other sizes and ways under ``--append``."""
-    from benchmarks import common  # it needs a GPU
+    from benchmarks import checkout, common  # it needs a GPU
 
     name = f"context_parallel_x{machine.size}" + ("_high_priority" if arguments.high_priority else "")
     path = common.RESULTS / f"{name}_{torch.cuda.get_device_name().replace(' ', '_')}.json"
+    commit = checkout.commit(arguments.commit)
     if arguments.append and path.exists():
+        old = json.loads(path.read_text())
         measured = {(x["tokens"], x["heads"], x["way"]) for x in content["times"]}
-        old = json.loads(path.read_text())["times"]
-        content["times"] += [x for x in old if (x["tokens"], x["heads"], x["way"]) not in measured]
+        kept = [x for x in old["times"] if (x["tokens"], x["heads"], x["way"]) not in measured]
+        content["times"] = [*({**x, "commit": commit} for x in content["times"]), *kept]
+        commit = old["commit"]
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    say(machine, str(common.write(name, {"nccl": version, "ranks": machine.size, **content}, arguments.commit)))
+    say(machine, str(common.write(name, {"nccl": version, "ranks": machine.size, **content}, commit)))
 
 
 def main() -> None:

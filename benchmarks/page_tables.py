@@ -232,7 +232,10 @@ def context_parallel(*records: Record) -> str:
         for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
     ]
     titles = ["GPUs", "tokens", "heads", "way", "forward", "forward and backward", "GiB a rank", "GiB, one GPU"]
-    return markdown(titles, rows)
+    later = Counter((x["way"], x["commit"]) for record in records for x in record["times"] if "commit" in x)
+    notes = [f"`{way}` measured later, at commit {commit[:10]} ({n} sizes)" for (way, commit), n in later.items()]
+    table = markdown(titles, rows)
+    return "\n\n".join([table, f"{'; '.join(notes)}, beside times of one GPU of their own."]) if notes else table
 
 
 def latents(record: Record) -> str:

@@ -165,15 +165,20 @@ def keep_one_call(metafunc: pytest.Metafunc) -> None:
         calls[:] = [min(calls, key=lambda call: _order(name.format(call.id)))]
 
 
+_made_here: dict[Any, Any] = {}
+
+
 @contextlib.contextmanager
 def cases_as_they_are(is_wanted: bool) -> Iterator[None]:
     """Let suites filter the cases of a backend that accepts everything, instead of generating cases for their own.
 
-    Generating takes half a second for each suite, and all but one case of a function would be dropped.
+    Generating takes half a second for each suite, and all but one case of a function would be dropped. So nothing is
+    selected either, and what is made here is not kept.
     """
     if not is_wanted:
         yield
         return
+    from mla_plugin.conformance import base
     from mla_plugin.conformance.attention import suite as attention
     from mla_plugin.conformance.decode import suite as decode
     from mla_plugin.conformance.selection import Catalogue
@@ -185,6 +190,7 @@ def cases_as_they_are(is_wanted: bool) -> Iterator[None]:
         patch.setattr(attention, "catalogue_for", accepted_of(attention.cases))
         patch.setattr(decode, "decode_catalogue_for", accepted_of(decode.decode_cases))
         patch.setattr(Catalogue, "selected", lambda self, **_: self.all())
+        patch.setattr(base, "_made", _made_here)
         yield
 
 

@@ -23,7 +23,9 @@ from mla_plugin.hooks.types import Accepted, Platform, Refused
 
 MadeT = TypeVar("MadeT")
 _made: dict[tuple[Any, ...], Any] = {}
-"""The cases for each backend, cached: every test needs them, and they take a thousand decisions."""
+"""The cases for each backend, cached: every test needs them, and they take thousands of decisions."""
+_DECIDING = ("platform", "takes", "_answer", "_manager")
+"""Methods of a suite that its cases depend on, besides ``_accepts``."""
 
 
 class Suite:
@@ -48,25 +50,29 @@ class Suite:
 
     def takes(self, request: AttentionRequest | DecodeRequest) -> bool:
         """Whether the backend accepts a request; an error counts as accepted, so that a test shows it."""
-        if self._answers is not None and request in self._answers:
-            return self._answers[request]
+        answers = self._answers
+        found = None if answers is None else answers.get(request)
+        if found is not None:
+            return found
         try:
             found = not isinstance(self._answer(request), Refused)
         except Exception:
             found = True
-        if self._answers is not None:
-            self._answers[request] = found
+        if answers is not None:
+            answers[request] = found
         return found
 
-    def _once(self, make: Callable[[], MadeT], otherwise: MadeT) -> MadeT:
-        """The result of ``make``, computed once for all suites of a backend; ``otherwise`` without such a device.
+    def _once(self, make: Callable[[], MadeT], otherwise: Callable[[], MadeT]) -> MadeT:
+        """The result of ``make``, computed once for each backend; of ``otherwise`` without such a device.
 
-        Meanwhile the backend is asked once for each request, because thousands of rows share hundreds of them.
+        Suites of one backend share it, if none of them replaces what decides. Meanwhile the backend is asked once for
+        each request, because many rows have the same one.
         """
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
-            return otherwise
+            return otherwise()
         own = type(self)
-        key = (own.platform, own.takes, own._accepts, self.backend, self.device, self.manager)
+        replaces = any(getattr(own, name) is not getattr(Suite, name) for name in _DECIDING)
+        key = (own if replaces else own._accepts, self.backend, self.device, self.manager)
         if key not in _made:
             self._answers = {}
             try:

@@ -10,7 +10,7 @@ QUICK_COST = 5.0
 
 
 class HasCost(Protocol):
-    """A case."""
+    """What a selection needs of a case."""
 
     @property
     def cost(self) -> float:

@@ -66,17 +66,18 @@ def backward(call: Call, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | 
     k, v = (_whole(call, x, order) for x in (saved.k, saved.v))
     found = watch.attempt(_differentiate, call, saved, k, v, dout, dlse)
     inverse = None if order is None else order.argsort()
-    owned = []
-    for number, whole in enumerate((k, v)):
-        # The keys are done with: their memory has the size of the message. So a rank that failed for want of memory can
-        # still send one, which the owners expect.
-        message = whole.view(group.size, *(saved.k, saved.v)[number].shape)
+    wholes, owned = [k, v], []
+    del k, v
+    for number, own in enumerate((saved.k, saved.v)):
+        # K or V is not read again, and its memory has the size of the message. A rank that ran out of memory can still
+        # send it, as the owners expect.
+        message = wholes.pop(0).view(group.size, *own.shape)
         if found is not None:
             watch.attempt(_fill, call, message, found[1][number], inverse)
         received = exchange(group, message)
+        del message
         owned.append(None if found is None else watch.attempt(_owned, call, found[1][number], received, inverse))
-        if found is not None:
-            found[1][number].clear()
+        del received
     dk, dv = owned
     if found is None or dk is None or dv is None:
         return None
@@ -96,14 +97,14 @@ class _Gradient(NamedTuple):
 
 
 def _fill(call: Call, message: torch.Tensor, parts: list[_Gradient], inverse: torch.Tensor | None) -> None:
-    """Write what this rank contributes to the gradient of every key, by the rank that owns it.
+    """Write what this rank contributes to the gradients of the other ranks' keys.
 
     There are at most two parts. A sum of two numbers in the dtype of K is rounded once, as if it were summed in float32
     and rounded for the message.
 
     Args:
         call: of this rank.
-        message: [size, ...] in the dtype of K, of any values; this rank's own part is not used.
+        message: [size, ...] in the dtype of K, contiguous, of any values; this rank's own part is not read.
         parts: of K or of V.
         inverse: of the order of packed sequences.
     """
@@ -113,18 +114,24 @@ def _fill(call: Call, message: torch.Tensor, parts: list[_Gradient], inverse: to
             message += by_rank(part.values, call.layout, call.group.size, inverse)
             continue
         for rank, of_owner in enumerate(message):
-            _add_keys_of(call, of_owner, part, rank)
+            if rank != call.group.rank:
+                _add_keys_of(call, of_owner, part, rank)
 
 
 def _owned(call: Call, parts: list[_Gradient], received: torch.Tensor, inverse: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of this rank's tokens: the sum in float32 (float64 for float64) of its parts and of the messages."""
+    """The gradient of this rank's tokens: the sum in float32 (float64 for float64) of its parts and of the messages.
+
+    ``parts`` is emptied, so that each one's memory is free once it is added.
+    """
     size, rank = call.group.size, call.group.rank
     own = torch.zeros_like(received[rank], dtype=call.wide)
-    for part in parts:
+    while parts:
+        part = parts.pop(0)
         if inverse is not None:
-            own += of_rank(part.values, call.layout, size, rank, inverse)
+            own += of_rank(part.values, size, rank, inverse)
         else:
             _add_keys_of(call, own, part, rank)
+        del part
     for source in range(size):
         if source != rank:
             own += received[source]

@@ -88,9 +88,6 @@ def by_rank(whole: torch.Tensor, layout: Layout, size: int, inverse: torch.Tenso
     return parts
 
 
-def of_rank(whole: torch.Tensor, layout: Layout, size: int, rank: int, inverse: torch.Tensor | None) -> torch.Tensor:
-    """``by_rank(...)[rank]`` alone, in its own memory."""
-    if inverse is not None:
-        return whole.index_select(0, inverse.view(size, -1)[rank])
-    chunks = whole.chunk(2 * size, layout.tokens)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], layout.tokens)
+def of_rank(whole: torch.Tensor, size: int, rank: int, inverse: torch.Tensor) -> torch.Tensor:
+    """``by_rank(...)[rank]`` of packed sequences alone, in its own memory."""
+    return whole.index_select(0, inverse.view(size, -1)[rank])

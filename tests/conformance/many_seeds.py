@@ -3,8 +3,8 @@
     python -m tests.conformance.many_seeds [RUNS] [attention|decode ...] [--seconds S] [--processes N]
 
 Each kind of test of each backend gets the same time, so that a general check of a second runs as often as a hundred
-cases together. What a backend refuses at once does not run thousands of times. What needs 8 GiB runs in the first
-process alone. A failure is printed with the command that repeats it.
+cases together. A run counts as 0.05 s or more, so refusals, which take no time, do not fill it. What needs 8 GiB runs
+in the first process alone. A failure is printed with the command that repeats it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_GIGABYTES = "test_more_than_two_billion_elements"
 FEATURES = {"dropout": "test_dropout", "invariant": "test_batch_invariance"}
 """What is run of a backend that differs from the plain one in this alone; the others refuse it."""
 LEAST_SECONDS = 0.05
-"""A run counts as so many at least."""
+"""What a run counts as, at least."""
 WITHOUT_DATA = ("test_what_no_tensors_go_with_is_refused", "test_attention_is_answered")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from mla_plugin.conformance import BackendConformance, ConformanceError, DecodeC
 from mla_plugin.conformance.attention import chunks
 from mla_plugin.conformance.budget import Roundings, Yardstick, check_error
 from mla_plugin.conformance.checks import check_lse
+from mla_plugin.conformance.selection import Catalogue
 from mla_plugin.conformance.watch import PoisonedMemory, random_state_kept, synchronisation_is_an_error
 from tests.conformance.many_seeds import FEATURES
 from tests.conformance.mutants import Broken, manager_of, module_of
@@ -230,6 +232,51 @@ def test_cases_are_made_for_what_a_backend_accepts():
         "pairs-without-offsets-strided",
     ]
     assert sum(case.qkv_format == "sbhd" for case in own) > sum(case.qkv_format == "sbhd" for case in cases())
+
+
+class Noted(NoThd):
+    """It notes what it is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    @hookimpl
+    def select_backend(self, request, platform):
+        self.asked.append(request)
+        return super().select_backend(request, platform)
+
+
+def test_suites_of_one_backend_share_its_cases_unless_they_judge_for_themselves():
+    backend = Noted()
+    manager = manager_of(backend)
+
+    def suite(**members):
+        members = {"backend": "sample", "manager": manager, "refuses": None} | members
+        return type("TestNoted", (BackendConformance,), members)()
+
+    own = suite().cases()
+    assert len(backend.asked) == len(set(backend.asked)) > 100
+    backend.asked.clear()
+    assert len(suite(quick=True).cases()) < len(suite(is_slow=True).cases()) < len(own)
+    assert backend.asked == []
+    assert suite(_manager=lambda self: manager).cases() == own
+    assert len(backend.asked) > 100
+    takes_all = suite(takes=lambda self, request: True).cases()
+    assert [case.name for case in takes_all] == [case.name for case in cases()]
+
+
+def test_the_selections_of_a_catalogue():
+    @dataclasses.dataclass(frozen=True)
+    class Stub:
+        number: int
+        cost: float = 1.0
+
+    edges, others = (Stub(0), Stub(1, cost=6.0)), tuple(map(Stub, range(12)))
+    catalogue = Catalogue(edges, others, others, others)
+    assert len(catalogue.all()) == len(catalogue.selected(is_quick=False, is_slow=False)) == 38
+    assert len(catalogue.selected(is_quick=False, is_slow=True)) == 2 + 12 + 3 + 3
+    assert [case.number for case in catalogue.selected(is_quick=True, is_slow=False)] == [0, 0, 4, 8, 0, 6, 0, 6]
 
 
 def test_every_pair_is_covered():

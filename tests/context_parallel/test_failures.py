@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mla_plugin
-from mla_plugin.context_parallel import ContextParallelError, failure
+from mla_plugin.context_parallel import ContextParallelError, all_gather, failure
 from mla_plugin.hooks.manager import get_manager
 from tests.context_parallel import pool as workers
 from tests.context_parallel.case import Case, run
@@ -86,6 +86,68 @@ def test_all_ranks_raise_the_same_error(pool, way, hook, size, guilty, number):
     assert f"{hook} failed on rank {guilty} of {size}: MemoryError: out of memory, played" in text
     assert [cause for _, cause, _ in found] == ["MemoryError" if rank == guilty else "NoneType" for rank in range(size)]
     assert max(seconds for *_, seconds in found) < 10
+
+
+def fail_between_messages(name: str, guilty: int) -> str | None:
+    """In a process of the pool: a step of ``all_gather``'s backward fails, and the next call, which must be right."""
+    group = workers.groups[3]
+    if (rank := dist.get_rank(group)) < 0:
+        return None
+
+    def fails(*_: object) -> None:
+        raise MemoryError("out of memory, played")
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == guilty:
+            patch.setattr(all_gather, name, fails)
+        out = mla_plugin.attention(**small(3), cp_group=group, cp_comm_type="all_gather")
+        try:
+            out.sum().backward()
+        except ContextParallelError as error:
+            said = str(error)
+    run(Case("all_gather", 3, heads=12, kv_heads=12))
+    return said
+
+
+@pytest.mark.parametrize("name", ["_differentiate", "_fill", "_owned"])
+def test_a_failure_between_the_messages_of_all_gather(pool, name):
+    found = [answer for answer in pool.run(fail_between_messages, name=name, guilty=1) if answer is not None]
+    assert len(found) == 3
+    assert all("backward failed on rank 1 of 3: MemoryError: out of memory, played" in text for text in found)
+
+
+def memory_of_messages() -> tuple[list[int], list[int]] | None:
+    """In a process of the pool: where K and V are gathered, and where ``all_gather`` sends gradients from."""
+    group = workers.groups[3]
+    if dist.get_rank(group) < 0:
+        return None
+    gathered, sent = [], []
+    whole, exchange = all_gather._whole, all_gather.exchange
+
+    def noted_whole(*arguments: Any) -> torch.Tensor:
+        found = whole(*arguments)
+        gathered.append(found.data_ptr())
+        return found
+
+    def noted_exchange(group: Any, send: torch.Tensor) -> torch.Tensor:
+        sent.append(send.data_ptr())
+        return exchange(group, send)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_gather, "_whole", noted_whole)
+        patch.setattr(all_gather, "exchange", noted_exchange)
+        out = mla_plugin.attention(**small(3), cp_group=group, cp_comm_type="all_gather")
+        gathered.clear()
+        out.sum().backward()
+    return gathered, sent
+
+
+def test_all_gather_sends_from_the_memory_of_the_gathered_keys(pool):
+    """So a rank without memory can still send."""
+    found = [answer for answer in pool.run(memory_of_messages) if answer is not None]
+    assert len(found) == 3
+    assert all(gathered == sent and len(sent) == 2 for gathered, sent in found)
 
 
 class _Event:

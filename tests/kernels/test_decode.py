@@ -144,6 +144,22 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, r
         assert (launch.grid[1] - 1) * block_r < rank <= launch.grid[1] * block_r
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((32, 32, 132, 512), (1, 128, 32, 1)),  # few rows, and a sequence may have many pieces
+        ((8, 128, 66, 16), (4, 64, 16, 1)),  # few rows, but no sequence has more than 16
+        ((32, 64, 132, 512), (4, 64, 16, 1)),
+        ((32, 128, 66, 512), (4, 128, 8, 1)),
+        ((65, 64, 132, 512), (2, 512, 4, 2)),  # many rows
+    ],
+    ids=str,
+)
+def test_programs_of_the_combine_kernel(given: tuple[int, int, int, int], expected: tuple[int, ...]) -> None:
+    """Rows, columns, pieces and warps, as they were measured; given are entries, rows, parts and key tiles."""
+    assert decode_launch._combine_shape(*given, 512) == expected
+
+
 @pytest.mark.parametrize("pieces", [2, 16])
 def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence with keys for all parts, together with one with a single key."""

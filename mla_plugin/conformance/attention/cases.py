@@ -52,7 +52,12 @@ def catalogue_for(accepts: Callable[[Case], bool]) -> Catalogue[Case]:
     every = whole_catalogue()
     if all(map(accepts, every.all())):
         return every
-    return Catalogue(every.edges, *(space.cases(accepts) for space in (SPACE, sizes.SPACE, extremes.SPACE)))
+    return Catalogue(
+        edges=every.edges,
+        pairs=SPACE.cases(accepts),
+        of_sizes=sizes.SPACE.cases(accepts),
+        of_extremes=extremes.SPACE.cases(accepts),
+    )
 
 
 def whole_catalogue() -> Catalogue[Case]:

@@ -42,7 +42,7 @@ class BackendConformance(Suite):
 
     def cases(self) -> tuple[Case, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        made = self._once(lambda: catalogue_for(self._accepts), whole_catalogue())
+        made = self._once(lambda: catalogue_for(self._accepts), whole_catalogue)
         small = made.selected(is_quick=self.quick, is_slow=self.is_slow)
         return small + (cases("large") if torch.device(self.device).type == "cuda" and not self.quick else ())
 

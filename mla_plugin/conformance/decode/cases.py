@@ -30,7 +30,7 @@ REAL: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def decode_cases(*, large: bool = False) -> tuple[DecodeCase, ...]:
-    """The small cases of a backend that accepts everything, or the large ones."""
+    """The small cases of a backend that accepts every call over plain caches, or the large ones."""
     return tuple(_large()) if large else whole_decode_catalogue().all()
 
 

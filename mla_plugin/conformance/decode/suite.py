@@ -50,7 +50,7 @@ class DecodeConformance(Suite):
 
     def cases(self) -> tuple[DecodeCase, ...]:
         """The cases to run, made for what the backend accepts; override it to add your own."""
-        made = self._once(lambda: decode_catalogue_for(self._accepts), whole_decode_catalogue())
+        made = self._once(lambda: decode_catalogue_for(self._accepts), whole_decode_catalogue)
         small = made.selected(is_quick=self.quick, is_slow=self.is_slow)
         quantised = tuple(case for case in quantised_cases() if self._accepts(case))
         on_cuda = torch.device(self.device).type == "cuda" and not self.quick

@@ -39,9 +39,8 @@ _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
 _NO_DESCRIPTORS = (None, None, None)
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_PIECES = 64
-_COMBINE_FEW_ROWS = 1024  # of all sequences
-_COMBINE_SOME_ROWS = 4096
-_COMBINE_ROWS = 4
+_COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
+_COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some rows
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
@@ -110,22 +109,20 @@ def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank
     them; the rest for columns, then for rows. A thread has 16 bytes of a piece; if the columns fill a warp, its
     threads cover different columns, so that sums need no exchange.
 
-    Measured on an H100 in us, 31 sequences of 1k keys and one of 32k, which has most pieces: with 64 heads 52 instead
-    of 58, with 128 heads 61 instead of 72. More programs read the pieces of the long one; batches of 8,192 rows have
-    enough programs, and lose up to 4 %.
+    With up to 4,096 rows in all there are few programs: there each has four rows and fewer columns, so that more of
+    them read the pieces of a sequence that has most. With 8,192 rows that costs up to 4 % (H100).
     """
     pieces = next_power_of_2(ceil_div(parts, entries) + 1)
-    most = next_power_of_2(min(parts, key_tiles))
-    if entries * num_rows <= _COMBINE_FEW_ROWS and most > 16:
+    most, least_rows = next_power_of_2(min(parts, key_tiles)), 1
+    if entries * num_rows <= _COMBINE_FEW_ROWS and most > _COMBINE_SOME_PIECES:
         # 31 x 1k + 32k keys: 35 us instead of 42 at H 16, 45 instead of 52 at H 32; even lengths lose up to 2
         pieces = max(32, min(pieces, most))
     elif entries * num_rows <= _COMBINE_SOME_ROWS:
-        pieces = min(_COMBINE_PIECES, max(pieces, 16 if entries * num_rows <= _COMBINE_SOME_ROWS // 2 else 8))
-        rows = min(next_power_of_2(num_rows), _COMBINE_ROWS)
-        columns = min(next_power_of_2(rank), _COMBINE_ELEMENTS // (pieces * rows))
-        return rows, columns, pieces, max(1, columns // 256)
+        is_half = entries * num_rows <= _COMBINE_SOME_ROWS // 2
+        pieces = max(min(pieces, most), _COMBINE_SOME_PIECES if is_half else _COMBINE_SOME_PIECES // 2)
+        least_rows = min(next_power_of_2(num_rows), _COMBINE_ROWS)
     pieces = min(_COMBINE_PIECES, pieces)
-    columns = min(next_power_of_2(rank), _COMBINE_ELEMENTS // pieces)
+    columns = min(next_power_of_2(rank), _COMBINE_ELEMENTS // (pieces * least_rows))
     rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
     return rows, columns, pieces, max(1, columns // 256)
 
