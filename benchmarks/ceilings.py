@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.common import parser, write
-from benchmarks.prefill_backends import in_shuffled_turns
+from benchmarks.common import in_shuffled_turns, parser, write
 
 SIDE = 8192
 NUMBERS = 2**30

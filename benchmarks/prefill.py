@@ -1,12 +1,12 @@
 """Prefill and training attention (head_dim_qk 192, head_dim_v 128, bfloat16) on this GPU, forward and backward.
 
-    python -m benchmarks.prefill                   ours and PyTorch's own kernels
+    python -m benchmarks.prefill                   ours and PyTorch's own kernels, compiled FlexAttention among them
     python -m benchmarks.prefill --peers DIR ...   also FlashAttention 3 and 4 where a DIR/peers.py loads them
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
-PyTorch in bfloat16 is not timed. Milliseconds are medians of ``triton.testing.do_bench``; the rounds go through all
-libraries in turn; ``host_us`` is the time on the host of one of our forward calls. TFLOP/s count 2 B H S^2 x 320
-operations forward and x 832 backward, half of it under a causal mask. Writes
+PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short bursts, the libraries in
+shuffled turns; ``host_us`` is the time on the host of one of our forward calls. TFLOP/s count 2 B H S^2 x 320
+operations forward and x 832 backward, half of it under a causal mask. ``kernels`` says which of our kernels ran. Writes
 benchmarks/results/prefill_<gpu>.json, prints a table last.
 """
 
@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from benchmarks.common import OURS, by_events, error, host_microseconds, in_turn, load_peers, parser, write
+from benchmarks.common import OURS, error, host_microseconds, in_shuffled_turns, load_peers, parser, write
 from mla_plugin.kernels import mla_attention
+from mla_plugin.kernels.hopper.rule import plain_kernel_because
 
 HEAD_DIM_QK, HEAD_DIM_V = 192, 128
 SCALE = HEAD_DIM_QK**-0.5
@@ -65,6 +68,22 @@ def sdpa(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     return out.transpose(1, 2)[..., :HEAD_DIM_V]
 
 
+def _flex() -> Attention:
+    """FlexAttention as PyTorch's users run it: compiled, its block mask made once."""
+    attention = torch.compile(flex_attention, dynamic=False)
+
+    @functools.cache
+    def block_mask(seqlen: int) -> BlockMask:
+        return create_block_mask(lambda _b, _h, i, j: i >= j, None, None, seqlen, seqlen, device="cuda")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        mask = block_mask(q.shape[1]) if causal else None
+        out: torch.Tensor = attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, scale=SCALE)
+        return out.transpose(1, 2)
+
+    return attend
+
+
 def _fa3(run: Callable[..., Any]) -> Attention:
     @functools.cache
     def offsets(batch: int, seqlen: int) -> torch.Tensor:
@@ -97,6 +116,7 @@ def libraries(folders: list[Path]) -> tuple[dict[str, Attention], dict[str, str]
     found["cuDNN"] = functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
     found["memory-efficient"] = functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)
     found["FA2, V padded"] = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
+    found["FlexAttention"] = _flex()
     return found, missing
 
 
@@ -135,41 +155,43 @@ def measure(case: Case, attentions: dict[str, Attention], rounds: int) -> list[d
     rows: list[dict[str, Any]] = []
     for name, work in (("forward", FORWARD_WORK), ("backward", BACKWARD_WORK)):
         rows.append({**case._asdict(), "pass": name, "operations": 2 * pairs * work, "error": {}, "refused": {}})
-    timers: list[dict[str, Callable[[], float]]] = [{}, {}]
+    calls: list[dict[str, Callable[[], Any]]] = [{}, {}]
     for name, attend in attentions.items():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         try:
-            with torch.no_grad():
-                results: list[list[torch.Tensor]] = [[attend(q, k, v, case.causal)]]
-            calls = [functools.partial(attend, q, k, v, case.causal)]
+            passes = [functools.partial(_without_grad, attend, q, k, v, case.causal)]
+            results: list[list[torch.Tensor]] = [[passes[0]()]]
             if name not in FORWARD_ONLY:
                 out = attend(*leaves, case.causal)
-                calls.append(functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
-                results.append([results[0][0], *calls[1]()])
+                passes.append(functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
+                results.append([results[0][0], *passes[1]()])
         except Exception as reason:  # of a library that does not take the shape
             rows[0]["refused"][name] = rows[1]["refused"][name] = repr(reason)[:200]
             continue
-        for row, timer, found, call in zip(rows, timers, results, calls, strict=False):
+        for row, of_pass, found, call in zip(rows, calls, results, passes, strict=False):
             right, row["error"][name] = is_right(found, [q, k, v, dout], case.causal)
             if right:
-                timer[name] = functools.partial(_without_grad, call) if row["pass"] == "forward" else _timed(call)
+                of_pass[name] = call
             else:
                 row["refused"][name] = f"error {row['error'][name]:.1e} is more than twice plain PyTorch's"
-    for row, timer in zip(rows, timers, strict=True):
-        row["ms"] = in_turn(timer, rounds)
+    for row, of_pass in zip(rows, calls, strict=True):
+        row["ms"] = in_shuffled_turns(of_pass, rounds)
         row["tflop_per_s"] = {name: row["operations"] / ms * 1e-9 for name, ms in row["ms"].items()}
     with torch.no_grad():
         rows[0]["host_us"] = host_microseconds(lambda: ours(q, k, v, case.causal), calls=12)
     return rows
 
 
-def _timed(call: Callable[[], Any]) -> Callable[[], float]:
-    return functools.partial(by_events, call)
-
-
-def _without_grad(call: Callable[[], Any]) -> float:
+def _without_grad(attend: Attention, *arguments: Any) -> torch.Tensor:
     with torch.no_grad():
-        return by_events(call)
+        return attend(*arguments)
+
+
+def _kernels() -> str:
+    """Which of our kernels compute these calls here."""
+    dims = (torch.bfloat16, HEAD_DIM_QK, HEAD_DIM_V)
+    reason = plain_kernel_because(torch.cuda.get_device_capability(), triton.__version__, *dims)
+    return "Hopper" if reason is None else "plain"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -192,10 +214,12 @@ def main() -> None:
     attentions, missing = libraries(options.peers)
     rows = []
     for case in CASES:
-        rows += measure(case, attentions, options.rounds)
+        torch.compiler.reset()  # else FlexAttention's recompilations reach PyTorch's limit
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rows += measure(case, attentions, options.rounds)
         for row in rows[-2:]:
             print(json.dumps(row), flush=True)
-    print(write("prefill", {"rows": rows, "not_loaded": missing}, options.commit))
+    print(write("prefill", {"kernels": _kernels(), "rows": rows, "not_loaded": missing}, options.commit))
     print(table(rows))
     if any(OURS not in row["ms"] for row in rows):
         raise SystemExit("our own result was refused; see 'refused' above")

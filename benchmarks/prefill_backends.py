@@ -27,7 +27,6 @@ import functools
 import itertools
 import json
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 
 import mla_plugin
-from benchmarks.common import RESULTS, error, parser, write
+from benchmarks.common import RESULTS, error, in_shuffled_turns, parser, write
 from benchmarks.prefill_cases import BETWEEN, CASES, DRAWN, QUICK, Case, lengths_of
 from mla_plugin import AttentionRequest, AttentionTensors, Plan, device
 from mla_plugin.hooks.attention import Residuals
@@ -44,8 +43,6 @@ from mla_plugin.operations.attention import dispatch
 
 BACKENDS = ("triton", "fa3", "fa4", "fa2", "cudnn", "sdpa")
 WITHIN = 0.95
-BURST_MS = 4.0
-MOST_CALLS = 20
 
 
 KEPT = ("prefill_backends", "prefill_backends_between", "prefill_backends_drawn")
@@ -129,37 +126,6 @@ class Problem:
             if not error(rows, exact) <= limit:
                 return False
         return True
-
-
-def milliseconds(call: Callable[[], Any], calls: int) -> float:
-    """Of one call in a burst."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def in_shuffled_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds; a graph of each, so that the host's time does not count."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    sizes: dict[str, int] = {}
-    for name, call in calls.items():
-        once = milliseconds(call, 2)
-        sizes[name] = max(1, min(MOST_CALLS, int(BURST_MS / once)))
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(sizes[name]):
-                call()
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for _ in range(rounds):
-        random.shuffle(names)
-        for name in names:
-            found[name].append(milliseconds(graphs[name].replay, 1) / sizes[name])
-    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def passes(
