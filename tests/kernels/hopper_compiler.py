@@ -130,6 +130,7 @@ class Found:
         loops: those over key tiles, or over query tiles for dK and dV.
         columns: for each descriptor in the order of its first use, the first column of each copy.
         gathering: the gathering warpgroup's loops.
+        loose_arrivals: arrivals at a barrier, by one thread for all its warps, before which they do not synchronise.
     """
 
     shared: int
@@ -140,6 +141,7 @@ class Found:
     loops: list[Loop]
     columns: list[list[int]]
     gathering: list[GatheringLoop]
+    loose_arrivals: int
 
 
 def _count(instructions: list[Instruction], *opcodes: str) -> int:
@@ -194,6 +196,23 @@ def columns(ptx: str) -> list[list[int]]:
     for descriptor, column in re.findall(r"cp\.async\.bulk\.tensor\.\S+ \[%r\d+\], \[(%rd\d+), \{(%r\d+),", ptx):
         found.setdefault(descriptor, []).append(int(constants[column]))
     return list(found.values())
+
+
+def loose_arrivals(ptx: str) -> int:
+    """See ``Found.loose_arrivals``: another warp may not have read, or written, what the arrival releases.
+
+    An arrival that announces the bytes of a copy releases nothing, and asynchronous ones are made by every thread.
+    """
+    lines = ptx.splitlines()
+    found = 0
+    for index, line in enumerate(lines):
+        if not re.search(r"mbarrier\.arrive\.(?!expect_tx|noinc)", line):
+            continue
+        before = itertools.takewhile(
+            lambda text: not re.search(r"(ld|st)\.shared|ldmatrix|wgmma|cp\.async|^\$", text), reversed(lines[:index])
+        )
+        found += not any(re.search(r"\bbar(rier)?\.(warp\.)?sync", text) for text in before)
+    return found
 
 
 def decode_program(job: DecodeJob) -> Program:
@@ -296,6 +315,7 @@ def measured(program: Program) -> Found:
         loops(instructions),
         columns(compiled.asm["ptx"]),
         gathering(instructions),
+        loose_arrivals(compiled.asm["ptx"]),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mla_plugin.kernels.hopper.rule import TILES, plain_dq_because
 from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
-from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, DecodeJob, Job
+from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, DecodeJob, Job, loose_arrivals
 from tests.kernels.versions import needs_hopper_kernels
 
 pytestmark = [
@@ -55,6 +55,19 @@ def test_it_fits(job: Job, compiled: dict[str, Any]) -> None:
     assert found["shared"] <= PER_BLOCK[90]
     assert found["spills"] <= SPILLS[kernel_of(job)]
     assert found["undefined_reads"] == []
+
+
+@pytest.mark.parametrize("job", [*JOBS, *DECODE_JOBS], ids=lambda job: job.name)
+def test_what_is_released_has_been_read(job: Job | DecodeJob, compiled: dict[str, Any]) -> None:
+    """One thread arrives for all warps of its group, after these have synchronised."""
+    assert compiled[job.name]["loose_arrivals"] == 0
+
+
+def test_an_arrival_before_its_warps_is_found() -> None:
+    read, arrive = "ld.shared.b32 %r1, [%r2];", "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
+    assert loose_arrivals(f"{read}\nbar.sync 2, 128;\n{arrive}\n{read}\nbar.warp.sync -1;\n{arrive}") == 0
+    assert loose_arrivals(f"bar.sync 2, 128;\n{read}\n{arrive}\n{arrive}") == 2
+    assert loose_arrivals(f"{read}\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 64;") == 0
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
