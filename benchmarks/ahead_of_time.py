@@ -2,10 +2,12 @@
 
     python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
     python -m benchmarks.ahead_of_time --hopper  compiles the Hopper kernels, and leaves the rest of the file as it is
+    python -m benchmarks.ahead_of_time --projected  the same of the kernels around a decode with W_UK and W_UV
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
 Which tiles, head dimensions and GPUs: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
-tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py, which the page does not show.
+tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py and projected_compiler.py, which the page
+does not show.
 """
 
 from __future__ import annotations
@@ -120,12 +122,15 @@ def measure() -> dict[str, Any]:
     found = keyed_results("tests.kernels.decode_compiler", AFRESH, cache=cache)
     decode = [_record(job, *found[job.name]) for job in decode_compiler.jobs()]
     kept = {"triton": triton.__version__, "records": prefill, "miscompiled": miscompiled, "decode": decode}
-    return kept | {"hopper": measure_hopper()}
+    return kept | {kind: measure_kind(kind) for kind in KINDS}
 
 
-def measure_hopper() -> list[dict[str, Any]]:
-    """The same of the Hopper kernels."""
-    found = printed("tests.kernels.hopper_compiler", AFRESH, cache=Path(triton.knobs.cache.dir))
+KINDS = ("hopper", "projected")
+
+
+def measure_kind(kind: str) -> list[dict[str, Any]]:
+    """The same of the Hopper kernels, and of those around a decode with W_UK and W_UV."""
+    found = printed(f"tests.kernels.{kind}_compiler", AFRESH, cache=Path(triton.knobs.cache.dir))
     return [{"name": name, "key": key, "found": result} for name, (key, result) in found.items()]
 
 
@@ -190,7 +195,8 @@ def _decode_table(found: dict[str, Any], *names: str, invariant: bool, quantised
 
 def main() -> None:
     if "--page" not in sys.argv:
-        kept = json.loads(RESULTS.read_text()) | {"hopper": measure_hopper()} if "--hopper" in sys.argv else measure()
+        again = [kind for kind in KINDS if f"--{kind}" in sys.argv]
+        kept = json.loads(RESULTS.read_text()) | {kind: measure_kind(kind) for kind in again} if again else measure()
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(render(json.loads(RESULTS.read_text())))
 

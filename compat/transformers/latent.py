@@ -25,9 +25,10 @@ from packaging.version import Version
 import mla_plugin
 from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.compat.transformers.padding import tokens_first
-from mla_plugin.compat.transformers.projection import dtype_of, obstacle, projection_of
+from mla_plugin.compat.transformers.projection import dtype_of, obstacle, plain_weight_of, projection_of
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import Reason
+from mla_plugin.operations.decode.projected import decode_projected
 
 NAME = "mla_plugin"
 
@@ -178,6 +179,10 @@ def attend(
     dtype = dtype_of(query)
     if (found := obstacle(module, dtype, query, c_kv, k_rope)) is not None:
         return found
+    if indices is None and s_aux is None and _may_fuse(query):
+        out = _fused(module, query, c_kv, k_rope, attention_mask, dtype, scaling)
+        if out is not None:
+            return out
     if indices is None and attention_mask is not None:
         indices = _indices_within(module, attention_mask)
     if indices is None:
@@ -216,8 +221,7 @@ def _keys_of(
     if attention_mask is None:
         return Keys(c_kv.select(1, 0), k_rope.select(1, 0), {})  # half the time of an index
     if attention_mask.dtype == torch.int32:
-        ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
-        return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
+        return Keys(c_kv[:, 0], k_rope[:, 0], _lengths_of(attention_mask))
     if attention_mask.ndim != 2:
         return DENSE_MASK
     # One query sees every token up to it, be it padding itself; several ones have to be the last tokens of their rows.
@@ -227,6 +231,53 @@ def _keys_of(
     rows = torch.arange(len(order), device=order.device)[:, None]
     lengths = {"seqlens_kv": attention_mask.sum(1, dtype=torch.int32)}
     return Keys(c_kv[rows, 0, order], k_rope[rows, 0, order], lengths)
+
+
+def _lengths_of(ranges: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Key ranges, int32 [1, 1, 1 or 2, B], as ``mla_plugin.decode`` takes them; the layers of a step share them."""
+    found: dict[str, torch.Tensor] | None = getattr(ranges, "lengths", None)
+    if found is None:
+        found = dict(zip(("seqlens_kv", "leftpad_kv"), ranges[0, 0], strict=False))
+        if not torch.compiler.is_compiling():
+            ranges.lengths = found  # type: ignore[attr-defined]
+    return found
+
+
+def _may_fuse(query: torch.Tensor) -> bool:
+    return query.is_cuda
+
+
+def _fused(
+    module: Any,
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dtype: torch.dtype,
+    scaling: float | None,
+) -> torch.Tensor | None:
+    """The same by fewer and larger kernels; None if this call has to be computed in parts."""
+    weight = plain_weight_of(module, dtype)
+    if weight is None or not query.dtype == c_kv.dtype == k_rope.dtype == dtype:
+        return None
+    lengths: dict[str, torch.Tensor] = {}
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.int32:
+            return None
+        lengths = _lengths_of(attention_mask)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    return decode_projected(
+        query,
+        c_kv,
+        k_rope,
+        weight,
+        module.qk_nope_head_dim,
+        module.v_head_dim,
+        softmax_scale=scale,
+        seqlens_kv=lengths.get("seqlens_kv"),
+        leftpad_kv=lengths.get("leftpad_kv"),
+        host="transformers",
+    )
 
 
 def _makes_its_mask(module: Any) -> bool:

@@ -109,6 +109,15 @@ def projection_of(module: Any, num_heads: int, dtype: torch.dtype) -> Projection
     return Projection(*_by_use(weight, num_heads, module.qk_nope_head_dim), updates)
 
 
+def plain_weight_of(module: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """The weight of a layer without an ``obstacle``, if it is a plain ``nn.Linear`` of this dtype."""
+    kv_b_proj = _child(module, "kv_b_proj")
+    if type(kv_b_proj) is not torch.nn.Linear:
+        return None
+    weight = _weight_of(kv_b_proj)
+    return weight if weight.dtype == dtype else None
+
+
 def _dequantised(linear: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of an ``FP8Linear``: blocks of it, or all of it, have one scale each."""
     weight: torch.Tensor = linear.weight

@@ -54,7 +54,8 @@ def starts_aligned(x: torch.Tensor, y: torch.Tensor) -> bool:
     return (x.data_ptr() | y.data_ptr()) % 16 == 0
 
 
-def _of(x: torch.Tensor) -> TensorLayout:
+def tensor_layout(x: torch.Tensor) -> TensorLayout:
+    """``TENSOR_ATTRIBUTES`` of a tensor."""
     return type(x), x.shape, x.stride(), x.dtype, x.device
 
 
@@ -62,13 +63,13 @@ def layout_of(tensors: DecodeTensors) -> DecodeLayout:
     """The layout of a call; its tensors are strided but need not have been checked."""
     q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv = tensors[:10]
     values = (
-        _of(q_nope_abs),
-        _of(q_rope),
-        _of(c_kv),
-        _of(k_rope),
-        page_table if page_table is None else _of(page_table),
-        seqlens_kv if seqlens_kv is None else _of(seqlens_kv),
-        leftpad_kv if leftpad_kv is None else _of(leftpad_kv),
+        tensor_layout(q_nope_abs),
+        tensor_layout(q_rope),
+        tensor_layout(c_kv),
+        tensor_layout(k_rope),
+        page_table if page_table is None else tensor_layout(page_table),
+        seqlens_kv if seqlens_kv is None else tensor_layout(seqlens_kv),
+        leftpad_kv if leftpad_kv is None else tensor_layout(leftpad_kv),
         starts_aligned(c_kv, k_rope),
         starts_aligned(q_nope_abs, q_rope),
         are_joined(c_kv, k_rope),

@@ -12,6 +12,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
 
 import mla_plugin
+from mla_plugin.compat.transformers import latent
 
 pytestmark = pytest.mark.gpu
 
@@ -45,15 +46,23 @@ def models() -> dict[str, DeepseekV3ForCausalLM]:
 
 
 @pytest.fixture
-def absorbed(monkeypatch) -> list[torch.Size]:
-    """The shapes of the queries that ``mla_plugin.decode`` was given."""
-    shapes, decode = [], mla_plugin.decode
+def absorbed(monkeypatch) -> dict[str, list[torch.Size]]:
+    """The shapes of the results of decodes: by the kernels with W_UK and W_UV, and by ``mla_plugin.decode``."""
+    shapes: dict[str, list[torch.Size]] = {"fused": [], "in parts": []}
+    decode, fused = mla_plugin.decode, latent.decode_projected
 
-    def spy(q_nope_abs, *arguments, **options):
-        shapes.append(q_nope_abs.shape)
+    def decode_spy(q_nope_abs, *arguments, **options):
+        shapes["in parts"].append(q_nope_abs.shape[:3])
         return decode(q_nope_abs, *arguments, **options)
 
-    monkeypatch.setattr(mla_plugin, "decode", spy)
+    def fused_spy(*arguments, **options):
+        out = fused(*arguments, **options)
+        if out is not None:
+            shapes["fused"].append(out.shape[:3])
+        return out
+
+    monkeypatch.setattr(mla_plugin, "decode", decode_spy)
+    monkeypatch.setattr(latent, "decode_projected", fused_spy)
     return shapes
 
 
@@ -92,14 +101,20 @@ def assert_as_good_as_sdpa(models, found: torch.Tensor, *way) -> None:
     assert error.norm() <= 2 * of_sdpa.norm()
 
 
+@pytest.mark.parametrize("way", ["fused", "in parts"])
 @pytest.mark.parametrize("queries", [1, 2, 4])
 @pytest.mark.parametrize("padding", [0, 70])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_steps(models, absorbed, kind, padding, queries):
+def test_steps(models, absorbed, kind, padding, queries, way, monkeypatch):
+    if way == "in parts":
+        monkeypatch.setattr(latent, "_may_fuse", lambda query: False)
     logits(models["mla_plugin"], kind, padding, queries)  # the layers hand over latents from their second call on
-    absorbed.clear()
+    for shapes in absorbed.values():
+        shapes.clear()
     found = logits(models["mla_plugin"], kind, padding, queries)
-    assert absorbed == [(BATCH, queries, 16, 512)] * (2 * NUM_STEPS // queries)
+    expected: dict[str, list[tuple[int, ...]]] = {"fused": [], "in parts": []}
+    expected[way] = [(BATCH, queries, 16)] * (2 * NUM_STEPS // queries)
+    assert absorbed == expected
     assert_as_good_as_sdpa(models, found, kind, padding, queries)
 
 

@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.layers": VALUES,
     **{f"mla_plugin.{shared}": set() for shared in SHARED},
     "mla_plugin.operations.attention": {*SHARED, "resolver", "hooks.manager", "environment", *VALUES},
+    "mla_plugin.operations.decode.projected": {"kernels", "resolver", "hooks.manager", "environment", *VALUES},
     "mla_plugin.operations.latent": {*SHARED, "operations.attention", *VALUES},
     "mla_plugin.operations.decode": {"resolver", "hooks.manager", "environment", *VALUES},
     "mla_plugin.context_parallel": {*SHARED, *PASSES, "resolver", "environment", *VALUES},
@@ -72,7 +73,10 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
     "mla_plugin.compat": {API, "layers", *VALUES},
     "mla_plugin.compat.megatron": {API, "layers", "context_parallel", *VALUES},
-    "mla_plugin.compat.transformers": {API, "layers", "context_parallel", "compat.transformers.few_keys", *VALUES},
+    "mla_plugin.compat.transformers": {
+        *(API, "layers", "context_parallel", "operations.decode.projected", "compat.transformers.few_keys"),
+        *VALUES,
+    },
     "mla_plugin.compat.transformers.few_keys": {"hooks.manager", "environment"},
     "mla_plugin.compat.transformer_engine": {
         *(API, *OPERATIONS, "context_parallel"),

@@ -1,0 +1,210 @@
+"""Absorbed decode of a few queries with the products of W_UK and W_UV in its first and its last kernel.
+
+A small batch leaves the GPU waiting for the host, which needs about as long for a launch as the GPU for such a kernel.
+In parts, W_UK, the scheduler, attention, the combination of its pieces and W_UV are five launches, and the products are
+PyTorch's, with views around them. Here they are three, or four where the pieces are many: ``absorb_kernel`` multiplies
+by W_UK and plans, ``decode_kernel`` is as it is, ``values_kernel`` combines the pieces and multiplies by W_UV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.kernels.decode.device import device_of
+from mla_plugin.kernels.decode.launch import Launches, make_launches, options_of
+from mla_plugin.kernels.decode.projections import absorb_kernel, values_kernel
+from mla_plugin.kernels.launch import Launch, compile_together, on_device_of
+from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
+
+ROWS = 16
+"""The most queries of all sequences together: the rows of a matrix instruction."""
+PIECES = 8
+"""Pieces that are combined at a time."""
+WARPS = 4
+_MOST_STEPS = 4  # of so many pieces, for all queries, that a program of the last kernel takes; else a kernel combines
+_FEW_HEADS = 64  # below, a head is divided among twice as many programs
+_ABSORB_GIVEN = ("Q", "W", "Q_nope_abs", "Parts", "seqlens_kv", "leftpad_kv")
+_VALUES_GIVEN = ("Parts", "Latent", "W", "Out")
+
+
+_compiled: set[tuple[object, ...]] = set()
+"""``Step.code`` of kernels compiled in parallel; others are compiled one by one when first launched."""
+
+
+@dataclass
+class Step:
+    """The launches of the calls of one layout.
+
+    Attributes:
+        absorb, attend, combine, values: the kernels, in order; combine None: values does that.
+        latent_at, parts_at, elements: of the one buffer that holds Q_nope_abs, the latent results and the workspace of
+            ``decode_kernel``: where the second and the third begin, and its size.
+        out_shape: of the result.
+        code: everything that determines the compiled code of the kernels; a process has few of them.
+    """
+
+    absorb: Launch
+    attend: Launch
+    combine: Launch | None
+    values: Launch
+    latent_at: int
+    parts_at: int
+    elements: int
+    out_shape: tuple[int, ...]
+    code: tuple[object, ...]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether every kernel can be launched by addresses."""
+        launches = (self.absorb, self.attend, self.values)
+        return not any(x.run is None for x in launches) and (self.combine is None or self.combine.run is not None)
+
+
+class Blocks(NamedTuple):
+    """Columns of a head that one program computes: of W_UK's product, and values of W_UV's."""
+
+    rank: int
+    values: int
+
+
+def padded(width: int) -> int:
+    """Columns of a matrix operand: a power of two, at least 16."""
+    return max(16, next_power_of_2(width))
+
+
+def blocks_of(heads: int, rank: int, dim_v: int) -> Blocks:
+    """Blocks that make about as many programs as a GPU has multiprocessors, or several times as many."""
+    most = Blocks(128, 64) if heads >= _FEW_HEADS else Blocks(64, 32)
+    return Blocks(min(most.rank, padded(rank)), min(most.values, padded(dim_v)))
+
+
+def step_of(
+    tensors: DecodeTensors, query: torch.Tensor, weight: torch.Tensor, dim_nope: int, dim_v: int
+) -> Step | None:
+    """The launches of a call; None if its attention runs on a kernel that reads the cache by descriptors.
+
+    Args:
+        tensors: checked; a contiguous cache in the dtype of the queries, 2 bytes an element, at most ``ROWS`` queries,
+            no lse.
+        query: [B, H, S_q, dim_nope + Dr], of which ``tensors.q_rope`` is a view.
+        weight: [H (dim_nope + dim_v), R], the rows of W_UK and of W_UV of each head, one below the other, as
+            ``kv_b_proj`` of DeepSeek-V2 and its successors has them. Columns are contiguous.
+        dim_nope, dim_v: number of these rows.
+    """
+    launches: Launches = make_launches(tensors)
+    if launches.described is not None:
+        return None
+    ((plan, attend, combine),) = launches.rounds
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    device = device_of(query.device)
+    fixed: dict[str, Any] = dict(zip(attend.kernel.arg_names[len(attend.given) :], attend.arguments, strict=True))
+    parts: int = fixed["num_parts"]
+    pieces = min(parts, ceil_div(tensors.capacity, fixed["BLOCK_N"]))
+    combines = batch <= parts and batch * seqlen_q * ceil_div(pieces, PIECES) <= _MOST_STEPS
+    if combines:
+        combine = None
+    strides = {"stride_qb": query.stride(0), "stride_qh": query.stride(1), "stride_qs": query.stride(2)}
+    stride_w = {"stride_w": weight.stride(0)}
+    shared: dict[str, Any] = {name: fixed[name] for name in ("batch", "num_heads", "seqlen_q", "num_parts", "R")}
+    shared |= {"D_NOPE": dim_nope, "D_V": dim_v, "ROWS": ROWS, "DEPENDENT": device.has_dependent_launch, **stride_w}
+    block = blocks_of(heads, rank, dim_v)
+    blocks = ceil_div(rank, block.rank) * heads
+    absorb = Launch(
+        absorb_kernel,
+        (blocks if plan is None else max(blocks, parts), 1, 1),
+        _ABSORB_GIVEN,
+        {name: fixed[name] for name in ("capacity", "overhead", "BLOCK_N")}
+        | {**shared, **strides, "NOPE": padded(dim_nope), "BLOCK_R": block.rank}
+        | {"PLANNED": plan is not None},
+        options_of(device, WARPS),
+    )
+    values = Launch(
+        values_kernel,
+        (ceil_div(dim_v, block.values) * heads, 1, 1),
+        _VALUES_GIVEN,
+        {**shared, "COLUMNS": padded(rank), "BLOCK_V": block.values, "BLOCK_PIECES": PIECES, "COMBINES": combines},
+        options_of(device, WARPS),
+    )
+    latent_at = _aligned(tensors.q_nope_abs.numel())
+    parts_at = 2 * latent_at
+    out_shape = (batch, seqlen_q, heads, dim_v)
+    elements = parts_at + launches.workspace
+    code = (*launches.code, dim_nope, dim_v, heads, seqlen_q, plan is not None, combines)
+    return Step(absorb, attend, combine, values, latent_at, parts_at, elements, out_shape, code)
+
+
+def _aligned(elements: int) -> int:
+    """Rounded up to 16 bytes of two-byte elements."""
+    return -(-elements // 8) * 8
+
+
+def decode(
+    step: Step,
+    query: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    weight: torch.Tensor,
+    dim_nope: int,
+    seqlens_kv: torch.Tensor | None,
+    leftpad_kv: torch.Tensor | None,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """out [B, S_q, H, D_v].
+
+    Args:
+        step: of the layout of these tensors.
+        query: [B, H, S_q, dim_nope + Dr].
+        c_kv, k_rope: [B, S_kv, R] and [B, S_kv, Dr], or the same with a dimension of 1 after the first.
+        weight: as of ``step_of``.
+        seqlens_kv, leftpad_kv: int32 [B], or None.
+        softmax_scale: multiplies the scores.
+    """
+    with on_device_of(query):
+        buffer, out = query.new_empty(step.elements), query.new_empty(step.out_shape)
+        q, c, k, w = query.data_ptr(), c_kv.data_ptr(), k_rope.data_ptr(), weight.data_ptr()
+        made, result, rope = buffer.data_ptr(), out.data_ptr(), q + 2 * dim_nope
+        lengths = None if seqlens_kv is None else seqlens_kv.data_ptr()
+        padding = None if leftpad_kv is None else leftpad_kv.data_ptr()
+        if (q | rope | c | k | w | (lengths or 0) | (padding or 0)) % 16 or not step.is_compiled:
+            _launch_by_tensors(
+                step, (query, c_kv, k_rope, weight, seqlens_kv, leftpad_kv), dim_nope, softmax_scale, buffer, out
+            )
+            return out
+        latent, parts = made + 2 * step.latent_at, made + 2 * step.parts_at
+        step.absorb.run(q, w, made, parts, lengths, padding, *step.absorb.arguments)
+        attended = (made, rope, c, k, None, lengths, padding, None, parts, latent, None, None, None, None)
+        step.attend.run(*attended, softmax_scale, *step.attend.arguments)
+        if step.combine is not None:
+            step.combine.run(parts, latent, None, *step.combine.arguments)
+        step.values.run(parts, latent, w, result, *step.values.arguments)
+        return out
+
+
+def _launch_by_tensors(
+    step: Step,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    dim_nope: int,
+    softmax_scale: float,
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The first call of a layout, which compiles, and calls with an address that is no multiple of 16 bytes."""
+    query, c_kv, k_rope, weight, *lengths = inputs
+    absorbed, latent, parts = buffer, buffer[step.latent_at :], buffer[step.parts_at :]
+    attended = (absorbed, query[..., dim_nope:], c_kv, k_rope, None, *lengths, None, parts, latent)
+    calls: list[tuple[Launch, tuple[object, ...]]] = [
+        (step.absorb, (query, weight, absorbed, parts, *lengths)),
+        (step.attend, (*attended, None, None, None, None, softmax_scale)),
+    ]
+    if step.combine is not None:
+        calls.append((step.combine, (parts, latent, None)))
+    calls.append((step.values, (parts, latent, weight, out)))
+    if out.is_cuda and step.code not in _compiled:
+        compile_together(calls, out.device)
+        _compiled.add(step.code)
+    for launch, arguments in calls:
+        launch(*arguments)

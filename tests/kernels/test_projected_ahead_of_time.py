@@ -1,0 +1,27 @@
+"""The kernels around a decode with W_UK and W_UV fit every generation of GPUs: compiled for each, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.compiler import PER_PROCESSOR, Usage, results
+from tests.kernels.projected_compiler import JOBS, Job
+
+pytestmark = pytest.mark.xdist_group("compiler")
+
+
+@pytest.fixture(scope="module")
+def compiled(triton_cache: Path) -> dict[str, Usage]:
+    return results("tests.kernels.projected_compiler", cache=triton_cache)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_it_fits(job: Job, compiled: dict[str, Usage]) -> None:
+    """Two programs at least on a multiprocessor, as there are more of them than multiprocessors."""
+    found = compiled[job.name]
+    assert 2 * found.shared <= PER_PROCESSOR[job.capability]
+    assert found.registers <= 255
+    assert found.spills == 0
+    assert found.undefined_reads == []
