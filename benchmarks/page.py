@@ -83,19 +83,23 @@ SECTIONS = (
 {versions}
 
 `python -m benchmarks.prefill`: TFLOP/s in bfloat16, head_dim_qk 192, head_dim_v 128. A forward counts as
-2 B H S^2 x 320 operations and a backward as 2 B H S^2 x 832, half of that under a causal mask. Calls go through each
-library's public function, so below 4k tokens they are bound by the host. The column mla-plugin is our plain kernels in
-this table; our Hopper kernels are under *Attention backends and the resolver's choice*.
+2 B H S^2 x 320 operations and a backward as 2 B H S^2 x 832, half of that under a causal mask.
+
+{way}
 
 {prefill}
 
-The same as ratios, our speed over that of another library: the forward over FlashAttention 3's and over that of
-PyTorch's memory-efficient kernel; the backward over the faster of FlashAttention 4 and cuDNN; both passes over the
-memory-efficient kernel.
+The same as ratios, our speed over that of another library. The backward's is over
+{fastest}.
 
 {shares}
 """,
-        lambda record: {"prefill": tables.prefill(record), "shares": tables.shares(record)},
+        lambda record: {
+            "prefill": tables.prefill(record),
+            "way": tables.way_of_prefill(record),
+            "fastest": tables.fastest_backward(record),
+            "shares": tables.shares(record),
+        },
     ),
     Section(
         ("decode",),

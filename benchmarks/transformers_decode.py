@@ -315,7 +315,7 @@ def parse() -> argparse.Namespace:
     if options.tiny:
         options.contexts, options.layers, options.steps = [64, 256], 2, 4
     elif options.step:
-        options.contexts, options.rounds = [1 << 10], 8
+        options.contexts, options.rounds = [1 << 10], 40
     return options
 
 
