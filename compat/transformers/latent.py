@@ -221,7 +221,8 @@ def _keys_of(
     if attention_mask is None:
         return Keys(c_kv.select(1, 0), k_rope.select(1, 0), {})  # half the time of an index
     if attention_mask.dtype == torch.int32:
-        return Keys(c_kv[:, 0], k_rope[:, 0], _lengths_of(attention_mask))
+        ranges = dict(zip(("seqlens_kv", "leftpad_kv"), attention_mask[0, 0], strict=False))
+        return Keys(c_kv[:, 0], k_rope[:, 0], ranges)
     if attention_mask.ndim != 2:
         return DENSE_MASK
     # One query sees every token up to it, be it padding itself; several ones have to be the last tokens of their rows.
@@ -231,16 +232,6 @@ def _keys_of(
     rows = torch.arange(len(order), device=order.device)[:, None]
     lengths = {"seqlens_kv": attention_mask.sum(1, dtype=torch.int32)}
     return Keys(c_kv[rows, 0, order], k_rope[rows, 0, order], lengths)
-
-
-def _lengths_of(ranges: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Key ranges, int32 [1, 1, 1 or 2, B], as ``mla_plugin.decode`` takes them; the layers of a step share them."""
-    found: dict[str, torch.Tensor] | None = getattr(ranges, "lengths", None)
-    if found is None:
-        found = dict(zip(("seqlens_kv", "leftpad_kv"), ranges[0, 0], strict=False))
-        if not torch.compiler.is_compiling():
-            ranges.lengths = found  # type: ignore[attr-defined]
-    return found
 
 
 def _may_fuse(query: torch.Tensor) -> bool:
@@ -260,11 +251,8 @@ def _fused(
     weight = plain_weight_of(module, dtype)
     if weight is None or not query.dtype == c_kv.dtype == k_rope.dtype == dtype:
         return None
-    lengths: dict[str, torch.Tensor] = {}
-    if attention_mask is not None:
-        if attention_mask.dtype != torch.int32:
-            return None
-        lengths = _lengths_of(attention_mask)
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        return None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     return decode_projected(
         query,
@@ -274,8 +262,7 @@ def _fused(
         module.qk_nope_head_dim,
         module.v_head_dim,
         softmax_scale=scale,
-        seqlens_kv=lengths.get("seqlens_kv"),
-        leftpad_kv=lengths.get("leftpad_kv"),
+        ranges=attention_mask,
         host="transformers",
     )
 

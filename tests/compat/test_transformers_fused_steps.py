@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 
 import pytest
 import torch
@@ -98,3 +99,22 @@ def test_it_is_what_the_parts_give(fused, monkeypatch):
     in_parts = logits(model, "static", "left")
     assert not fused
     assert (found - in_parts).norm() <= 2e-3 * in_parts.norm()
+
+
+def test_masks_are_freed(monkeypatch):
+    """Nothing that a step keeps on a mask holds the mask."""
+    monkeypatch.setattr(latent, "LEAST_KEYS", 0)
+    masks, attend = [], latent.attend
+
+    def spy(module, query, c_kv, k_rope, attention_mask, *rest):
+        mask = None if attention_mask is None else attention_mask.clone()  # as transformers gives it to static caches
+        if mask is not None:
+            masks.append(weakref.ref(mask))
+        return attend(module, query, c_kv, k_rope, mask, *rest)
+
+    monkeypatch.setattr(latent, "attend", spy)
+    for may_fuse in (False, True):
+        monkeypatch.setattr(latent, "_may_fuse", lambda query, may_fuse=may_fuse: may_fuse)
+        logits(fresh().half(), "static", "left")
+    assert masks
+    assert [mask() for mask in masks if mask() is not None] == []

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.kernels.compiler import PER_BLOCK, Program, print_results
 
-DEEPSEEK, GLM, MINICPM = (512, 64, 128, 128), (512, 64, 192, 256), (256, 32, 64, 64)
+DEEPSEEK, GLM, MINICPM, WIDE = (512, 64, 128, 128), (512, 64, 192, 256), (256, 32, 64, 64), (512, 64, 1024, 512)
 """R, Dr, D_nope and D_v."""
 
 
@@ -27,7 +27,7 @@ class Job:
 
 JOBS = (
     *(Job(capability, kernel) for capability in PER_BLOCK for kernel in ("absorb", "values")),
-    *(Job(86, kernel, dims, 16) for dims in (GLM, MINICPM) for kernel in ("absorb", "values")),
+    *(Job(86, kernel, dims, 16) for dims in (GLM, MINICPM, WIDE) for kernel in ("absorb", "values")),
 )
 
 
@@ -36,13 +36,14 @@ def program(job: Job) -> Program:
     from mla_plugin.kernels.decode import projected, projections
 
     rank, _, dim_nope, dim_v = job.dims
-    blocks = projected.blocks_of(job.heads, rank, dim_v)
+    blocks = projected.blocks_of(job.heads, rank, dim_nope, dim_v)
     constants: dict[str, Any] = {"R": rank, "D_NOPE": dim_nope, "D_V": dim_v, "ROWS": projected.ROWS}
     constants |= {"DEPENDENT": job.capability >= 90}
     types = dict.fromkeys(("Q", "W", "Q_nope_abs", "Parts", "Latent", "Out"), "*bf16")
     if job.kernel == "absorb":
-        types |= {"seqlens_kv": "*i32", "leftpad_kv": "*i32"}
-        constants |= {"NOPE": projected.padded(dim_nope), "BLOCK_R": blocks.rank, "BLOCK_N": 64, "PLANNED": True}
+        types |= {"Ranges": "*i32", "Lengths": "*i32"}
+        constants |= {"NOPE": projected.padded(dim_nope), "BLOCK_R": blocks.rank, "BLOCK_N": 64}
+        constants |= {"PLANNED": True, "HAS_PADDING": True}
         kernel = projections.absorb_kernel
     else:
         constants |= {"COLUMNS": projected.padded(rank), "BLOCK_V": blocks.values, "BLOCK_PIECES": projected.PIECES}

@@ -24,8 +24,15 @@ class Call:
     dim_nope: int
     dim_v: int
     softmax_scale: float
-    seqlens_kv: torch.Tensor | None
-    leftpad_kv: torch.Tensor | None
+    ranges: torch.Tensor | None
+
+    @property
+    def seqlens_kv(self) -> torch.Tensor | None:
+        return None if self.ranges is None else self.ranges[0, 0, 0]
+
+    @property
+    def leftpad_kv(self) -> torch.Tensor | None:
+        return None if self.ranges is None or self.ranges.shape[2] < 2 else self.ranges[0, 0, 1]
 
     @property
     def shape(self) -> str:
@@ -41,14 +48,13 @@ class Call:
         return DecodeTensors(absorbed, rope, *cache, 1.0, seqlen_q > 1, False, None, *lengths)
 
     def step(self) -> projected.Step:
-        found = projected.step_of(self.tensors(), self.query, self.weight, self.dim_nope, self.dim_v)
+        found = projected.step_of(self.tensors(), self.query, self.weight, self.dim_nope, self.dim_v, self.ranges)
         assert found is not None
         return found
 
     def run(self, step: projected.Step) -> torch.Tensor:
-        lengths = self.seqlens_kv, self.leftpad_kv
         given = self.query, self.c_kv, self.k_rope, self.weight, self.dim_nope
-        return projected.decode(step, *given, *lengths, self.softmax_scale)
+        return projected.decode(step, *given, self.ranges, self.softmax_scale)
 
     def plainly(self, dtype: torch.dtype) -> torch.Tensor:
         """By plain PyTorch, row by row."""
@@ -107,19 +113,19 @@ def draw(seed: int, dtype: torch.dtype, *, small: bool) -> Call:
     if chance.random() < 0.5:  # as a transposed projection of the tokens
         row = randn(batch, seqlen_q, heads, dim_nope + rope).transpose(1, 2)
     tokens = randn(batch, 1, seqlen_kv + chance.choice((0, 3)), rank + rope)[:, :, :seqlen_kv]
-    lengths, padding = None, None
+    ranges = None
     kind = chance.choice(("none", "lengths", "padding"))
     if kind != "none":
         ends = [chance.choice((0, 1, seqlen_kv, chance.randint(0, seqlen_kv))) for _ in range(batch)]
-        lengths = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         starts = [chance.choice((0, chance.randint(0, end))) if kind == "padding" else 0 for end in ends]
         for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
             tokens[b, :, end:] = torch.nan
             tokens[b, :, :start] = torch.nan
-        if kind == "padding":
-            padding = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        rows = torch.tensor([ends, starts] if kind == "padding" else [ends], dtype=torch.int32, device=DEVICE)
+        room = batch + chance.choice((0, 3))
+        ranges = rows.new_full((1, 1, len(rows), room), -7)[..., :batch].copy_(rows)
     c_kv, k_rope = tokens[..., :rank], tokens[..., rank:]  # one cache
     if chance.random() < 0.5:
         c_kv, k_rope = c_kv.contiguous(), k_rope.contiguous()
     weight = randn(heads * (dim_nope + dim_v), rank + chance.choice((0, 16)))[:, :rank] * rank**-0.5
-    return Call(row, c_kv, k_rope, weight, dim_nope, dim_v, (dim_nope + rope) ** -0.5, lengths, padding)
+    return Call(row, c_kv, k_rope, weight, dim_nope, dim_v, (dim_nope + rope) ** -0.5, ranges)

@@ -43,14 +43,13 @@ def test_who_plans_and_who_combines(planned: bool, most_steps: int, monkeypatch:
         call = draw(seed, torch.float16, small=True)
         step = call.step()
         assert step.values.arguments[-2] == bool(most_steps)
-        assert step.absorb.arguments[-2] is planned
+        assert step.absorb.arguments[-3] is planned
         call.assert_right(call.run(step))
 
 
 def operate(call: Call, **options: object) -> torch.Tensor | None:
     given = call.query, call.c_kv, call.k_rope, call.weight, call.dim_nope, call.dim_v
-    lengths = {"seqlens_kv": call.seqlens_kv, "leftpad_kv": call.leftpad_kv}
-    return operation.decode_projected(*given, softmax_scale=call.softmax_scale, **lengths, **options)
+    return operation.decode_projected(*given, **{"softmax_scale": call.softmax_scale, "ranges": call.ranges, **options})
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     monkeypatch.setattr(operation, "_steps", {})
     monkeypatch.setattr(checks, "may_read", lambda x: False)
     calls = (draw(seed, torch.float16, small=True) for seed in range(200))
-    return next(x for x in calls if x.seqlens_kv is not None and min(x.query.shape[1:3]) > 1)
+    return next(x for x in calls if x.leftpad_kv is not None and min(x.query.shape[1:3]) > 1)
 
 
 def test_as_an_operation(call: Call) -> None:
@@ -80,14 +79,15 @@ def test_a_layout_of_its_own_has_launches_of_its_own(call: Call) -> None:
         ("c_kv", torch.cat([call.c_kv, call.c_kv], -1)[..., : call.c_kv.shape[-1]]),
         ("k_rope", torch.cat([call.k_rope, call.k_rope], -1)[..., : call.k_rope.shape[-1]]),
         ("weight", torch.cat([call.weight, call.weight], 1)[:, : call.weight.shape[1]]),
-        ("seqlens_kv", None),
+        ("ranges", torch.cat([call.ranges] * 4, 3)[..., : len(call.query)]),
+        ("ranges", None),
     ):
         changed = Call(**{**vars(call), name: value})
         before = len(operation._steps)
         found = operate(changed)
         assert len(operation._steps) == before + 1, name
         assert found is not None, name
-        if name != "seqlens_kv":  # without lengths NaN is seen
+        if changed.ranges is not None:  # else NaN is seen
             changed.assert_right(found)
 
 
@@ -127,4 +127,43 @@ def test_it_leaves_calls_of_others(call: Call, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_wrong_argument_is_named_before_a_launch(call: Call) -> None:
     with pytest.raises(TypeError, match="seqlens_kv"):
-        operate(Call(**{**vars(call), "seqlens_kv": call.seqlens_kv.long()}))
+        operate(call, ranges=call.ranges.long())
+    for scale in (0.0, -0.5, float("nan"), float("inf"), True):
+        with pytest.raises((ValueError, TypeError), match="softmax_scale"):
+            operate(call, softmax_scale=scale)
+    for dim_nope in (0, -1, call.query.shape[3] + 1):
+        rows = len(call.weight) // call.query.shape[1]
+        with pytest.raises(ValueError, match="dim_nope"):
+            operate(Call(**{**vars(call), "dim_nope": dim_nope, "dim_v": rows - dim_nope}))
+    assert operate(call, ranges=call.ranges[0, 0]) is None
+    assert operate(call, ranges=call.ranges[..., :1].expand_as(call.ranges)) is None
+    two = call.c_kv.repeat(1, 2, 1, 1)
+    assert operate(Call(**{**vars(call), "c_kv": two})) is None
+
+
+def test_lengths_at_any_address(call: Call) -> None:
+    for shift in range(4):
+        moved = torch.empty(call.ranges.numel() + shift, dtype=torch.int32)[shift:].view(call.ranges.shape)
+        changed = Call(**{**vars(call), "ranges": moved.copy_(call.ranges)})
+        found = operate(changed)
+        assert found is not None
+        changed.assert_right(found)
+
+
+def test_a_plug_in_that_the_choice_imports_looks_on(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = operation.resolve_decode
+
+    class Watcher:
+        @hookimpl(wrapper=True)
+        def forward(self):
+            return (yield)
+
+    def choose(request):
+        get_manager().register(Watcher(), "watcher")
+        return chosen(request)
+
+    monkeypatch.setattr(operation, "resolve_decode", choose)
+    try:
+        assert operate(call) is None
+    finally:
+        get_manager().unregister("watcher")

@@ -31,8 +31,7 @@ def with_lengths(seed: int = 0) -> Call:
 
 def operate(call: Call) -> torch.Tensor | None:
     given = call.query, call.c_kv, call.k_rope, call.weight, call.dim_nope, call.dim_v
-    lengths = {"seqlens_kv": call.seqlens_kv, "leftpad_kv": call.leftpad_kv}
-    return decode_projected(*given, softmax_scale=call.softmax_scale, **lengths)
+    return decode_projected(*given, softmax_scale=call.softmax_scale, ranges=call.ranges)
 
 
 def test_a_graph_is_replayed_with_other_lengths_on_another_stream() -> None:
@@ -59,7 +58,7 @@ def test_a_graph_is_replayed_with_other_lengths_on_another_stream() -> None:
 def test_addresses_that_are_no_multiple_of_16() -> None:
     call = with_lengths()
     assert operate(call) is not None
-    for name in ("query", "weight", "seqlens_kv"):
+    for name in ("query", "weight", "ranges"):
         x = getattr(call, name)
         moved = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
         changed = Call(**{**vars(call), name: moved})

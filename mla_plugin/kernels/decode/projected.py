@@ -27,7 +27,9 @@ PIECES = 8
 WARPS = 4
 _MOST_STEPS = 4  # of so many pieces, for all queries, that a program of the last kernel takes; else a kernel combines
 _FEW_HEADS = 64  # below, a head is divided among twice as many programs
-_ABSORB_GIVEN = ("Q", "W", "Q_nope_abs", "Parts", "seqlens_kv", "leftpad_kv")
+_ABSORB_GIVEN = ("Q", "W", "Q_nope_abs", "Parts", "Ranges", "Lengths")
+_BLOCK_BYTES = 2**15  # of W_UK that a program of the first kernel holds, at most
+_LENGTHS = 2 * 2 * ROWS  # elements of two bytes: lengths and first keys of up to ROWS sequences, int32
 _VALUES_GIVEN = ("Parts", "Latent", "W", "Out")
 
 
@@ -41,8 +43,9 @@ class Step:
 
     Attributes:
         absorb, attend, combine, values: the kernels, in order; combine None: values does that.
-        latent_at, parts_at, elements: of the one buffer that holds Q_nope_abs, the latent results and the workspace of
-            ``decode_kernel``: where the second and the third begin, and its size.
+        latent_at, lengths_at, parts_at, elements: of the one buffer that holds Q_nope_abs, the latent results, a copy
+            of the lengths and the workspace of ``decode_kernel``: where the others begin, and its size.
+        has_padding: the lengths are followed by the first keys.
         out_shape: of the result.
         code: everything that determines the compiled code of the kernels; a process has few of them.
     """
@@ -52,8 +55,10 @@ class Step:
     combine: Launch | None
     values: Launch
     latent_at: int
+    lengths_at: int
     parts_at: int
     elements: int
+    has_padding: bool
     out_shape: tuple[int, ...]
     code: tuple[object, ...]
 
@@ -76,14 +81,20 @@ def padded(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def blocks_of(heads: int, rank: int, dim_v: int) -> Blocks:
+def blocks_of(heads: int, rank: int, dim_nope: int, dim_v: int) -> Blocks:
     """Blocks that make about as many programs as a GPU has multiprocessors, or several times as many."""
     most = Blocks(128, 64) if heads >= _FEW_HEADS else Blocks(64, 32)
-    return Blocks(min(most.rank, padded(rank)), min(most.values, padded(dim_v)))
+    fitting = max(16, _BLOCK_BYTES // (2 * padded(dim_nope)))
+    return Blocks(min(most.rank, fitting, padded(rank)), min(most.values, padded(dim_v)))
 
 
 def step_of(
-    tensors: DecodeTensors, query: torch.Tensor, weight: torch.Tensor, dim_nope: int, dim_v: int
+    tensors: DecodeTensors,
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    dim_nope: int,
+    dim_v: int,
+    ranges: torch.Tensor | None,
 ) -> Step | None:
     """The launches of a call; None if its attention runs on a kernel that reads the cache by descriptors.
 
@@ -94,6 +105,7 @@ def step_of(
         weight: [H (dim_nope + dim_v), R], the rows of W_UK and of W_UV of each head, one below the other, as
             ``kv_b_proj`` of DeepSeek-V2 and its successors has them. Columns are contiguous.
         dim_nope, dim_v: number of these rows.
+        ranges: int32 [.., 1 or 2, B], contiguous rows: ``tensors.seqlens_kv`` and ``tensors.leftpad_kv``.
     """
     launches: Launches = make_launches(tensors)
     if launches.described is not None:
@@ -111,7 +123,8 @@ def step_of(
     stride_w = {"stride_w": weight.stride(0)}
     shared: dict[str, Any] = {name: fixed[name] for name in ("batch", "num_heads", "seqlen_q", "num_parts", "R")}
     shared |= {"D_NOPE": dim_nope, "D_V": dim_v, "ROWS": ROWS, "DEPENDENT": device.has_dependent_launch, **stride_w}
-    block = blocks_of(heads, rank, dim_v)
+    block = blocks_of(heads, rank, dim_nope, dim_v)
+    has_padding = tensors.leftpad_kv is not None
     blocks = ceil_div(rank, block.rank) * heads
     absorb = Launch(
         absorb_kernel,
@@ -119,7 +132,8 @@ def step_of(
         _ABSORB_GIVEN,
         {name: fixed[name] for name in ("capacity", "overhead", "BLOCK_N")}
         | {**shared, **strides, "NOPE": padded(dim_nope), "BLOCK_R": block.rank}
-        | {"PLANNED": plan is not None},
+        | {"PLANNED": plan is not None, "HAS_PADDING": has_padding}
+        | {"stride_l": ranges.stride(-2) if ranges is not None and has_padding else 0},
         options_of(device, WARPS),
     )
     values = Launch(
@@ -130,11 +144,13 @@ def step_of(
         options_of(device, WARPS),
     )
     latent_at = _aligned(tensors.q_nope_abs.numel())
-    parts_at = 2 * latent_at
+    lengths_at = 2 * latent_at
+    parts_at = lengths_at + _LENGTHS
     out_shape = (batch, seqlen_q, heads, dim_v)
     elements = parts_at + launches.workspace
-    code = (*launches.code, dim_nope, dim_v, heads, seqlen_q, plan is not None, combines)
-    return Step(absorb, attend, combine, values, latent_at, parts_at, elements, out_shape, code)
+    code = (*launches.code, dim_nope, dim_v, heads, seqlen_q, plan is not None, combines, ranges is None)
+    places = latent_at, lengths_at, parts_at, elements
+    return Step(absorb, attend, combine, values, *places, has_padding, out_shape, code)
 
 
 def _aligned(elements: int) -> int:
@@ -149,8 +165,7 @@ def decode(
     k_rope: torch.Tensor,
     weight: torch.Tensor,
     dim_nope: int,
-    seqlens_kv: torch.Tensor | None,
-    leftpad_kv: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     softmax_scale: float,
 ) -> torch.Tensor:
     """out [B, S_q, H, D_v].
@@ -159,23 +174,21 @@ def decode(
         step: of the layout of these tensors.
         query: [B, H, S_q, dim_nope + Dr].
         c_kv, k_rope: [B, S_kv, R] and [B, S_kv, Dr], or the same with a dimension of 1 after the first.
-        weight: as of ``step_of``.
-        seqlens_kv, leftpad_kv: int32 [B], or None.
+        weight, ranges: as of ``step_of``.
         softmax_scale: multiplies the scores.
     """
     with on_device_of(query):
         buffer, out = query.new_empty(step.elements), query.new_empty(step.out_shape)
         q, c, k, w = query.data_ptr(), c_kv.data_ptr(), k_rope.data_ptr(), weight.data_ptr()
         made, result, rope = buffer.data_ptr(), out.data_ptr(), q + 2 * dim_nope
-        lengths = None if seqlens_kv is None else seqlens_kv.data_ptr()
-        padding = None if leftpad_kv is None else leftpad_kv.data_ptr()
-        if (q | rope | c | k | w | (lengths or 0) | (padding or 0)) % 16 or not step.is_compiled:
-            _launch_by_tensors(
-                step, (query, c_kv, k_rope, weight, seqlens_kv, leftpad_kv), dim_nope, softmax_scale, buffer, out
-            )
+        if (q | rope | c | k | w) % 16 or not step.is_compiled:
+            _launch_by_tensors(step, (query, c_kv, k_rope, weight, ranges), dim_nope, softmax_scale, buffer, out)
             return out
-        latent, parts = made + 2 * step.latent_at, made + 2 * step.parts_at
-        step.absorb.run(q, w, made, parts, lengths, padding, *step.absorb.arguments)
+        latent, copied, parts = (made + 2 * at for at in (step.latent_at, step.lengths_at, step.parts_at))
+        given = None if ranges is None else ranges.data_ptr()
+        lengths = None if given is None else copied
+        padding = copied + 4 * ROWS if step.has_padding else None
+        step.absorb.run(q, w, made, parts, given, copied, *step.absorb.arguments)
         attended = (made, rope, c, k, None, lengths, padding, None, parts, latent, None, None, None, None)
         step.attend.run(*attended, softmax_scale, *step.attend.arguments)
         if step.combine is not None:
@@ -186,18 +199,25 @@ def decode(
 
 def _launch_by_tensors(
     step: Step,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     dim_nope: int,
     softmax_scale: float,
     buffer: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """The first call of a layout, which compiles, and calls with an address that is no multiple of 16 bytes."""
-    query, c_kv, k_rope, weight, *lengths = inputs
+    query, c_kv, k_rope, weight, ranges = inputs
     absorbed, latent, parts = buffer, buffer[step.latent_at :], buffer[step.parts_at :]
-    attended = (absorbed, query[..., dim_nope:], c_kv, k_rope, None, *lengths, None, parts, latent)
+    copied = buffer[step.lengths_at : step.parts_at].view(torch.int32)
+    if ranges is not None and ranges.data_ptr() % 16:  # a launch keeps its compiled kernel from aligned tensors only
+        count, width = ranges.shape[-2:]
+        aligned = ranges.new_empty(count, max(width, ranges.stride(-2)))  # the same step from row to row
+        ranges = aligned[:, :width].copy_(ranges.view(count, width))
+    lengths = None if ranges is None else copied
+    padding = copied[ROWS:] if step.has_padding else None
+    attended = (absorbed, query[..., dim_nope:], c_kv, k_rope, None, lengths, padding, None, parts, latent)
     calls: list[tuple[Launch, tuple[object, ...]]] = [
-        (step.absorb, (query, weight, absorbed, parts, *lengths)),
+        (step.absorb, (query, weight, absorbed, parts, ranges, copied)),
         (step.attend, (*attended, None, None, None, None, softmax_scale)),
     ]
     if step.combine is not None:

@@ -13,14 +13,14 @@ from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead"])
+@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead"], do_not_specialize_on_alignment=["Ranges"])
 def absorb_kernel(
     Q,
     W,
     Q_nope_abs,
     Parts,
-    seqlens_kv,
-    leftpad_kv,
+    Ranges,
+    Lengths,
     batch,
     capacity,
     num_parts,
@@ -31,6 +31,7 @@ def absorb_kernel(
     stride_qh,
     stride_qs,
     stride_w,
+    stride_l,
     R: tl.constexpr,
     D_NOPE: tl.constexpr,
     NOPE: tl.constexpr,
@@ -39,9 +40,13 @@ def absorb_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PLANNED: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Q [B, H, S_q, D_NOPE + ..] times W_UK, to Q_nope_abs [B, S_q, H, R]; PLANNED: also ``plan_kernel``.
+
+    Ranges, int32 [1 or 2, B] at any address, or None: the lengths, and with HAS_PADDING the first keys. They are copied
+    to Lengths [2, ROWS], because the next kernel is compiled for addresses that are multiples of 16 bytes.
 
     Grid: (column blocks x heads, or parts if there are more of them,). W [H (D_NOPE + D_V), R] has W_UK and W_UV of
     each head, one below the other. One program computes BLOCK_R columns of one head, for all queries.
@@ -49,25 +54,33 @@ def absorb_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    row = tl.arange(0, ROWS)
+    first_keys = None
+    if HAS_PADDING:
+        first_keys = Ranges + stride_l
+    if Ranges is not None:
+        if tl.program_id(0) == 0:
+            tl.store(Lengths + row, tl.load(Ranges + row, mask=row < batch, other=0))
+            if HAS_PADDING:
+                tl.store(Lengths + ROWS + row, tl.load(first_keys + row, mask=row < batch, other=0))
     if PLANNED:
         if tl.program_id(0) < num_parts:
             num_rows = seqlen_q * num_heads
-            plan_kernel(
-                Parts, seqlens_kv, leftpad_kv, batch, capacity, num_parts, overhead, num_rows, R, BLOCK_N, False
-            )
+            plan_kernel(Parts, Ranges, first_keys, batch, capacity, num_parts, overhead, num_rows, R, BLOCK_N, False)
     blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     head = tl.program_id(0) // blocks
     if head >= num_heads:
         return
-    row, d = tl.arange(0, ROWS), tl.arange(0, NOPE)
+    d = tl.arange(0, NOPE)
     column = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    queries = Q + (row // seqlen_q).to(tl.int64) * stride_qb + row % seqlen_q * stride_qs + head * stride_qh
+    row64, head64 = row.to(tl.int64), head.to(tl.int64)
+    queries = Q + row64 // seqlen_q * stride_qb + row64 % seqlen_q * stride_qs + head64 * stride_qh
     exists = row < batch * seqlen_q
     q = tl.load(queries[:, None] + d[None, :], mask=exists[:, None] & (d < D_NOPE)[None, :], other=0.0)
-    w = W + head.to(tl.int64) * (D_NOPE + D_V) * stride_w + (d[:, None] * stride_w + column[None, :])
+    w = W + head64 * (D_NOPE + D_V) * stride_w + (d[:, None] * stride_w + column[None, :])
     w = tl.load(w, mask=(d < D_NOPE)[:, None] & (column < R)[None, :], other=0.0)
     out = tl.dot(q, w).to(Q_nope_abs.dtype.element_ty)
-    rows = (row * num_heads + head).to(tl.int64)
+    rows = row64 * num_heads + head
     tl.store(Q_nope_abs + rows[:, None] * R + column[None, :], out, mask=exists[:, None] & (column < R)[None, :])
 
 
