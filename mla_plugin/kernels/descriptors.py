@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mla_plugin.kernels.hopper.device import TRITON_VERSIONS
 
 
 class Address:
@@ -46,30 +49,36 @@ def encoding_once(
     """A launch that encodes each descriptor once, where ``run`` of Triton 3.6 and 3.7 does so in every launch.
 
     What the driver makes of a descriptor depends on its address, shape and strides, and on how the kernel lays out
-    tiles in shared memory. Encoding three takes 7 us. The result is kept on the descriptor, and goes with it.
+    tiles in shared memory. Encoding three takes 7 us. The result is kept on the descriptor, and goes with it. A kernel
+    without descriptors is launched without what ``run`` does for scratch memory, which takes 2 us.
 
     Returns:
-        a function of the stream and the arguments; None for a kernel without descriptors or another ``run``.
+        a function of the stream and the arguments; None for a kernel with scratch memory or another ``run``.
     """
     outer: Any = getattr(run, "launch", None)
+    is_known = ".".join(triton.__version__.split(".")[:2]) in TRITON_VERSIONS
+    if not is_known or getattr(run, "global_scratch_size", None) != 0 or run.profile_scratch_size:
+        return None
+    launcher, places = outer, []
     names = getattr(getattr(outer, "__code__", None), "co_freevars", ())
-    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= set(names):
-        return None
-    found = dict(zip(names, (cell.cell_contents for cell in outer.__closure__), strict=True))
-    if run.global_scratch_size or run.profile_scratch_size or None in found["tensordesc_meta"]:
-        return None
+    if {"launcher", "tensordesc_indices", "tensordesc_meta"} <= set(names):
+        found = dict(zip(names, (cell.cell_contents for cell in outer.__closure__), strict=True))
+        if None in found["tensordesc_meta"]:
+            return None
+        launcher = found["launcher"]
+        places = [
+            (place, meta, str(sorted(meta.items())))
+            for place, meta in zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True)
+        ]
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    launcher = found["launcher"]
-    places = [
-        (place, meta, str(sorted(meta.items())))
-        for place, meta in zip(sorted(found["tensordesc_indices"]), found["tensordesc_meta"], strict=True)
-    ]
     options = (run.launch_cooperative_grid, run.launch_pdl)
     no_hooks = (metadata, None, None, None)
     no_scratch = (None, None)
 
-    def expanded(arguments: tuple[object, ...]) -> list[object]:
+    def expanded(arguments: tuple[object, ...]) -> Sequence[object]:
+        if not places:
+            return arguments
         values: list[object] = []
         start = 0
         for place, meta, tiles in places:

@@ -74,6 +74,17 @@ def test_the_driver_gets_the_same(encodings: list[tuple[Any, Any]]) -> None:
 
 
 @known_launcher
+def test_the_driver_gets_the_same_without_descriptors() -> None:
+    run = Launcher({0: "*fp32", 1: "i32", 2: "constexpr"}, [])
+    direct = encoding_once(run, GRID, "function", "metadata")
+    assert direct is not None
+    run(*GRID, STREAM, "function", "metadata", None, None, None, 1 << 20, 3, 64)
+    direct(STREAM, (1 << 20, 3, 64))
+    wanted, found = run.calls
+    assert found == wanted
+
+
+@known_launcher
 def test_the_context_is_there_before_anything_is_encoded(
     encodings: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,8 +127,10 @@ def test_one_descriptor_for_two_kernels(encodings: list[tuple[Any, Any]]) -> Non
 
 def test_other_launchers_are_left_alone() -> None:
     assert (encoding_once(Launcher(SIGNATURE, METADATA), GRID, "function", "metadata") is not None) == IS_RECORDED
-    assert encoding_once(Launcher({0: "*fp32"}, []), GRID, "function", "metadata") is None
     assert encoding_once(Launcher(SIGNATURE, [None, None]), GRID, "function", "metadata") is None
+    with_scratch = Launcher({0: "*fp32"}, [])
+    with_scratch.profile_scratch_size = 128
+    assert encoding_once(with_scratch, GRID, "function", "metadata") is None
     with_scratch = Launcher(SIGNATURE, METADATA)
     with_scratch.global_scratch_size = 128
     assert encoding_once(with_scratch, GRID, "function", "metadata") is None
