@@ -198,6 +198,7 @@ def keep(machine: Machine, content: dict[str, Any], arguments: argparse.Namespac
         measured = {(x["tokens"], x["heads"], x["way"]) for x in content["times"]}
         kept = [x for x in old["times"] if (x["tokens"], x["heads"], x["way"]) not in measured]
         content["times"] = [*({**x, "commit": commit} for x in content["times"]), *kept]
+        content["errors"] = {**old["errors"], **content["errors"]}
         commit = old["commit"]
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     say(machine, str(common.write(name, {"nccl": version, "ranks": machine.size, **content}, commit)))

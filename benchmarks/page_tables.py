@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import figures, vllm_engine
+from benchmarks.context_parallel import WAYS
 from benchmarks.measured_calls import attention_choice
 from mla_plugin.resolver.attention_measured import BACKENDS
 
@@ -256,13 +257,14 @@ def context_parallel(*records: Record) -> str:
             *(f"{x['peak_gib']:.1f}", f"{x['one_gpu']['peak_gib']:.1f}"),
         ]
         for record in records
-        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"]))
+        for x in sorted(record["times"], key=lambda x: (x["heads"], x["tokens"], WAYS.index(x["way"])))
     ]
     titles = ["GPUs", "tokens", "heads", "way", "forward", "forward and backward", "GiB a rank", "GiB, one GPU"]
     later = Counter((x["way"], x["commit"]) for record in records for x in record["times"] if "commit" in x)
-    notes = [f"`{way}` measured later, at commit {commit[:10]} ({n} sizes)" for (way, commit), n in later.items()]
+    notes = [f"{n} of `{way}` at commit {commit[:10]}" for (way, commit), n in later.items()]
     table = markdown(titles, rows)
-    return "\n\n".join([table, f"{'; '.join(notes)}, beside times of one GPU of their own."]) if notes else table
+    text = f"Measured later, beside times of one GPU of their own: {', '.join(notes)}."
+    return "\n\n".join([table, text]) if notes else table
 
 
 def latents(record: Record) -> str:
