@@ -5,9 +5,9 @@
 
 A result (out; dq, dk, dv) whose error against float64, in the first and the last head, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short bursts, the libraries in
-shuffled turns; ``host_us`` is the time on the host of one of our forward calls. TFLOP/s count 2 B H S^2 x 320
-operations forward and x 832 backward, half of it under a causal mask. ``kernels`` says which of our kernels ran. Writes
-benchmarks/results/prefill_<gpu>.json, prints a table last.
+shuffled turns, the L2 cache as the call before leaves it; ``host_us`` is the time on the host of one of our forward
+calls. TFLOP/s count 2 B H S^2 x 320 operations forward and x 832 backward, half of it under a causal mask. ``kernels``
+says which of our kernels ran. Writes benchmarks/results/prefill_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _fused(
     dtype: torch.dtype,
     scaling: float | None,
 ) -> torch.Tensor | None:
-    """The same by fewer and larger kernels; None if this call has to be computed in parts."""
+    """The same by kernels that also multiply by W_UK and W_UV; None if this call has to be computed in parts."""
     weight = plain_weight_of(module, dtype)
     if weight is None or not query.dtype == c_kv.dtype == k_rope.dtype == dtype:
         return None

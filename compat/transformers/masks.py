@@ -210,7 +210,7 @@ def _decode_mask(
                 return False, None
     if not is_padded and not isinstance(end, torch.Tensor) and end == kv_length:
         return True, None
-    # each row begins at a multiple of 16 bytes, as kernels want an address to be
+    # Each row begins at a multiple of 16 bytes: with another address a launch takes Triton's slow path.
     room = -(-batch_size // 4) * 4
     ranges = torch.empty(1, 1, 2 if is_padded else 1, room, dtype=torch.int32, device=device)[..., :batch_size]
     ranges[:, :, 0] = end

@@ -18,7 +18,10 @@ from mla_plugin.resolver.decode import resolve_decode
 from tests.compat.latent_models import cache_of, fresh, layers_of, step
 from tests.compat.test_transformers_models import VERSION, tokens_of
 
-pytestmark = pytest.mark.skipif(Version("5.15") > VERSION, reason="the cache holds no latents")
+pytestmark = [
+    pytest.mark.skipif(Version("5.15") > VERSION, reason="the cache holds no latents"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter; see test_transformers_latent_gpu.py"),
+]
 
 
 @pytest.fixture

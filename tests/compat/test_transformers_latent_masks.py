@@ -43,6 +43,7 @@ def meaning(mask: torch.Tensor | None, q_length: int, kv_length: int) -> torch.T
     if mask is not None:
         assert mask.dtype == torch.int32
         assert mask.shape in ((1, 1, 1, 2), (1, 1, 2, 2))
+        assert mask.stride(2) % 4 == 0  # rows begin at multiples of 16 bytes
         end, *padding = mask[0, 0]
         first = padding[0] if padding else first
     key = torch.arange(kv_length)

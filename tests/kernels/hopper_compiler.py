@@ -198,6 +198,10 @@ def columns(ptx: str) -> list[list[int]]:
     return list(found.values())
 
 
+_ACCESS = re.compile(r"\b(ld|st|atom|red)\S*\.shared|[ls][dt]matrix|wgmma|cp\.async|^\$")
+"""Of shared memory, or a label, to which a jump may come."""
+
+
 def loose_arrivals(ptx: str) -> int:
     """See ``Found.loose_arrivals``: another warp may not have read, or written, what the arrival releases.
 
@@ -208,9 +212,7 @@ def loose_arrivals(ptx: str) -> int:
     for index, line in enumerate(lines):
         if not re.search(r"mbarrier\.arrive\.(?!expect_tx|noinc)", line):
             continue
-        before = itertools.takewhile(
-            lambda text: not re.search(r"(ld|st)\.shared|ldmatrix|wgmma|cp\.async|^\$", text), reversed(lines[:index])
-        )
+        before = itertools.takewhile(lambda text: not _ACCESS.search(text), reversed(lines[:index]))
         found += not any(re.search(r"\bbar(rier)?\.(warp\.)?sync", text) for text in before)
     return found
 

@@ -67,6 +67,8 @@ def test_an_arrival_before_its_warps_is_found() -> None:
     read, arrive = "ld.shared.b32 %r1, [%r2];", "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert loose_arrivals(f"{read}\nbar.sync 2, 128;\n{arrive}\n{read}\nbar.warp.sync -1;\n{arrive}") == 0
     assert loose_arrivals(f"bar.sync 2, 128;\n{read}\n{arrive}\n{arrive}") == 2
+    for access in ("stmatrix.sync.aligned.m8n8.x4.shared.b16", "ld.volatile.shared.b32", "atom.acq_rel.shared.add.u32"):
+        assert loose_arrivals(f"bar.sync 2, 128;\n{access} %r1, [%r2];\n{arrive}") == 1
     assert loose_arrivals(f"{read}\nmbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 64;") == 0
 
 

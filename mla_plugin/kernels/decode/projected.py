@@ -47,7 +47,7 @@ class Step:
             of the lengths and the workspace of ``decode_kernel``: where the others begin, and its size.
         has_padding: the lengths are followed by the first keys.
         out_shape: of the result.
-        code: everything that determines the compiled code of the kernels; a process has few of them.
+        code: what determines the compiled code of the kernels, except divisors of strides; a process has few of them.
     """
 
     absorb: Launch
@@ -65,8 +65,8 @@ class Step:
     @property
     def is_compiled(self) -> bool:
         """Whether every kernel can be launched by addresses."""
-        launches = (self.absorb, self.attend, self.values)
-        return not any(x.run is None for x in launches) and (self.combine is None or self.combine.run is not None)
+        has_combined = self.combine is None or self.combine.run is not None
+        return has_combined and None not in (self.absorb.run, self.attend.run, self.values.run)
 
 
 class Blocks(NamedTuple):
@@ -96,7 +96,7 @@ def step_of(
     dim_v: int,
     ranges: torch.Tensor | None,
 ) -> Step | None:
-    """The launches of a call; None if its attention runs on a kernel that reads the cache by descriptors.
+    """The launches of a call; None where its attention reads the cache by descriptors, or ``dim_nope`` is no 8 n.
 
     Args:
         tensors: checked; a contiguous cache in the dtype of the queries, 2 bytes an element, at most ``ROWS`` queries,
@@ -108,7 +108,7 @@ def step_of(
         ranges: int32 [.., 1 or 2, B], contiguous rows: ``tensors.seqlens_kv`` and ``tensors.leftpad_kv``.
     """
     launches: Launches = make_launches(tensors)
-    if launches.described is not None:
+    if launches.described is not None or dim_nope % 8:  # the address of the rope part would never be one of 16 bytes
         return None
     ((plan, attend, combine),) = launches.rounds
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape

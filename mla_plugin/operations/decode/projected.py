@@ -24,6 +24,7 @@ from mla_plugin.resolver.decode import resolve_decode
 
 _BACKEND = "triton"
 _MAX_LAYOUTS = 4096
+_UNKNOWN = object()
 _steps: dict[tuple[Any, ...], Any] = {}
 """The launches of a layout, or None where they are not possible."""
 
@@ -75,8 +76,8 @@ def decode_projected(
         environment.gates(),
         get_manager().generation,
     )
-    step = _steps.get(key, _steps)
-    if step is _steps:
+    step = _steps.get(key, _UNKNOWN)
+    if step is _UNKNOWN:
         if len(_steps) >= _MAX_LAYOUTS:  # a cache that grows has a new shape at every token
             _steps.clear()
         step = _steps[key] = _step_of(query, c_kv, k_rope, weight, dim_nope, dim_v, ranges, host)
