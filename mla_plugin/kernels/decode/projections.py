@@ -147,8 +147,8 @@ def values_kernel(
     head = tl.program_id(0) // blocks
     column = tl.arange(0, COLUMNS)
     value = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
-    # The weight before the wait: no kernel of this call writes it, and what wrote it before the call has ended, because
-    # each kernel of the call waits for the one before it has ended ahead of letting the next one start.
+    # The weight is loaded before the wait. No kernel of this call writes it, and a kernel that wrote it before the call
+    # has ended: each kernel of the call lets the next one start only after the one before it has ended.
     w = W + (head.to(tl.int64) * (D_NOPE + D_V) + D_NOPE) * stride_w + (value[:, None] * stride_w + column[None, :])
     w = tl.load(w, mask=(value < D_V)[:, None] & (column < R)[None, :], other=0.0)
     if DEPENDENT:
