@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from mla_plugin import environment
 from mla_plugin.kernels.decode.hopper.rule import must_gather
 from tests.kernels.assembly import Instruction, programs, undefined_reads
 from tests.kernels.compiler import Program, built, print_results
@@ -52,20 +53,22 @@ JOBS = (
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """One kind of call of the decode kernel; page_size 0: contiguous."""
+    """One kind of call of the decode kernel; page_size 0: contiguous, ``invariant``: for ``batch_invariant``."""
 
     dtype: str = "bf16"
     page_size: int = 64
     is_causal: bool = False
     kv_cache_format: str = "plain"
+    invariant: bool = False
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
+        kind = "invariant decode" if self.invariant else "decode"
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         if self.kv_cache_format != "plain":
             cache = f"{self.kv_cache_format} {cache}"
-        return f"decode {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
+        return f"{kind} {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
 
     @property
     def gathers(self) -> bool:
@@ -79,6 +82,8 @@ DECODE_JOBS = (
     *(DecodeJob("bf16", page_size, kv_cache_format="fp8") for page_size in (0, 64)),
     DecodeJob("fp16", 16, True, kv_cache_format="fp8"),
     *(DecodeJob("bf16", 1, True, kv_cache_format="fp8_ds_mla"), DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla")),
+    *(DecodeJob(invariant=True), DecodeJob("fp16", 0, True, invariant=True), DecodeJob(page_size=16, invariant=True)),
+    DecodeJob("bf16", 64, True, kv_cache_format="fp8", invariant=True),
 )
 
 
@@ -230,6 +235,11 @@ def decode_program(job: DecodeJob) -> Program:
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
     registers = registers_of(job.kv_cache_format, job.page_size or None)
+    constants |= {"CHUNK": environment.batch_invariant_chunk() if job.invariant else 0}
+    if job.invariant and not job.page_size:
+        types["leftpad_kv"] = "*i32"
+    else:
+        constants["leftpad_kv"] = None
     constants |= {"DEPENDENT": True, "FORMAT": job.kv_cache_format, "REGISTERS": registers}
     if job.gathers:
         element = job.dtype if job.kv_cache_format == "plain" else "u8"
@@ -244,6 +254,8 @@ def decode_program(job: DecodeJob) -> Program:
     if not job.page_size:
         constants["page_table"] = None
     options = {"num_warps": 4, "launch_pdl": True}
+    if job.invariant:
+        options["enable_fp_fusion"] = False
     # it is not compiled anew for strides of some kind, so the compiler knows nothing of them
     return Program(90, hopper_decode_kernel, types, constants, options, strides_are_aligned=not job.gathers)
 

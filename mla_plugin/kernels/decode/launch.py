@@ -289,7 +289,7 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     if is_hopper:
         described = hopper.Descriptors(tensors)
         attend = hopper.attend_launch(
-            tensors, row_tiles * parts, parts, _OVERHEAD, page_size_of(tensors), options_of(device, 4)
+            tensors, row_tiles * parts, parts, page_size_of(tensors), options_of(device, 4), overhead=_OVERHEAD
         )
     else:
         if by_descriptors:
@@ -336,7 +336,17 @@ def decode(
     descriptors = _NO_DESCRIPTORS if launches.described is None else launches.described.of(tensors)
     if isinstance(launches.described, hopper.Descriptors):
         cache = (c_kv, k_rope, tensors.kv_scale) if launches.described.gathers else (None, None, None)
-        attended: tuple[object, ...] = (parts, out, lse, *cache, page_table, seqlens_kv, *descriptors, scale)
+        attended: tuple[object, ...] = (
+            parts,
+            out,
+            lse,
+            *cache,
+            page_table,
+            seqlens_kv,
+            leftpad_kv,
+            *descriptors,
+            scale,
+        )
     else:
         attended = (*inputs, parts, out, lse, *descriptors, scale)
     given = ((parts, seqlens_kv, leftpad_kv), attended, (parts, out, lse))

@@ -65,7 +65,9 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are two; the strides of the queries are known in the call alone."""
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
-    reason = plain_kernel_because(request, platform) or _few_tiles_because(request, platform)
+    reason = plain_kernel_because(request, platform)
+    if reason is None and not request.batch_invariant:
+        reason = _few_tiles_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
 
 
@@ -78,7 +80,7 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
         request.dtype,
         request.kv_lora_rank,
         request.qk_rope_head_dim,
-        request.seqlen_q * request.num_heads,
+        request.num_heads if request.batch_invariant else request.seqlen_q * request.num_heads,
         request.page_size,
         kv_cache_format=request.kv_cache_format,
         has_leftpad_kv=request.has_leftpad_kv,

@@ -25,19 +25,18 @@ from mla_plugin.kernels.decode.hopper.common import (
     PANELS,
     PANELS_OF_HALF,
     gdc_launch_dependents,
-    list_of_split,
     load_plan,
     lse_of_parts,
     panels_as_matrix,
     piece_of,
 )
+from mla_plugin.kernels.decode.hopper.storing import OUT_ROWS, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize
-from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
+from mla_plugin.kernels.tile_math import LOG2_E, LOWEST_FLOAT32
 
 _ZEROED_ROWS = gl.constexpr(16)
 """Rows of a tile that are set to 0 per step."""
 _SCORES_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(KEYS)))
-_OUT_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(HALF)))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, product_layout(HALF), 2))
 
 
@@ -93,7 +92,7 @@ def _accumulate(
     if FORMAT == "plain":  # of other formats the gathering warpgroup writes zeros
         if start + KEYS > length:
             _zero_rows(k_tiles, stage, half, length - start)
-    acc = acc * gl.convert_layout(rescale, _OUT_ROWS)[:, None]
+    acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
     v = panels_as_matrix(k_tiles, stage * PANELS + half * PANELS_OF_HALF, HALF)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
@@ -217,78 +216,85 @@ def _two_tiles(
 
 
 @gluon.jit
-def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: gl.constexpr):
-    """Store a warpgroup's columns of row tile ``tile`` of ``num_rows`` rows of R contiguous elements."""
-    layout: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = which * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    exists = (tile * ROWS + rows < num_rows) & is_written
-    base += tile.to(gl.int64) * (ROWS * R)
-    gl.store(base + rows[:, None] * R + columns[None, :], acc.to(base.dtype.element_ty), mask=exists[:, None])
+def rows_of(length, tile, num_heads, seqlen_q, CAUSAL: gl.constexpr):
+    """(rows [ROWS] of a row tile, keys that each sees [ROWS], keys that all of them see) of ``length`` keys."""
+    rows = tile * ROWS + gl.arange(0, ROWS, _SCORES_ROWS)
+    visible = gl.full([ROWS], 0, gl.int32, _SCORES_ROWS) + length
+    seen_by_all = length
+    if CAUSAL:
+        visible += rows // num_heads + 1 - seqlen_q
+        seen_by_all += tile * ROWS // num_heads + 1 - seqlen_q
+    return rows, visible, seen_by_all
 
 
 @gluon.jit
-def _store_piece(
-    Parts,
-    Out,
-    Lse,
+def no_keys():
+    """acc [ROWS, HALF], maximum and sum of each row before the first key."""
+    acc = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
+    row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, _SCORES_ROWS)
+    return acc, row_max, gl.zeros([ROWS], gl.float32, _SCORES_ROWS)
+
+
+@gluon.jit
+def fold_tiles(
     acc,
     row_max,
     row_sum,
-    KV_scale,
-    rows,
-    b,
-    tile,
-    part,
     low,
-    high,
-    sequence_tiles,
-    first_part,
-    count,
-    num_heads,
-    seqlen_q,
-    num_parts,
+    steps,
+    even,
+    odd,
+    length,
+    seen_by_all,
+    visible,
+    scale_log2,
+    tiles,
+    barriers,
     which: gl.constexpr,
-    R: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Write a warpgroup's columns of a piece, and from warpgroup 0 the log-sum-exps; nothing of an empty piece.
+    """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    Of a sequence with one piece (``count``) they are the results, otherwise they go to the piece's slot of Parts, as in
-    ``decode_kernel``. acc [ROWS, HALF]; row_max, row_sum and rows [ROWS].
+    The sums are those of the own tiles.
     """
-    num_rows = seqlen_q * num_heads
-    exists = (rows < num_rows) & (low < high)
-    empty = row_sum == 0.0
-    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum))
-    if FORMAT == "fp8":
-        inverse *= gl.load(KV_scale)
-    lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
-    acc = acc * gl.convert_layout(inverse, _OUT_ROWS)[:, None]
-    if count == 1:
-        _store_half(Out + gl.cast(b, gl.int64) * num_rows * R, acc, tile, num_rows, low < high, which, R)
-        if Lse is not None:
-            if which == 0:
-                lse_rows = (gl.cast(b, gl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
-                gl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
-    else:
-        slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
-        slot_row = slot.to(gl.int64) * num_rows
-        _store_half(Parts + slot_row * R, acc, tile, num_rows, low < high, which, R)
+    for pair in range(steps // 2):
+        start = (low + 2 * pair) * KEYS
+        # fmt: off
+        acc, row_max, row_sum = _two_tiles(
+            acc, row_max, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
+            which, FORMAT,
+        )
+        # fmt: on
+        even += 1
+        odd += 1
+    if steps % 2 == 1:
+        start = (low + steps - 1) * KEYS
+        # fmt: off
         if which == 0:
-            gl.store(lse_of_parts(Parts, num_parts, num_rows, R) + slot_row + rows, lse_log2, mask=exists)
+            acc, row_max, row_sum = _own_tile(
+                acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
+                0, FORMAT,
+            )
+        else:
+            acc, row_max, row_sum = _others_tile(
+                acc, row_max, row_sum, start, even, length, tiles, barriers, 1, FORMAT
+            )
+        # fmt: on
+        even += 1
+    return acc, row_max, row_sum, even, odd
 
 
 @gluon.jit
-def _list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num_rows, R: gl.constexpr):
-    """Enter a sequence into the list that ``combine_kernel`` reads, where ``is_listed``."""
-    entry, other = b, first_part
-    if batch > num_parts:
-        is_listed = is_listed & (count > 1)
-        entry, other = first_part, b
-    entries = list_of_split(Parts, num_parts, num_rows, R)
-    gl.store(entries + 2 * entry, other, mask=is_listed)
-    gl.store(entries + 2 * entry + 1, count, mask=is_listed)
+def sum_of_both(row_sum, sums, finished, pieces, which: gl.constexpr):
+    """The sums of both warpgroups' tiles; ``pieces`` is how often they were exchanged before."""
+    # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
+    slot = 2 * (pieces & 1)
+    sums.index(slot + which).store(row_sum)
+    synchronize()
+    # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
+    mbarrier.arrive(finished.index(0))
+    mbarrier.wait(finished.index(0), pieces & 1)
+    return row_sum + sums.index(slot + 1 - which).load(_SCORES_ROWS)
 
 
 @gluon.jit
@@ -334,62 +340,31 @@ def compute(
         )
         first_part = at // size
         count = (at + sequence_tiles - 1) // size - first_part + 1
-        rows = tile * ROWS + gl.arange(0, ROWS, _SCORES_ROWS)
-        visible = gl.full([ROWS], 0, gl.int32, _SCORES_ROWS) + length
-        seen_by_all = length
-        if CAUSAL:
-            visible += rows // num_heads + 1 - seqlen_q
-            seen_by_all += tile * ROWS // num_heads + 1 - seqlen_q
-        acc = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
-        row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, _SCORES_ROWS)
-        row_sum = gl.zeros([ROWS], gl.float32, _SCORES_ROWS)
+        rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
+        acc, row_max, row_sum = no_keys()
         total = row_sum  # 0, as no row sees a key
         if steps > 0:
             mbarrier.wait(q_full.index(0), pieces & 1)
-            for pair in range(steps // 2):
-                start = (low + 2 * pair) * KEYS
-                # fmt: off
-                acc, row_max, row_sum = _two_tiles(
-                    acc, row_max, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
-                    which, FORMAT,
-                )
-                # fmt: on
-                even += 1
-                odd += 1
-            if steps % 2 == 1:
-                start = (low + steps - 1) * KEYS
-                # fmt: off
-                if which == 0:
-                    acc, row_max, row_sum = _own_tile(
-                        acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
-                        0, FORMAT,
-                    )
-                else:
-                    acc, row_max, row_sum = _others_tile(
-                        acc, row_max, row_sum, start, even, length, tiles, barriers, 1, FORMAT
-                    )
-                # fmt: on
-                even += 1
+            # fmt: off
+            acc, row_max, row_sum, even, odd = fold_tiles(
+                acc, row_max, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
+                which, FORMAT,
+            )
+            # fmt: on
             mbarrier.arrive(q_empty.index(0))
-            # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
-            slot = 2 * (pieces & 1)
-            sums.index(slot + which).store(row_sum)
-            synchronize()
-            # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
-            mbarrier.arrive(finished.index(0))
-            mbarrier.wait(finished.index(0), pieces & 1)
-            total = row_sum + sums.index(slot + 1 - which).load(_SCORES_ROWS)
+            total = sum_of_both(row_sum, sums, finished, pieces, which)
             pieces += 1
         if DEPENDENT:
             if b == last_b - 1:
                 gdc_launch_dependents()
+        slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
-        _store_piece(
-            Parts, Out, Lse, acc, row_max, total, KV_scale, rows, b, tile, part, low, high, sequence_tiles, first_part,
-            count, num_heads, seqlen_q, num_parts, which, R, FORMAT,
+        store_piece(
+            Parts, lse_of_parts(Parts, num_parts, num_rows, R), Out, Lse, acc, row_max, total, KV_scale, rows, b, tile,
+            slot, low < high, count == 1, num_heads, seqlen_q, which, R, FORMAT, False,
         )
         # fmt: on
         if which == 0:
             is_listed = (low == 0) & (high > 0) & (tile == 0)
-            _list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num_rows, R)
+            list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num_rows, R)
         at += sequence_tiles

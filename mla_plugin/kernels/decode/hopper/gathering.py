@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import e4m3
+from mla_plugin.kernels.decode.hopper.chunks import load_share, tiles_of
 from mla_plugin.kernels.decode.hopper.common import (
     HALF,
     KEYS,
@@ -234,6 +235,7 @@ def gather(
     KV_scale,
     page_table,
     seqlens_kv,
+    leftpad_kv,
     Parts,
     tiles,
     barriers,
@@ -243,6 +245,7 @@ def gather(
     capacity,
     num_parts,
     overhead,
+    slots,
     stride_pt,
     stride_cb,
     stride_cn: gl.constexpr,
@@ -252,6 +255,7 @@ def gather(
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     FORMAT: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
     """As ``load``: the queries and key tiles of every piece of this program's part."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
@@ -260,33 +264,43 @@ def gather(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+    end = slots
+    if CHUNK == 0:
+        first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+    else:
+        first_b, last_b, at, size, end = load_share(Parts, slots, part, batch, num_rows, R)
     pieces = 0
     even = 0
     odd = 0
     for b in range(first_b, last_b):
-        at += overhead
-        length, sequence_tiles, low, _, steps = piece_of(
-            seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
-        )
-        at += sequence_tiles
+        if CHUNK == 0:
+            at += overhead
+            length, sequence_tiles, low, _, steps = piece_of(
+                seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
+            )
+            at += sequence_tiles
+            first = low * KEYS
+        else:
+            length, first, steps, count = tiles_of(
+                seqlens_kv, leftpad_kv, b, tile, at, size, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+            )
+            at += count
         if steps > 0:
             load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1
             pages = page_table
             if PAGE_SIZE > 0:
                 pages = page_table + gl.cast(b, gl.int64) * stride_pt
-            first = low * KEYS
-            end = first + gl.minimum(length - first, steps * KEYS)
+            stop = first + gl.minimum(length - first, steps * KEYS)
             # fmt: off
             if FORMAT == "plain":
                 _copy_piece(
-                    C_kv, K_rope, pages, b, first, steps, end, even, odd, k_tiles, k_full, k_empty,
+                    C_kv, K_rope, pages, b, first, steps, stop, even, odd, k_tiles, k_full, k_empty,
                     stride_cb, stride_cn, stride_kb, stride_kn, PAGE_SIZE,
                 )
             else:
                 _convert_piece(
-                    C_kv, K_rope, KV_scale, pages, b, first, steps, end, even, odd, k_tiles, k_full, k_empty,
+                    C_kv, K_rope, KV_scale, pages, b, first, steps, stop, even, odd, k_tiles, k_full, k_empty,
                     stride_cb, stride_cn, stride_kb, stride_kn, PAGE_SIZE, FORMAT,
                 )
             # fmt: on

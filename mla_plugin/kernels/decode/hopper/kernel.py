@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from mla_plugin.kernels.decode.hopper.chunks import compute_chunks
 from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, gdc_wait, list_of_split
 from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
@@ -30,6 +31,7 @@ def _produce(
     KV_scale,
     page_table,
     seqlens_kv,
+    leftpad_kv,
     Parts,
     tiles,
     barriers,
@@ -39,6 +41,7 @@ def _produce(
     capacity,
     num_parts,
     overhead,
+    slots,
     stride_pt,
     stride_cb,
     stride_cn: gl.constexpr,
@@ -48,24 +51,69 @@ def _produce(
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     FORMAT: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
     """The loading warp, or the gathering warpgroup."""
     # fmt: off
     if C_kv is None:
         load(
-            desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers,
-            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, R, PAGE_SIZE, CAUSAL,
+            desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, R, PAGE_SIZE, CAUSAL, CHUNK,
         )
     else:
         gather(
-            desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, Parts, tiles, barriers,
-            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb,
-            stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT,
+            desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, stride_cb, stride_cn,
+            stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
         )
     # fmt: on
 
 
-@gluon.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt", "stride_cb", "stride_kb"])
+@gluon.jit
+def _consume(
+    seqlens_kv,
+    leftpad_kv,
+    KV_scale,
+    Parts,
+    Out,
+    Lse,
+    tiles,
+    barriers,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    slots,
+    which: gl.constexpr,
+    R: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """A computing warpgroup."""
+    # fmt: off
+    if CHUNK == 0:
+        compute(
+            seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+            capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
+        )
+    else:
+        compute_chunks(
+            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
+            seqlen_q, capacity, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+        )
+    # fmt: on
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("batch", "capacity", "num_parts", "overhead", "slots", "stride_pt", "stride_cb", "stride_kb"),
+    ]
+)
 def hopper_decode_kernel(
     Parts,
     Out,
@@ -75,6 +123,7 @@ def hopper_decode_kernel(
     KV_scale,
     page_table,
     seqlens_kv,
+    leftpad_kv,
     desc_q,
     desc_r,
     desc_c,
@@ -86,6 +135,7 @@ def hopper_decode_kernel(
     capacity,
     num_parts,
     overhead,
+    slots,
     stride_pt,
     stride_cb,
     stride_cn: gl.constexpr,
@@ -97,6 +147,7 @@ def hopper_decode_kernel(
     DEPENDENT: gl.constexpr,
     FORMAT: gl.constexpr,
     REGISTERS: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
@@ -104,7 +155,8 @@ def hopper_decode_kernel(
     desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. With
     C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
     are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
-    written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+    written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
+    ``plan_chunks_kernel``; otherwise leftpad_kv is None.
 
     Key tiles alternate between two stages, the even ones in stage 0. Barriers, and who arrives at them:
 
@@ -143,25 +195,26 @@ def hopper_decode_kernel(
     row_tiles = gl.cdiv(num_rows, ROWS)
     # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
     unlisted = (batch > num_parts) & (gl.program_id(0) % row_tiles == 0)
-    entry = list_of_split(Parts, num_parts, num_rows, R) + 2 * (gl.program_id(0) // row_tiles)
-    gl.store(entry + 1, 0, mask=unlisted)
+    if CHUNK == 0:
+        entry = list_of_split(Parts, num_parts, num_rows, R) + 2 * (gl.program_id(0) // row_tiles)
+        gl.store(entry + 1, 0, mask=unlisted)
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
     gl.warp_specialize(
         [
-            (compute, (
-                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
-                capacity, num_parts, overhead, 0, R, CAUSAL, DEPENDENT, FORMAT,
+            (_consume, (
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
+                seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
             )),
-            (compute, (
-                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
-                capacity, num_parts, overhead, 1, R, CAUSAL, DEPENDENT, FORMAT,
+            (_consume, (
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
+                seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
             )),
             (_produce, (
-                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, Parts, tiles, barriers,
-                batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb,
-                stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT,
+                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts, tiles,
+                barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, stride_cb,
+                stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
             )),
         ],
         [4, 1 if C_kv is None else 4],

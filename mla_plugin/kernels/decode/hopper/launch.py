@@ -23,7 +23,7 @@ from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 
 GIVEN = (
-    *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
+    *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv", "leftpad_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
 _GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
@@ -58,29 +58,37 @@ def _has_aligned_rows(tensors: DecodeTensors) -> bool:
     )
 
 
+def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool = False) -> bool:
+    """Whether the kernel computes calls with such a cache, dtype and number of heads."""
+    q_nope_abs = tensors.q_nope_abs
+    _, seqlen_q, heads, rank = q_nope_abs.shape
+    reason = rule.plain_kernel_because(
+        q_nope_abs.dtype,
+        rank,
+        tensors.q_rope.shape[-1],
+        heads if batch_invariant else seqlen_q * heads,
+        None if tensors.page_table is None else tensors.c_kv.shape[1],
+        kv_cache_format=tensors.kv_cache_format,
+        has_leftpad_kv=tensors.leftpad_kv is not None,
+        has_aligned_rows=_has_aligned_rows(tensors),
+        batch_invariant=batch_invariant,
+    )
+    return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
+
+
+def can_read_queries(tensors: DecodeTensors) -> bool:
+    """Whether descriptors can read the queries as they lie."""
+    queries = (tensors.q_nope_abs, tensors.q_rope)
+    return starts_aligned(*queries) and all(rows is not None and can_read(rows) for rows in map(_rows_of, queries))
+
+
 def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
     """Whether the kernel computes a call.
 
     Args:
         can_describe: descriptors can read its cache (``can_use_descriptors``).
     """
-    q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
-    _, seqlen_q, heads, rank = q_nope_abs.shape
-    if not device.has_gluon or not starts_aligned(q_nope_abs, q_rope):
-        return False
-    reason = rule.plain_kernel_because(
-        q_nope_abs.dtype,
-        rank,
-        q_rope.shape[-1],
-        seqlen_q * heads,
-        None if tensors.page_table is None else tensors.c_kv.shape[1],
-        kv_cache_format=tensors.kv_cache_format,
-        has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=_has_aligned_rows(tensors),
-    )
-    if reason is not None or tensors.c_kv.numel() == 0 or not (can_describe or _gathers(tensors)):
-        return False
-    return all(rows is not None and can_read(rows) for rows in (_rows_of(q_nope_abs), _rows_of(q_rope)))
+    return takes_cache(tensors, device) and (can_describe or _gathers(tensors)) and can_read_queries(tensors)
 
 
 class Descriptors:
@@ -112,24 +120,33 @@ class Descriptors:
 
 
 def attend_launch(
-    tensors: DecodeTensors, programs: int, parts: int, overhead: int, page_size: int, options: dict[str, int | None]
+    tensors: DecodeTensors,
+    programs: int,
+    parts: int,
+    page_size: int,
+    options: dict[str, int | None],
+    *,
+    overhead: int = 0,
+    slots: int = 0,
+    chunk: int = 0,
 ) -> Launch:
     """The launch of the kernel; the arguments of each call are ``GIVEN``.
 
     Args:
         programs: row tiles x ``parts``.
-        overhead: of a sequence, in tiles, as for ``plan_kernel``.
         page_size: 0: contiguous.
         options: of ``options_of``.
+        overhead: of a sequence, in tiles, as for ``plan_kernel``.
+        slots, chunk: of the batch-invariant kernels; a ``chunk`` of 0 is another call's.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
-    fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
+    fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead, "slots": slots}
     fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
     for letter, cache in (("c", tensors.c_kv), ("k", tensors.k_rope)):
         units = [stride * cache.element_size() // UNIT.value for stride in strides_of(cache)]
         fixed |= named_strides(letter, "bn", units if _gathers(tensors) else (0, 0))
     fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
     fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "FORMAT": tensors.kv_cache_format}
-    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, page_size or None)}
+    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, page_size or None), "CHUNK": chunk}
     return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from mla_plugin.kernels.decode.hopper.chunks import load_share, tiles_of
 from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, PANELS_OF_HALF, load_plan, piece_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
 
@@ -61,6 +62,7 @@ def load(
     desc_k,
     page_table,
     seqlens_kv,
+    leftpad_kv,
     Parts,
     tiles,
     barriers,
@@ -70,10 +72,12 @@ def load(
     capacity,
     num_parts,
     overhead,
+    slots,
     stride_pt,
     R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
     """Loads the queries and key tiles of every piece of this program's part, in the order of the computing warps."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
@@ -82,16 +86,27 @@ def load(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+    end = slots
+    if CHUNK == 0:
+        first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+    else:
+        first_b, last_b, at, size, end = load_share(Parts, slots, part, batch, num_rows, R)
     pieces = 0
     even = 0
     odd = 0
     for b in range(first_b, last_b):
-        at += overhead
-        _, sequence_tiles, low, _, steps = piece_of(
-            seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
-        )
-        at += sequence_tiles
+        if CHUNK == 0:
+            at += overhead
+            _, sequence_tiles, low, _, steps = piece_of(
+                seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
+            )
+            at += sequence_tiles
+            first = low * KEYS
+        else:
+            _, first, steps, count = tiles_of(
+                seqlens_kv, leftpad_kv, b, tile, at, size, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+            )
+            at += count
         if steps > 0:
             load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1
@@ -99,7 +114,7 @@ def load(
             if PAGE_SIZE > 0:
                 pages = page_table + gl.cast(b, gl.int64) * stride_pt
             for pair in range((steps + 1) // 2):
-                key = (low + 2 * pair) * KEYS
+                key = first + 2 * pair * KEYS
                 block, row = _place(pages, b, key, PAGE_SIZE)
                 _load_tile(desc_c, desc_k, k_tiles, k_full, k_empty, block, row, (even & 1) ^ 1, 0)
                 even += 1

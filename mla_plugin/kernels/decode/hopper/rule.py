@@ -36,25 +36,26 @@ def plain_kernel_because(
     """Why the plain kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
 
     Args:
-        rows: (query, head) pairs of a sequence.
+        rows: (query, head) pairs of a sequence; with ``batch_invariant`` those of a query, its heads.
         dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
     """
-    if batch_invariant:
-        return "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly"
     if dtype not in DTYPES:
         return f"{dtype}, the Hopper kernel needs bfloat16 or float16"
     if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
         widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
         return f"{widths}, the Hopper kernel needs {RANK} and {ROPE}"
-    if has_leftpad_kv:
-        return "leftpad_kv, which the Hopper kernel does not take"
+    if has_leftpad_kv and not batch_invariant:
+        return "leftpad_kv, which the Hopper kernel takes with batch_invariant=True alone"
+    if kv_cache_format == FP8_DS_MLA and batch_invariant:
+        return f"{kv_cache_format=}, where the kernel must not depend on the page size"
     if kv_cache_format == FP8_DS_MLA and not must_gather(PLAIN, page_size):
         return f"{kv_cache_format=} with {page_size=}, where the Hopper kernel is slower"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
     if tile.block_m < TILE:
-        return f"{rows} (query, head) pairs of a sequence, the Hopper kernel needs more than {tile.block_m}"
+        pairs = "heads" if batch_invariant else "(query, head) pairs of a sequence"
+        return f"{rows} {pairs}, the Hopper kernel needs more than {tile.block_m}"
     return None
 
 

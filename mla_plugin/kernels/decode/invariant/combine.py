@@ -35,13 +35,14 @@ def combine_chunks_kernel(
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
+    MIXED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program combines the chunks of one row of one sequence, BLOCK_CHUNKS at a time, for BLOCK_R columns.
+    """One program combines the chunks of one row of one sequence, for BLOCK_R columns.
 
-    Grid: (sequences x rows, column blocks). The block sizes follow from R alone, and chunk c is always at the same
-    position of the same step, so the order of the sum is fixed. Chunks that a row does not see add zeros, which change
-    no bit. Parts is the workspace of ``chunks_kernel``:
+    Grid: (sequences x rows, column blocks). Chunk after chunk is added, so the order of the sum is that of the chunks
+    whatever the block sizes are; BLOCK_CHUNKS are loaded at a time. A chunk that a row does not see has weight 0 and
+    changes no bit. Parts is the workspace of ``chunks_kernel``:
 
     - the chunks' results [slots, S_q * H, R], those of a sequence one after the other;
     - their lse in log2, float32 [slots, S_q * H];
@@ -49,7 +50,8 @@ def combine_chunks_kernel(
       chunks there is nothing to do;
     - the plan.
 
-    Lse may be None.
+    MIXED: of each 32 columns of a result, number 8 i + 2 j + k lies at 8 j + 2 i + k (i, j < 4), where the Hopper kernel
+    stores it faster. Lse may be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -67,24 +69,25 @@ def combine_chunks_kernel(
     total = tl.cast(0.0, tl.float32)
     out = tl.zeros([BLOCK_R], tl.float32)
     for chunk in range(0, count, BLOCK_CHUNKS):
-        chunks = chunk + tl.arange(0, BLOCK_CHUNKS)
-        exists = chunks < count
-        parts = (first + chunks).to(tl.int64) * num_rows + row
-        lse_log2 = tl.load(chunks_lse + parts, mask=exists, other=float("-inf"))
-        # not masked by the lse: the load would have to wait for it
-        mask = exists[:, None] & (columns < R)[None, :]
-        x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=mask, other=0.0)
-        higher = tl.maximum(highest, tl.max(lse_log2, 0))
-        weights = tl.exp2(lse_log2 - higher)
-        rescale = tl.exp2(highest - higher)
-        total = total * rescale + tl.sum(weights, 0)
-        out = out * rescale + tl.sum(x.to(tl.float32) * weights[:, None], 0)
-        highest = higher
+        for i in tl.static_range(BLOCK_CHUNKS):
+            exists = chunk + i < count
+            part = (first + chunk + i).to(tl.int64) * num_rows + row
+            lse_log2 = tl.load(chunks_lse + part, mask=exists, other=float("-inf"))
+            # not masked by the lse: the load would have to wait for it
+            x = tl.load(Parts + part * R + columns, mask=exists & (columns < R), other=0.0)
+            higher = tl.maximum(highest, lse_log2)
+            weight = tl.exp2(lse_log2 - higher)
+            rescale = tl.exp2(highest - higher)
+            total = total * rescale + weight
+            out = out * rescale + x.to(tl.float32) * weight
+            highest = higher
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     out_row = b.to(tl.int64) * num_rows + row
     # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
-    out = out * tl.div_rn(tl.cast(1.0, tl.float32), total)
+    out = out * tl.div_rn(tl.cast(1.0, tl.float32), total) + 0.0  # -0 would depend on how many chunks were added
+    if MIXED:
+        out = out.reshape(BLOCK_R // 32, 4, 4, 2).permute(0, 2, 1, 3).reshape(BLOCK_R)
     tl.store(Out + out_row * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
     if (Lse is not None) and tl.program_id(1) == 0:
         lse_log2 = tl.where(total == 1.0, highest, highest + tl.log2(total))

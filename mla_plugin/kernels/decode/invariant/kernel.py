@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
+from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_of_slots
 from mla_plugin.kernels.decode.invariant.plan import chunk_range, load_chunk_range
 from mla_plugin.kernels.decode.kernel import load_queries, store_columns
@@ -100,7 +101,7 @@ def _attend(
         scale_log2 *= tl.load(KV_scale)
     # chunks are counted from the first visible key, so that left padding does not shift them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
-    count = tiles_between(origin, length, CHUNK)
+    count = chunks_from(tiles_between(origin, length, CHUNK))
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees
     seen_by_all = length
     last = length
@@ -113,8 +114,9 @@ def _attend(
         pages = page_table + b64 * stride_pt
     for n in range(tl.maximum(start - slot, 0), tl.minimum(end - slot, count)):
         chunk = tl.cast(n, tl.int32)  # a Python number in the interpreter
-        first = origin + chunk * CHUNK
-        stop = tl.minimum(last, first + CHUNK)
+        first = origin + first_key(chunk, CHUNK)
+        # the difference first: the next chunk's first key may be beyond int32
+        stop = first + tl.minimum(last - first, first_key(chunk + 1, CHUNK) - first_key(chunk, CHUNK))
         # not -inf: in a tile whose scores are all -inf, -inf - -inf would be NaN
         row_max = tl.full([BLOCK_M], LOWEST_FLOAT32, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -240,7 +242,7 @@ def chunks_kernel(
     PLANNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program computes BLOCK_M (query, head) rows over one part of the chunks of CHUNK keys.
+    """One program computes BLOCK_M (query, head) rows over one part of the chunks (``chunks.py``).
 
     Grid: (row tiles x parts,). A round takes the sequences whose first chunk has an index in begin .. begin + size - 1
     among the chunks of all sequences, and divides their chunks into equal parts (``chunk_range``; PLANNED:

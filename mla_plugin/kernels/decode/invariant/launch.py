@@ -7,9 +7,12 @@ import functools
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.decode_layout import Known
+from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
+from mla_plugin.arguments.decode_layout import Known, known_of
 from mla_plugin.kernels.decode import launch
 from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors
+from mla_plugin.kernels.decode.hopper import launch as hopper
+from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
@@ -19,7 +22,9 @@ from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
 WORKSPACE_BYTES = 512 << 20
 """Most memory for chunk results at a time, unless two sequences need more."""
-_COMBINE_COLUMNS, _COMBINE_CHUNKS = 256, 16
+_COMBINE_FEW_ROWS = 2048  # of all sequences
+_COMBINE_FEW, _COMBINE_MANY = (64, 32), (512, 8)
+"""Columns and chunks at a time of a program of the combine kernel."""
 
 
 def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
@@ -38,15 +43,16 @@ _ROUNDED = {"enable_fp_fusion": False}
 """No fused multiply-adds, so that all code paths of a kernel round equally."""
 
 
-def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int) -> Launch:
+def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int, *, is_mixed: bool) -> Launch:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    columns = min(next_power_of_2(rank), _COMBINE_COLUMNS)
+    columns, chunks = _COMBINE_FEW if batch * seqlen_q * heads <= _COMBINE_FEW_ROWS else _COMBINE_MANY
+    columns = min(next_power_of_2(rank), columns)
     return Launch(
         combine_chunks_kernel,
         (batch * seqlen_q * heads, ceil_div(rank, columns), 1),
         ("Parts", "Out", "Lse"),
         {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank, "BLOCK_R": columns}
-        | {"BLOCK_CHUNKS": _COMBINE_CHUNKS, "DEPENDENT": device.has_dependent_launch},
+        | {"BLOCK_CHUNKS": chunks, "MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
         launch.options_of(device, 1, **_ROUNDED),
     )
 
@@ -81,31 +87,56 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
     tile: DecodeTile = launch.tile_of(tensors, device, heads)
-    chunks, row_tiles = launch.count_tiles(batch, tensors.capacity, chunk), ceil_div(seqlen_q * heads, tile.block_m)
+    launch.count_tiles(batch, tensors.capacity, chunk)  # fewer than the plan can count
+    chunks, row_tiles = most_chunks(tensors.capacity, chunk), ceil_div(seqlen_q * heads, tile.block_m)
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
         slots = 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
-    by_descriptors = can_use_descriptors(tensors, device, tile, launch.page_size_of(tensors))
-    described = CacheDescriptors(tile.block_n, launch.widths_of(tensors)) if by_descriptors else None
+    page_size = launch.page_size_of(tensors)
+    is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
+    by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
+    described: CacheDescriptors | hopper.Descriptors | None = None
+    if is_hopper:
+        described = hopper.Descriptors(tensors)
+    elif by_descriptors:
+        described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
     found = []
     for n in range(rounds):
         fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size}
-        attend = launch.attend_launch(
-            chunks_kernel,
-            tensors,
-            device,
-            tile,
-            row_tiles * parts,
-            by_descriptors,
-            fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
-            **_ROUNDED,
-        )
+        if is_hopper:
+            attend = hopper.attend_launch(
+                tensors,
+                row_tiles * parts,
+                parts,
+                page_size,
+                launch.options_of(device, 4, **_ROUNDED),
+                slots=slots,
+                chunk=chunk,
+            )
+        else:
+            attend = launch.attend_launch(
+                chunks_kernel,
+                tensors,
+                device,
+                tile,
+                row_tiles * parts,
+                by_descriptors,
+                fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
+                **_ROUNDED,
+            )
         plan = _plan_launch(tensors, device, chunk, fixed) if tile.planned else None
-        found.append(launch.Round(plan, attend, _combine_launch(tensors, device, slots) if chunks > 1 else None))
-    code = (chunk, rank, heads, tensors.causal, tile, launch.page_size_of(tensors), by_descriptors)
+        found.append(
+            launch.Round(
+                plan, attend, _combine_launch(tensors, device, slots, is_mixed=is_hopper) if chunks > 1 else None
+            )
+        )
+    code = (chunk, rank, heads, tensors.causal, tile, page_size, by_descriptors, is_hopper)
     return launch.launches_of(tensors, described, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1))
+
+
+_MUST_COPY = "triton, batch invariant, from copied queries"
 
 
 def kept_as(chunk: int) -> str:
@@ -119,4 +150,16 @@ def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tens
     A query has the same bits in every call with as many heads and the same ``chunk``, a multiple of every tile's keys;
     kernels/README.md says what a chunk costs.
     """
+    must_copy = known.kept.get(_MUST_COPY)
+    if must_copy is None:
+        check_tensors(tensors, launch.DTYPES)
+        check_query_strides(tensors)
+        is_hopper = hopper.takes_cache(tensors, launch.device_of(tensors.q_nope_abs.device), batch_invariant=True)
+        must_copy = known.kept[_MUST_COPY] = is_hopper and not hopper.can_read_queries(tensors)
+    if must_copy:
+        # another kernel, which could read them as they lie, would give other bits
+        whole = {"memory_format": torch.contiguous_format}
+        queries = (tensors.q_nope_abs.clone(**whole), tensors.q_rope.clone(**whole))
+        tensors = tensors._replace(q_nope_abs=queries[0], q_rope=queries[1])
+        known = known_of(tensors)
     return launch.decode(tensors, known, functools.partial(make_launches, chunk=chunk), kept_as(chunk))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.kernels.decode.invariant.chunks import chunks_from
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences
 from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
@@ -17,8 +18,8 @@ _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
-    """Number of chunks of each sequence of ``b``; 0 from ``batch`` on."""
+def _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
+    """Keys of each sequence of ``b`` in units of CHUNK, rounded up, at least one; 0 from ``batch`` on."""
     exists = b < batch
     origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, 1)
     return tl.where(exists, tiles_between(origin, length, CHUNK), 0)
@@ -26,18 +27,34 @@ def _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
 
 @triton.jit
 def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr):
-    """The round's chunks [low, high): those of the sequences whose first chunk is in begin .. begin + size - 1."""
+    """The sequences of a round, those whose first chunk is in begin .. begin + size - 1.
+
+    Returns:
+        (low, high, low_unit, high_unit): their chunks are low .. high - 1, and their units low_unit .. high_unit - 1.
+    """
     before = tl.cast(0, tl.int32)
-    low, high = before + _NONE, before + _NONE
+    before_units = before
+    low, high, low_unit, high_unit = before + _NONE, before + _NONE, before + _NONE, before + _NONE
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        counts = _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
+        units = _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
+        counts = chunks_from(units)
         starts = before + tl.cumsum(counts) - counts
-        exists = b < batch
-        low = tl.minimum(low, tl.min(tl.where(exists & (starts >= begin), starts, _NONE)))
-        high = tl.minimum(high, tl.min(tl.where(exists & (starts - begin >= size), starts, _NONE)))
+        first_units = before_units + tl.cumsum(units) - units
+        is_later = (b < batch) & (starts >= begin)
+        is_after = (b < batch) & (starts - begin >= size)
+        low = tl.minimum(low, tl.min(tl.where(is_later, starts, _NONE)))
+        low_unit = tl.minimum(low_unit, tl.min(tl.where(is_later, first_units, _NONE)))
+        high = tl.minimum(high, tl.min(tl.where(is_after, starts, _NONE)))
+        high_unit = tl.minimum(high_unit, tl.min(tl.where(is_after, first_units, _NONE)))
         before += tl.sum(counts)
-    return tl.minimum(low, before), tl.minimum(high, before)
+        before_units += tl.sum(units)
+    return (
+        tl.minimum(low, before),
+        tl.minimum(high, before),
+        tl.minimum(low_unit, before_units),
+        tl.minimum(high_unit, before_units),
+    )
 
 
 @triton.jit
@@ -46,30 +63,40 @@ def chunk_range(
 ):
     """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
-    The program with ``writes`` set also writes the list of sequences that ``combine_chunks_kernel`` describes.
+    A part has the chunks that begin within an equal share of the round's keys. The program with ``writes`` set also
+    writes the list of sequences that ``combine_chunks_kernel`` describes.
 
     Returns:
         (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
         one's first chunk in the round, and the part is the chunks [start, end) of the round.
     """
-    low, high = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
-    length = tl.cdiv(high - low, num_parts)
-    start = tl.minimum(low + part * length, high)
-    end = tl.minimum(start + length, high)
-    first, last, slot, before = low * 0, low * 0, low, low * 0
+    low, high, low_unit, high_unit = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
+    share = tl.cdiv(high_unit - low_unit, num_parts)
+    start_unit = tl.minimum(low_unit + part * share, high_unit)
+    end_unit = tl.minimum(start_unit + share, high_unit)
+    zero = low * 0
+    first, last, slot, start, end, before, before_units = zero, zero, zero, zero, zero, zero, zero
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        counts = _chunks(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
-        ends = before + tl.cumsum(counts)
-        starts = ends - counts
+        units = _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
+        counts = chunks_from(units)
+        starts = before + tl.cumsum(counts) - counts
+        first_units = before_units + tl.cumsum(units) - units
         exists = b < batch
-        first += tl.sum((exists & (ends <= start)).to(tl.int32))
-        last += tl.sum((exists & (starts < end)).to(tl.int32))
-        slot = tl.maximum(slot, tl.max(tl.where(ends <= start, ends, 0)))
+        # chunks of each sequence that begin before the part does, and before it ends
+        earlier = chunks_from(tl.minimum(tl.maximum(start_unit - first_units, 0), units))
+        reached = chunks_from(tl.minimum(tl.maximum(end_unit - first_units, 0), units))
+        is_earlier = exists & (earlier == counts)
+        first += tl.sum(is_earlier.to(tl.int32))
+        slot += tl.sum(tl.where(is_earlier, counts, 0))
+        last += tl.sum((exists & (reached > 0)).to(tl.int32))
+        start += tl.sum(earlier)
+        end += tl.sum(reached)
         tl.store(listed + 2 * b, starts - low, mask=exists & writes)
         in_round = (starts >= low) & (starts < high)
         tl.store(listed + 2 * b + 1, tl.where(in_round, counts, 0), mask=exists & writes)
         before += tl.sum(counts)
+        before_units += tl.sum(units)
     return first, last, slot - low, start - low, end - low
 
 

@@ -1,0 +1,170 @@
+"""``batch_invariant`` decode by the Hopper kernel: the chunks of a part, a result for each.
+
+The loading warp, or the gathering warpgroup, sees one piece for each sequence: its tiles in all chunks of the part. So it
+loads on while the computing warpgroups write the result of a chunk, and the queries stay where they are.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mla_plugin.kernels.decode import plan
+from mla_plugin.kernels.decode.hopper.common import KEYS, gdc_launch_dependents
+from mla_plugin.kernels.decode.hopper.computing import fold_tiles, no_keys, rows_of, sum_of_both
+from mla_plugin.kernels.decode.hopper.storing import store_piece
+from mla_plugin.kernels.decode.invariant import chunks, combine
+from mla_plugin.kernels.decode.invariant import plan as invariant_plan
+from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.tile_math import LOG2_E
+
+_load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
+_list_of_sequences = gluon.jit(combine.list_of_sequences.fn)
+_lse_of_slots = gluon.jit(combine.lse_of_slots.fn)
+_first_key = gluon.jit(chunks.first_key.fn)
+_chunks_from = gluon.jit(chunks.chunks_from.fn)
+_key_range = gluon.jit(plan.key_range.fn)
+_tiles_between = gluon.jit(plan.tiles_between.fn)
+
+
+@gluon.jit
+def load_share(Parts, slots, part, batch, num_rows, R: gl.constexpr):
+    """(first, last, slot, start, end) of a part, see ``chunk_range``."""
+    return _load_chunk_range(_list_of_sequences(Parts, slots, num_rows, R), part, batch)
+
+
+@gluon.jit
+def chunks_of(
+    seqlens_kv,
+    leftpad_kv,
+    b,
+    tile,
+    slot,
+    start,
+    end,
+    batch,
+    capacity,
+    num_heads,
+    seqlen_q,
+    CAUSAL: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """The chunks of sequence ``b`` in this part, whose first chunk has the index ``slot``.
+
+    Returns:
+        (origin, length, last, count, low, high): the first visible key; the number of keys from there on; how many of
+        them some row of row tile ``tile`` sees; the sequence's chunks; those of this part are low .. high - 1.
+    """
+    origin, _, length = _key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
+    count = _chunks_from(_tiles_between(origin, length, CHUNK))
+    last = length - origin
+    if CAUSAL:  # the last row of the tile sees most keys
+        last += gl.minimum((tile * ROWS + ROWS - 1) // num_heads + 1 - seqlen_q, 0)
+    return origin, length - origin, last, count, gl.maximum(start - slot, 0), gl.minimum(end - slot, count)
+
+
+@gluon.jit
+def steps_between(first, stop_chunk, last, CHUNK: gl.constexpr):
+    """Tiles of the keys from ``first`` to the chunk ``stop_chunk`` that some row sees: keys below ``last``."""
+    keys = gl.minimum(last - first, _first_key(stop_chunk, CHUNK) - first)
+    return (gl.maximum(keys, 0) + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def tiles_of(
+    seqlens_kv,
+    leftpad_kv,
+    b,
+    tile,
+    slot,
+    start,
+    end,
+    batch,
+    capacity,
+    num_heads,
+    seqlen_q,
+    CAUSAL: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """What is loaded of sequence ``b``: (keys before its end, first key, tiles of KEYS keys from there, chunks)."""
+    origin, length, last, count, low, high = chunks_of(
+        seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+    )
+    first = _first_key(low, CHUNK)
+    steps = gl.where(low < high, steps_between(first, high, last, CHUNK), 0)
+    return origin + length, origin + first, steps, count
+
+
+@gluon.jit
+def compute_chunks(
+    seqlens_kv,
+    leftpad_kv,
+    KV_scale,
+    Parts,
+    Out,
+    Lse,
+    tiles,
+    barriers,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    slots,
+    which: gl.constexpr,
+    R: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """As ``compute``, with a result for each chunk of the part."""
+    _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
+    q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
+    num_rows = seqlen_q * num_heads
+    row_tiles = gl.cdiv(num_rows, ROWS)
+    tile = gl.program_id(0) % row_tiles
+    scale_log2 = softmax_scale * LOG2_E
+    if FORMAT == "fp8":
+        scale_log2 *= gl.load(KV_scale)
+    first_b, last_b, slot, start, end = load_share(Parts, slots, gl.program_id(0) // row_tiles, batch, num_rows, R)
+    sequences = 0
+    pieces = 0
+    even = 0
+    odd = 0
+    for b in range(first_b, last_b):
+        _, length, last, count, low, high = chunks_of(
+            seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+        )
+        is_loaded = (low < high) & (_first_key(low, CHUNK) < last)
+        if is_loaded:
+            mbarrier.wait(q_full.index(0), sequences & 1)
+        for chunk in range(low, high):
+            rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
+            acc, row_max, row_sum = no_keys()
+            total = row_sum
+            first = _first_key(chunk, CHUNK)
+            steps = steps_between(first, chunk + 1, last, CHUNK)
+            if steps > 0:
+                # fmt: off
+                acc, row_max, row_sum, even, odd = fold_tiles(
+                    acc, row_max, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale_log2,
+                    tiles, barriers, which, FORMAT,
+                )
+                # fmt: on
+                total = sum_of_both(row_sum, sums, finished, pieces, which)
+                pieces += 1
+            if DEPENDENT:
+                if slot + chunk == end - 1:
+                    gdc_launch_dependents()
+            # fmt: off
+            store_piece(
+                Parts, _lse_of_slots(Parts, slots, num_rows, R), Out, Lse, acc, row_max, total, KV_scale, rows, b, tile,
+                slot + chunk, True, count == 1, num_heads, seqlen_q, which, R, FORMAT, True,
+            )
+            # fmt: on
+        if is_loaded:
+            mbarrier.arrive(q_empty.index(0))
+            sequences += 1
+        slot += count
