@@ -12,12 +12,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DECODE
 from mla_plugin.variables import CHUNKS
@@ -231,9 +234,9 @@ def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> t
 
 def check_rounds(draw: random.Random) -> None:
     """Every chunk has one part of one round, and in that round its own slot, as listed."""
-    batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30])
+    batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30, 300])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
-    counts = [max(1, -(-length // CHUNK)) for length in lengths]
+    counts = [most_chunks(length, CHUNK) for length in lengths]
     parts, size = draw.choice([1, 2, 13]), -(-batch * max(counts) // draw.choice([1, 3, 7]))
     slots = size + max(counts) + (size + max(counts)) % 2
     seen: list[list[int]] = [[] for _ in lengths]
@@ -266,7 +269,7 @@ def test_two_hundred_plans_on_a_gpu() -> None:
 
 
 def test_heads_decide_about_the_tile_and_the_rest_does_not() -> None:
-    """Nor about the blocks of the sum."""
+    """The blocks of the sum may differ: it adds chunk after chunk."""
     shapes = [(1, 1, 16, 300), (7, 8, 16, 5000), (1, 8, 16, 300), (3, 1, 128, 300), (2, 4, 128, 70000)]
     found: dict[int, set[tuple[object, ...]]] = {}
     for batch, seqlen_q, heads, keys in shapes:
@@ -278,10 +281,45 @@ def test_heads_decide_about_the_tile_and_the_rest_does_not() -> None:
         names = attend.kernel.arg_names[len(attend.given) :]
         constants = dict(zip(names, attend.arguments, strict=True))
         kept = (constants["BLOCK_M"], constants["BLOCK_N"], constants["CHUNK"], constants["HOPPER"])
-        kept += (*combine.arguments[-3:], attend.options["num_warps"], combine.options["num_warps"])
+        kept += (attend.options["num_warps"],)
         found.setdefault(heads, set()).add(kept)
         assert attend.options["enable_fp_fusion"] is combine.options["enable_fp_fusion"] is False
     assert [len(kept) for kept in found.values()] == [1, 1]
+
+
+@triton.jit
+def _chunks_kernel(Units, Counts, First, size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.arange(0, BLOCK)
+    tl.store(Counts + n, chunks_from(tl.load(Units + n, mask=n < size, other=0)), mask=n < size)
+    tl.store(First + n, first_key(n, CHUNK), mask=n < size)
+
+
+def test_chunks_grow_and_are_counted_alike_everywhere() -> None:
+    """On the device, by the host, and by adding up their sizes: 32 of CHUNK keys, 48 of 2 * CHUNK, then 4 * CHUNK."""
+    first, chunk = [0], 0
+    while len(first) < 400:
+        first.append(first[-1] + CHUNK * (1 if chunk < 32 else 2 if chunk < 80 else 4))
+        chunk += 1
+    units = torch.arange(400, dtype=torch.int32, device=DEVICE)
+    counts, found = torch.empty_like(units), torch.empty_like(units)
+    _chunks_kernel[(1,)](units, counts, found, 400, CHUNK, 512)
+    assert found.tolist() == first
+    assert counts.tolist() == [sum(at < CHUNK * n for at in first) for n in range(400)]
+    assert counts.tolist()[1:] == [most_chunks(CHUNK * n, CHUNK) for n in range(1, 400)]
+    assert [most_chunks(keys, CHUNK) for keys in (0, 1, CHUNK + 1)] == [1, 1, 2]
+
+
+def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch chooses them by the number of rows of the batch."""
+    inputs = paged((2, 2, 3, 64, 16, 5 * CHUNK), 16, torch.float16, [5 * CHUNK, CHUNK + 1])
+    found = []
+    for sizes in ((64, 32), (64, 1), (32, 2), (512, 8)):
+        monkeypatch.setattr(decode_layout, "_known", {})
+        for name in ("_COMBINE_FEW", "_COMBINE_MANY"):
+            monkeypatch.setattr(invariant, name, sizes)
+        found.append(run(inputs))
+        assert_same(found[-1], found[0])
+    assert_as_good_as_pytorch(*found[0], inputs, is_causal=True)
 
 
 def test_a_chunk_is_whole_tiles_of_every_entry_of_the_table() -> None:

@@ -38,6 +38,7 @@ def assert_queries_alone(inputs: Inputs, sequences: list[int]) -> None:
 
 
 LENGTHS = [CHUNK, 0, 2 * CHUNK + 1, 1, 5000, CHUNK - 1, 4 * CHUNK, 4 * CHUNK + 3, 64, 65, 7]
+FARTHEST = CHUNK * (32 + 2 * 48)  # from here on chunks are largest
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -130,6 +131,26 @@ def test_a_captured_graph_gives_the_bits_of_a_call(heads: int, seqlen_q: int) ->
         for b in range(4):
             found = run(alone(other, b, 0))
             assert_same((out[b, :1], lse[b, :, :1]), (found[0][0], found[1][0]))
+
+
+@pytest.mark.parametrize("heads", [8, 24, 128])
+def test_chunks_of_every_size(heads: int) -> None:
+    """Sequences that end where chunks begin to be larger, and around the ends of larger ones."""
+    ends = (CHUNK * 32, CHUNK * 34, FARTHEST, FARTHEST + 4 * CHUNK)
+    lengths = [length + more for length in ends for more in (-1, 0, 1, 65)]
+    inputs = ragged(lengths, 2, heads, 64, 3)
+    assert_queries_alone(inputs, list(range(len(lengths))))
+
+
+@pytest.mark.parametrize("heads", [16, 24])
+def test_queries_as_they_lie_give_the_bits_of_contiguous_ones(heads: int) -> None:
+    """Descriptors cannot read these: the rows have no common stride, or do not start on 16 bytes."""
+    inputs = paged((3, 2, heads, 512, 64, 900), 64, torch.bfloat16, [900, CHUNK, 1])
+    wanted = run(inputs)
+    by_head = replace(inputs, q_nope_abs=inputs.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2))
+    shifted = torch.empty(inputs.q_rope.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:].view_as(inputs.q_rope)
+    for other in (by_head, replace(inputs, q_rope=shifted.copy_(inputs.q_rope))):
+        assert_same(run(other), wanted)
 
 
 def test_a_hundred_random_ragged_batches() -> None:

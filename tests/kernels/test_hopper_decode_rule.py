@@ -38,10 +38,6 @@ def test_the_hopper_kernel(changes: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"batch_invariant": True},
-            "batch_invariant=True, the Hopper kernel divides the keys of the whole batch evenly",
-        ),
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
         (
             {"kv_cache_format": "fp8_ds_mla"},
@@ -53,7 +49,21 @@ def test_the_hopper_kernel(changes: dict) -> None:
         ),
         ({"kv_lora_rank": 256}, "kv_lora_rank=256, qk_rope_head_dim=64, the Hopper kernel needs 512 and 64"),
         ({"qk_rope_head_dim": 0}, "kv_lora_rank=512, qk_rope_head_dim=0, the Hopper kernel needs 512 and 64"),
-        ({"has_leftpad_kv": True}, "leftpad_kv, which the Hopper kernel does not take"),
+        (
+            {"has_leftpad_kv": True},
+            "leftpad_kv, which the Hopper kernel takes with batch_invariant=True alone",
+        ),
+        *(
+            (
+                {"batch_invariant": True, "kv_cache_format": "fp8_ds_mla", "page_size": page_size},
+                "kv_cache_format='fp8_ds_mla', where the kernel must not depend on the page size",
+            )
+            for page_size in (16, 64)
+        ),
+        (
+            {"batch_invariant": True, "has_aligned_rows": False},
+            "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to",
+        ),
         (
             {"has_aligned_rows": False},
             "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to",
@@ -63,6 +73,19 @@ def test_the_hopper_kernel(changes: dict) -> None:
 )
 def test_the_plain_kernel_and_why(changes: dict, reason: str) -> None:
     assert note(H100, **changes) == f"by the plain kernel: {reason}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"num_heads": 1}, {"num_heads": 16, "seqlen_q": 4, "causal": True}, {"page_size": 1}),
+        *({"batch_size": 1, "max_seqlen_kv": 1}, {"kv_cache_format": "fp8"}),
+        {"page_size": None, "has_leftpad_kv": True},
+    ],
+)
+def test_every_size_by_the_same_kernel_if_batch_invariant(changes: dict) -> None:
+    """Few heads, few keys and left padding, too: the choice of a kernel must not change a bit."""
+    assert note(H100, batch_invariant=True, **changes) == "by the Hopper kernel"
 
 
 def test_another_triton() -> None:

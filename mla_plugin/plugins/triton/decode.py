@@ -80,7 +80,7 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
         request.dtype,
         request.kv_lora_rank,
         request.qk_rope_head_dim,
-        request.num_heads if request.batch_invariant else request.seqlen_q * request.num_heads,
+        request.seqlen_q * request.num_heads,
         request.page_size,
         kv_cache_format=request.kv_cache_format,
         has_leftpad_kv=request.has_leftpad_kv,

@@ -1,7 +1,7 @@
 """``batch_invariant`` decode by the Hopper kernel: the chunks of a part, a result for each.
 
-The loading warp, or the gathering warpgroup, sees one piece for each sequence: its tiles in all chunks of the part. So it
-loads on while the computing warpgroups write the result of a chunk, and the queries stay where they are.
+The loading warp, or the gathering warpgroup, sees one piece for each sequence: its tiles in all chunks of the part. So
+it loads on while the computing warpgroups write the result of a chunk, and the queries stay where they are.
 """
 
 from __future__ import annotations

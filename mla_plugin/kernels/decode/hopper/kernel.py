@@ -212,9 +212,9 @@ def hopper_decode_kernel(
                 seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
             )),
             (_produce, (
-                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts, tiles,
-                barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, stride_cb,
-                stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
+                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts,
+                tiles, barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt,
+                stride_cb, stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
             )),
         ],
         [4, 1 if C_kv is None else 4],

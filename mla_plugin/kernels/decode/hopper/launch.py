@@ -66,7 +66,7 @@ def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool
         q_nope_abs.dtype,
         rank,
         tensors.q_rope.shape[-1],
-        heads if batch_invariant else seqlen_q * heads,
+        seqlen_q * heads,
         None if tensors.page_table is None else tensors.c_kv.shape[1],
         kv_cache_format=tensors.kv_cache_format,
         has_leftpad_kv=tensors.leftpad_kv is not None,

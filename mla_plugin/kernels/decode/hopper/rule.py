@@ -36,7 +36,7 @@ def plain_kernel_because(
     """Why the plain kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
 
     Args:
-        rows: (query, head) pairs of a sequence; with ``batch_invariant`` those of a query, its heads.
+        rows: (query, head) pairs of a sequence; no matter with ``batch_invariant``.
         dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
     """
     if dtype not in DTYPES:
@@ -53,9 +53,8 @@ def plain_kernel_because(
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
-    if tile.block_m < TILE:
-        pairs = "heads" if batch_invariant else "(query, head) pairs of a sequence"
-        return f"{rows} {pairs}, the Hopper kernel needs more than {tile.block_m}"
+    if tile.block_m < TILE and not batch_invariant:
+        return f"{rows} (query, head) pairs of a sequence, the Hopper kernel needs more than {tile.block_m}"
     return None
 
 

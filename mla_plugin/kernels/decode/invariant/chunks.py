@@ -11,7 +11,7 @@ import triton.language as tl
 
 from mla_plugin.kernels.tiles import ceil_div
 
-_SINGLE, _DOUBLE = 16, 56
+_SINGLE, _DOUBLE = 32, 48
 SINGLE = tl.constexpr(_SINGLE)
 """Chunks of CHUNK keys at the start of a sequence."""
 DOUBLE = tl.constexpr(_DOUBLE)

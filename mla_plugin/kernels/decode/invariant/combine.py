@@ -50,8 +50,8 @@ def combine_chunks_kernel(
       chunks there is nothing to do;
     - the plan.
 
-    MIXED: of each 32 columns of a result, number 8 i + 2 j + k lies at 8 j + 2 i + k (i, j < 4), where the Hopper kernel
-    stores it faster. Lse may be None.
+    MIXED: of each 32 columns of a result, number 8 i + 2 j + k lies at 8 j + 2 i + k (i, j < 4), where the Hopper
+    kernel stores it faster. Lse may be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

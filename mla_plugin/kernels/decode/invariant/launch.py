@@ -17,6 +17,7 @@ from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DecodeTile
+from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
@@ -86,7 +87,8 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
-    tile: DecodeTile = launch.tile_of(tensors, device, heads)
+    is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
+    tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
     launch.count_tiles(batch, tensors.capacity, chunk)  # fewer than the plan can count
     chunks, row_tiles = most_chunks(tensors.capacity, chunk), ceil_div(seqlen_q * heads, tile.block_m)
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
@@ -95,7 +97,6 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         slots = 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
     page_size = launch.page_size_of(tensors)
-    is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
     described: CacheDescriptors | hopper.Descriptors | None = None
     if is_hopper:
