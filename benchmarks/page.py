@@ -134,8 +134,9 @@ choice*, whose figures are of the current kernels.
 
 `python -m benchmarks.decode_invariant`: the time with `batch_invariant=True` divided by the time without it, on
 backend `triton` in bfloat16, with pages of 64, log-normal lengths (for one sequence uniform) and one query token. A
-column is a chunk size in keys (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`), a row the geometric mean over its head counts.
-Small chunks keep a small batch parallel; large chunks cost less per key.
+column is the size of a sequence's first chunks in keys (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`; up to commit 915da3f983
+of all its chunks), a row the geometric mean over its head counts. Small chunks keep a small batch parallel; large
+chunks cost less per key.
 
 {invariant}
 """,

@@ -234,9 +234,9 @@ VARIABLES: tuple[Variable, ...] = (
         _chunk,
         f"one of {', '.join(map(str, CHUNKS))}",
         256,
-        "Number of keys between the fixed splits of `batch_invariant=True` decode. More are faster for large "
-        "batches of long sequences, fewer for small batches; results depend on it bit by bit, so set it equally "
-        "wherever they are compared.",
+        "Number of keys between the first of the fixed splits of `batch_invariant=True` decode; later ones are two and "
+        "four times as far apart. More are faster for large batches of many heads, fewer for small batches; results "
+        "depend on it bit by bit, so set it equally wherever they are compared.",
         "call",
         "mla-plugin",
     ),
