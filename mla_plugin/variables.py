@@ -14,7 +14,7 @@ ReadAt: TypeAlias = Literal["selection", "construction", "import", "call"]
 
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
-"""Keys of a chunk that batch-invariant decode may be told to take."""
+"""Keys of a sequence's first chunks that batch-invariant decode may be told to take."""
 
 
 def _integer(text: str) -> int:

@@ -234,7 +234,7 @@ def decode_program(job: DecodeJob) -> Program:
     types |= {"Parts": f"*{job.dtype}", "Out": f"*{job.dtype}", "Lse": "*fp32"}
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
-    registers = registers_of(job.kv_cache_format, job.page_size or None)
+    registers = registers_of(job.kv_cache_format, gathers=job.gathers)
     constants |= {"CHUNK": environment.batch_invariant_chunk() if job.invariant else 0}
     if job.invariant and not job.page_size:
         types["leftpad_kv"] = "*i32"

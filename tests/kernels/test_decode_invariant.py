@@ -19,6 +19,7 @@ from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
@@ -325,6 +326,7 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
 def test_a_chunk_is_whole_tiles_of_every_entry_of_the_table() -> None:
     tiles = [tile for entries in DECODE.values() for _, tile in entries]
     assert all(chunk % tile.block_n == 0 for chunk in CHUNKS for tile in tiles)
+    assert all(chunk % (2 * hopper_rule.TILE) == 0 for chunk in CHUNKS)  # the first tile of each is in stage 0
 
 
 def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +347,7 @@ def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("slot_bytes", [2, 16 << 10, 128 << 10, 1 << 20])
 def test_the_workspace_is_bounded(batch: int, capacity: int, slot_bytes: int) -> None:
     """By a constant or by two sequences, and the rounds take every chunk."""
-    chunks = -(-capacity // CHUNK)
+    chunks = most_chunks(capacity, CHUNK)
     rounds, size, slots = invariant.rounds_of(batch, chunks, slot_bytes)
     assert slots * slot_bytes <= max(invariant.WORKSPACE_BYTES, 2 * chunks * slot_bytes)
     assert (rounds - 1) * size < batch * chunks <= rounds * size

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_plugin import environment
+from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
 from tests.kernels.test_decode_gpu import ragged
@@ -19,7 +20,7 @@ from tests.kernels.test_decode_invariant import assert_same, part, run
 pytestmark = pytest.mark.gpu
 
 CHUNK = environment.batch_invariant_chunk()
-HEADS = [8, 16, 24, 32, 48, 64, 96, 128]
+HEADS = [1, 8, 16, 24, 32, 48, 64, 96, 128]
 
 
 def alone(inputs: Inputs, b: int, i: int) -> Inputs:
@@ -99,12 +100,13 @@ def test_any_number_of_programs_and_rounds(heads: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("heads", [16, 40, 128])
 def test_left_padding_moves_no_bit(heads: int) -> None:
-    pads = [0, 1, 100, 1000]
-    inputs = with_leftpad(contiguous((4, 2, heads, 512, 64, 2000), torch.bfloat16, [2000, 1999, 700, 1001]), pads)
+    pads = [0, 1, 100, 1000, 700, 800]
+    lengths = [2000, 1999, 700, 1001, 700, 700]
+    inputs = with_leftpad(contiguous((6, 2, heads, 512, 64, 2000), torch.bfloat16, lengths), pads)
     out, lse = run(inputs)
     assert_as_good_as_pytorch(out, lse, inputs, is_causal=True)
     for b, (length, pad) in enumerate(zip(inputs.lengths(), pads, strict=True)):
-        moved = replace(part(inputs, [b], slice(None), [length - pad]), leftpad_kv=None)
+        moved = replace(part(inputs, [b], slice(None), [max(length - pad, 0)]), leftpad_kv=None)
         moved = replace(moved, c_kv=moved.c_kv[:, pad:], k_rope=moved.k_rope[:, pad:])
         found = run(moved)
         assert_same((found[0][0], found[1][0]), (out[b], lse[b]))
@@ -131,6 +133,32 @@ def test_a_captured_graph_gives_the_bits_of_a_call(heads: int, seqlen_q: int) ->
         for b in range(4):
             found = run(alone(other, b, 0))
             assert_same((out[b, :1], lse[b, :, :1]), (found[0][0], found[1][0]))
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_the_hopper_kernel_runs_where_there_is_one(heads: int, page_size: int) -> None:
+    if not decode_launch.device_of(torch.device("cuda", 0)).has_gluon:
+        pytest.skip("not run: another GPU than Hopper")
+    shape = (2, 1, heads, 512, 64, 300)
+    inputs = paged(shape, page_size, torch.bfloat16, [300, 5]) if page_size else contiguous(shape, torch.bfloat16)
+    tensors = DecodeTensors(*inputs.tensors(), 1.0, False, True, inputs.page_table, inputs.seqlens_kv)
+    (launches,) = invariant.make_launches(tensors, CHUNK).rounds
+    assert launches.attend.kernel is hopper_decode_kernel
+
+
+@pytest.mark.parametrize("heads", [8, 40])
+def test_sequences_that_share_one_cache(heads: int) -> None:
+    """Of batch stride 0, which TMA cannot read."""
+    inputs = contiguous((3, 2, heads, 512, 64, 700), torch.bfloat16, [700, CHUNK, 0])
+    copied = {name: getattr(inputs, name)[:1].repeat(3, 1, 1) for name in ("c_kv", "k_rope")}
+    wanted = run(replace(inputs, **copied))
+    shared = replace(inputs, **{name: x[:1].expand(3, -1, -1) for name, x in copied.items()})
+    assert_same(run(shared), wanted)
+    for b, length in enumerate(inputs.lengths()):
+        alone_b = replace(part(shared, [b], slice(None), [length]), **{n: x[:1] for n, x in copied.items()})
+        found = run(alone_b)
+        assert_same((found[0][0], found[1][0]), (wanted[0][b], wanted[1][b]))
 
 
 @pytest.mark.parametrize("heads", [8, 24, 128])

@@ -43,6 +43,7 @@ _COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
 _COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some rows
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
+_MOST_KEYS = 2**31 - 2**15  # two of the largest chunks of a batch-invariant call may reach beyond the last key
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
 
 
@@ -147,8 +148,13 @@ def count_tiles(batch: int, capacity: int, block_n: int) -> int:
     """The most key tiles that a sequence can have.
 
     Raises:
-        ValueError: those of all sequences exceed the plan's int32.
+        ValueError: those of all sequences exceed the plan's int32, or the keys of one do.
     """
+    if capacity > _MOST_KEYS:
+        raise ValueError(
+            f"sequences of up to {capacity} keys, expected at most {_MOST_KEYS}, which the kernels count in int32: "
+            "give them a narrower page table"
+        )
     key_tiles: int = max(1, ceil_div(capacity, block_n))
     # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
     if batch * (key_tiles + _OVERHEAD) >= 2**31 - 2**16:

@@ -62,7 +62,10 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 
 
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
-    """Which kernel runs, on GPUs for which there are two; the strides of the queries are known in the call alone."""
+    """Which kernel runs, on GPUs for which there are two.
+
+    Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
+    """
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
     reason = plain_kernel_because(request, platform)

@@ -10,8 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode import plan
-from mla_plugin.kernels.decode.hopper.common import KEYS, gdc_launch_dependents
+from mla_plugin.kernels.decode.hopper.common import KEYS, gdc_launch_dependents, key_range, tiles_between
 from mla_plugin.kernels.decode.hopper.computing import fold_tiles, no_keys, rows_of, sum_of_both
 from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
@@ -24,8 +23,6 @@ _list_of_sequences = gluon.jit(combine.list_of_sequences.fn)
 _lse_of_slots = gluon.jit(combine.lse_of_slots.fn)
 _first_key = gluon.jit(chunks.first_key.fn)
 _chunks_from = gluon.jit(chunks.chunks_from.fn)
-_key_range = gluon.jit(plan.key_range.fn)
-_tiles_between = gluon.jit(plan.tiles_between.fn)
 
 
 @gluon.jit
@@ -54,19 +51,24 @@ def chunks_of(
 
     Returns:
         (origin, length, last, count, low, high): the first visible key; the number of keys from there on; how many of
-        them some row of row tile ``tile`` sees; the sequence's chunks; those of this part are low .. high - 1.
+        them some row of row tile ``tile`` sees, none if negative; the sequence's chunks; those of this part are
+        low .. high - 1.
     """
-    origin, _, length = _key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
-    count = _chunks_from(_tiles_between(origin, length, CHUNK))
-    last = length - origin
+    origin, _, end_of_keys = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
+    count = _chunks_from(tiles_between(origin, end_of_keys, CHUNK))
+    length = end_of_keys - origin
+    last = length
     if CAUSAL:  # the last row of the tile sees most keys
         last += gl.minimum((tile * ROWS + ROWS - 1) // num_heads + 1 - seqlen_q, 0)
-    return origin, length - origin, last, count, gl.maximum(start - slot, 0), gl.minimum(end - slot, count)
+    return origin, length, last, count, gl.maximum(start - slot, 0), gl.minimum(end - slot, count)
 
 
 @gluon.jit
 def steps_between(first, stop_chunk, last, CHUNK: gl.constexpr):
-    """Tiles of the keys from ``first`` to the chunk ``stop_chunk`` that some row sees: keys below ``last``."""
+    """Tiles of the keys from ``first`` to the chunk ``stop_chunk`` that some row sees, those below ``last``.
+
+    Keys are counted from the first visible one.
+    """
     keys = gl.minimum(last - first, _first_key(stop_chunk, CHUNK) - first)
     return (gl.maximum(keys, 0) + KEYS - 1) // KEYS
 
@@ -87,7 +89,7 @@ def tiles_of(
     CAUSAL: gl.constexpr,
     CHUNK: gl.constexpr,
 ):
-    """What is loaded of sequence ``b``: (keys before its end, first key, tiles of KEYS keys from there, chunks)."""
+    """What is loaded of sequence ``b``: (its length, the first key to load, tiles from there on, its chunks)."""
     origin, length, last, count, low, high = chunks_of(
         seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
     )
@@ -120,6 +122,8 @@ def compute_chunks(
     CHUNK: gl.constexpr,
 ):
     """As ``compute``, with a result for each chunk of the part."""
+    # otherwise a chunk could begin in stage 1, where the loading warp does not expect it
+    gl.static_assert(CHUNK % (2 * KEYS) == 0)
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
     q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
     num_rows = seqlen_q * num_heads
@@ -130,7 +134,7 @@ def compute_chunks(
         scale_log2 *= gl.load(KV_scale)
     first_b, last_b, slot, start, end = load_share(Parts, slots, gl.program_id(0) // row_tiles, batch, num_rows, R)
     sequences = 0
-    pieces = 0
+    exchanges = 0
     even = 0
     odd = 0
     for b in range(first_b, last_b):
@@ -153,8 +157,8 @@ def compute_chunks(
                     tiles, barriers, which, FORMAT,
                 )
                 # fmt: on
-                total = sum_of_both(row_sum, sums, finished, pieces, which)
-                pieces += 1
+                total = sum_of_both(row_sum, sums, finished, exchanges, which)
+                exchanges += 1
             if DEPENDENT:
                 if slot + chunk == end - 1:
                     gdc_launch_dependents()

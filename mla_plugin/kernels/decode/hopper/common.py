@@ -13,8 +13,8 @@ from mla_plugin.kernels.hopper.common import ROWS, matrix_layout
 load_plan = gluon.jit(plan.load_plan.fn)
 list_of_split = gluon.jit(combine.list_of_split.fn)
 lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
-_key_range = gluon.jit(plan.key_range.fn)
-_tiles_between = gluon.jit(plan.tiles_between.fn)
+key_range = gluon.jit(plan.key_range.fn)
+tiles_between = gluon.jit(plan.tiles_between.fn)
 
 gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
 
@@ -46,8 +46,8 @@ def piece_of(seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, se
         (length, tiles, low, high, steps): the sequence's keys and tiles; the piece is its tiles low .. high - 1, maybe
         none; the first ``steps`` of them have a key that a row of the row tile sees.
     """
-    _, _, length = _key_range(seqlens_kv, None, b, b < batch, capacity, KEYS)
-    tiles = _tiles_between(0, length, KEYS)
+    _, _, length = key_range(seqlens_kv, None, b, b < batch, capacity, KEYS)
+    tiles = tiles_between(0, length, KEYS)
     low = gl.maximum(part * size - at, 0)
     high = gl.minimum(part * size + size - at, tiles)  # not above 0 where this part has the overhead alone
     last = length

@@ -264,11 +264,10 @@ def gather(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    end = slots
     if CHUNK == 0:
         first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
     else:
-        first_b, last_b, at, size, end = load_share(Parts, slots, part, batch, num_rows, R)
+        first_b, last_b, slot, start_slot, end_slot = load_share(Parts, slots, part, batch, num_rows, R)
     pieces = 0
     even = 0
     odd = 0
@@ -282,9 +281,21 @@ def gather(
             first = low * KEYS
         else:
             length, first, steps, count = tiles_of(
-                seqlens_kv, leftpad_kv, b, tile, at, size, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+                seqlens_kv,
+                leftpad_kv,
+                b,
+                tile,
+                slot,
+                start_slot,
+                end_slot,
+                batch,
+                capacity,
+                num_heads,
+                seqlen_q,
+                CAUSAL,
+                CHUNK,
             )
-            at += count
+            slot += count
         if steps > 0:
             load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1

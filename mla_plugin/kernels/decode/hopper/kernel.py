@@ -1,4 +1,4 @@
-"""The Hopper decode kernel: the same parts and pieces as ``decode_kernel``, in Gluon.
+"""The Hopper decode kernel: the same parts and pieces as ``decode_kernel``, or chunks as ``chunks_kernel``, in Gluon.
 
 Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
 """
@@ -165,6 +165,8 @@ def hopper_decode_kernel(
       or the gathering warpgroup has written it; the warpgroup of that half, which reads it last, has multiplied by it.
     - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
     - finished: both warpgroups have written the sums of a piece's rows.
+
+    With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
     if DEPENDENT:
         gdc_wait()
@@ -193,9 +195,9 @@ def hopper_decode_kernel(
     fence_async_shared()
     num_rows = seqlen_q * num_heads
     row_tiles = gl.cdiv(num_rows, ROWS)
-    # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
-    unlisted = (batch > num_parts) & (gl.program_id(0) % row_tiles == 0)
     if CHUNK == 0:
+        # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
+        unlisted = (batch > num_parts) & (gl.program_id(0) % row_tiles == 0)
         entry = list_of_split(Parts, num_parts, num_rows, R) + 2 * (gl.program_id(0) // row_tiles)
         gl.store(entry + 1, 0, mask=unlisted)
     # fmt: off

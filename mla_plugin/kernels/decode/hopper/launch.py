@@ -41,14 +41,18 @@ def _rows_of(queries: torch.Tensor) -> torch.Tensor | None:
     return queries.as_strided((batch, seqlen_q * heads, columns), (of_batch, of_head if heads > 1 else of_query, 1))
 
 
-def registers_of(kv_cache_format: str, page_size: int | None) -> int:
+def registers_of(kv_cache_format: str, *, gathers: bool) -> int:
     """Of each thread of the warp, or the warpgroup, that loads; the computing warpgroups have the rest."""
-    gathers = rule.must_gather(kv_cache_format, page_size)
     return _GATHERING_REGISTERS[kv_cache_format] if gathers else LOADING_REGISTERS
 
 
-def _gathers(tensors: DecodeTensors) -> bool:
+def _must_gather(tensors: DecodeTensors) -> bool:
     return rule.must_gather(tensors.kv_cache_format, None if tensors.page_table is None else tensors.c_kv.shape[1])
+
+
+def _gathers(tensors: DecodeTensors) -> bool:
+    """Also where sequences share one cache (stride 0), which TMA cannot read; only batch-invariant calls do then."""
+    return _must_gather(tensors) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
 
 
 def _has_aligned_rows(tensors: DecodeTensors) -> bool:
@@ -59,7 +63,7 @@ def _has_aligned_rows(tensors: DecodeTensors) -> bool:
 
 
 def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool = False) -> bool:
-    """Whether the kernel computes calls with such a cache, dtype and number of heads."""
+    """Whether the kernel computes calls with such a cache, dtype and widths, and, if not ``batch_invariant``, rows."""
     q_nope_abs = tensors.q_nope_abs
     _, seqlen_q, heads, rank = q_nope_abs.shape
     reason = rule.plain_kernel_because(
@@ -88,11 +92,11 @@ def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
     Args:
         can_describe: descriptors can read its cache (``can_use_descriptors``).
     """
-    return takes_cache(tensors, device) and (can_describe or _gathers(tensors)) and can_read_queries(tensors)
+    return takes_cache(tensors, device) and (can_describe or _must_gather(tensors)) and can_read_queries(tensors)
 
 
 class Descriptors:
-    """The descriptors of calls of one layout that ``takes``, by the addresses of their tensors.
+    """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors.
 
     Attributes:
         gathers: the kernel gets the cache's addresses in place of its descriptors.
@@ -104,7 +108,7 @@ class Descriptors:
         self._layout = block_layout(_DTYPES[self._dtype])
         queries, cache = (_rows_of(tensors.q_nope_abs), _rows_of(tensors.q_rope)), (tensors.c_kv, tensors.k_rope)
         read = queries if self.gathers else (*queries, *cache)
-        self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``takes``
+        self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``can_read_queries``
         self._made = functools.lru_cache(_MAX_DESCRIPTORS)(self._make)
 
     def _make(self, which: int, address: int) -> TensorDescriptor:
@@ -148,5 +152,5 @@ def attend_launch(
         fixed |= named_strides(letter, "bn", units if _gathers(tensors) else (0, 0))
     fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
     fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "FORMAT": tensors.kv_cache_format}
-    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, page_size or None), "CHUNK": chunk}
+    fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, gathers=_gathers(tensors)), "CHUNK": chunk}
     return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)

@@ -47,7 +47,10 @@ def plain_kernel_because(
     if has_leftpad_kv and not batch_invariant:
         return "leftpad_kv, which the Hopper kernel takes with batch_invariant=True alone"
     if kv_cache_format == FP8_DS_MLA and batch_invariant:
-        return f"{kv_cache_format=}, where the kernel must not depend on the page size"
+        return (
+            f"batch_invariant=True with {kv_cache_format=}: for some page sizes the Hopper kernel is slower, and the "
+            "page size must not decide about the kernel"
+        )
     if kv_cache_format == FP8_DS_MLA and not must_gather(PLAIN, page_size):
         return f"{kv_cache_format=} with {page_size=}, where the Hopper kernel is slower"
     if not has_aligned_rows:

@@ -81,16 +81,20 @@ def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
 
 
 def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
-    """The launches that split every sequence into chunks of ``chunk`` keys, a multiple of every tile's.
+    """The launches that split every sequence at fixed positions (``chunks.py``); ``chunk`` is 128 times a whole number.
 
-    The tile depends on the heads, not on all rows, so that a query is computed equally alone and among others.
+    The tile depends on the heads, not on all rows, so that a query is computed equally alone and among others; that of
+    the Hopper kernel always has 64 rows.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device = launch.device_of(tensors.q_nope_abs.device)
     is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
     launch.count_tiles(batch, tensors.capacity, chunk)  # fewer than the plan can count
-    chunks, row_tiles = most_chunks(tensors.capacity, chunk), ceil_div(seqlen_q * heads, tile.block_m)
+    chunks, row_tiles = (
+        most_chunks(tensors.capacity, chunk),
+        ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),
+    )
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
@@ -103,6 +107,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         described = hopper.Descriptors(tensors)
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
+    combine = _combine_launch(tensors, device, slots, is_mixed=is_hopper) if chunks > 1 else None
     found = []
     for n in range(rounds):
         fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size}
@@ -127,14 +132,12 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
                 fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
                 **_ROUNDED,
             )
-        plan = _plan_launch(tensors, device, chunk, fixed) if tile.planned else None
-        found.append(
-            launch.Round(
-                plan, attend, _combine_launch(tensors, device, slots, is_mixed=is_hopper) if chunks > 1 else None
-            )
-        )
+        plan = _plan_launch(tensors, device, chunk, fixed) if is_hopper or tile.planned else None
+        found.append(launch.Round(plan, attend, combine))
     code = (chunk, rank, heads, tensors.causal, tile, page_size, by_descriptors, is_hopper)
-    return launch.launches_of(tensors, described, _workspace(tensors, slots, parts), tuple(found), (*code, chunks > 1))
+    return launch.launches_of(
+        tensors, described, _workspace(tensors, slots, parts), tuple(found), (*code, combine and combine.arguments[-4:])
+    )
 
 
 _MUST_COPY = "triton, batch invariant, from copied queries"
@@ -148,8 +151,8 @@ def kept_as(chunk: int) -> str:
 def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q].
 
-    A query has the same bits in every call with as many heads and the same ``chunk``, a multiple of every tile's keys;
-    kernels/README.md says what a chunk costs.
+    A query has the same bits in every call with as many heads, of the same dtypes and the same ``chunk``, from a cache
+    whose rows start on 16 bytes, or from one whose rows do not; kernels/README.md says what a chunk costs.
     """
     must_copy = known.kept.get(_MUST_COPY)
     if must_copy is None:
