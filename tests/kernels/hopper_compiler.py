@@ -83,7 +83,7 @@ DECODE_JOBS = (
     DecodeJob("fp16", 16, True, kv_cache_format="fp8"),
     *(DecodeJob("bf16", 1, True, kv_cache_format="fp8_ds_mla"), DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla")),
     *(DecodeJob(invariant=True), DecodeJob("fp16", 0, True, invariant=True), DecodeJob(page_size=16, invariant=True)),
-    DecodeJob("bf16", 64, True, kv_cache_format="fp8", invariant=True),
+    *(DecodeJob("bf16", page_size, True, kv_cache_format="fp8", invariant=True) for page_size in (0, 64)),
 )
 
 

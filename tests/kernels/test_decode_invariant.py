@@ -6,6 +6,7 @@ In Triton's interpreter without a GPU, compiled with one.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
+from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DECODE
 from mla_plugin.variables import CHUNKS
@@ -152,6 +154,16 @@ def test_every_page_size(heads: int) -> None:
     wanted = run(contiguous(shape, torch.float16, lengths))
     for page_size in (1, 7, 64, 256):
         assert_same(run(paged(shape, page_size, torch.float16, lengths)), wanted)
+
+
+@pytest.mark.parametrize("heads", [1, 40])
+def test_a_sequence_that_reaches_larger_chunks(heads: int) -> None:
+    """The first chunk of 2 * CHUNK keys begins after 32 others; the second query sees one key more than the first."""
+    lengths = [35 * CHUNK + 1]
+    inputs = contiguous((1, 2, heads, 32, 0, lengths[0]), torch.float16, lengths)
+    found = run(inputs)
+    assert_as_good_as_pytorch(*found, inputs, is_causal=True)
+    assert_alone_as_among_others(inputs, found)
 
 
 def test_a_large_batch_in_another_order() -> None:
@@ -323,6 +335,56 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
     assert_as_good_as_pytorch(*found[0], inputs, is_causal=True)
 
 
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Columns in the order in which the Hopper kernel stores them, by the docstring of the kernel that reads them."""
+    places = torch.empty(x.shape[-1], dtype=torch.long)
+    for block, i, j, k in itertools.product(range(x.shape[-1] // 32), range(4), range(4), range(2)):
+        places[32 * block + 8 * j + 2 * i + k] = 32 * block + 8 * i + 2 * j + k
+    return x[..., places.to(x.device)]
+
+
+@pytest.mark.parametrize("block", [(32, 1), (64, 32), (512, 8)])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int]) -> None:
+    """Of sequences of 2 to 40 chunks, some of which a row does not see, against float64."""
+    counts, heads, seqlen_q, rank = [2, 40, 17, 3], 2, 3, 128
+    rows, slots, generator = heads * seqlen_q, sum(counts), torch.Generator().manual_seed(1)
+    parts = torch.randn(slots, rows, rank, generator=generator).half()
+    lse_log2 = 8 * torch.randn(slots, rows, generator=generator)
+    lse_log2[torch.rand(slots, rows, generator=generator) < 0.2] = -torch.inf
+    lse_log2[slots - counts[-1] :, -1] = -torch.inf  # a row that sees nothing
+    parts[lse_log2 == -torch.inf] = 0
+    firsts = [sum(counts[:b]) for b in range(len(counts))]
+    listed = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32)
+    stored = mixed(parts) if is_mixed else parts
+    words = [stored.flatten(), lse_log2.flatten().view(torch.float16), listed.flatten().view(torch.float16)]
+    workspace = torch.cat(words).to(DEVICE)
+    out = torch.full((len(counts), seqlen_q, heads, rank), torch.nan, dtype=torch.float16, device=DEVICE)
+    lse = torch.full((len(counts), heads, seqlen_q), torch.nan, device=DEVICE)
+    columns, chunks = min(rank, block[0]), block[1]
+    combine_chunks_kernel[(len(counts) * rows, rank // columns)](
+        workspace,
+        out,
+        lse,
+        num_heads=heads,
+        seqlen_q=seqlen_q,
+        slots=slots,
+        R=rank,
+        BLOCK_R=columns,
+        BLOCK_CHUNKS=chunks,
+        MIXED=is_mixed,
+        DEPENDENT=False,
+        enable_fp_fusion=False,
+    )
+    for b, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+        of_chunks = lse_log2[first : first + count].double()
+        total = torch.logsumexp(of_chunks * math.log(2), 0)
+        weights = torch.exp(of_chunks * math.log(2) - total).nan_to_num(0.0)
+        wanted = (weights[..., None] * parts[first : first + count].double()).sum(0).view(seqlen_q, heads, rank)
+        torch.testing.assert_close(out[b].cpu().double(), wanted, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(lse[b].cpu().double(), total.view(seqlen_q, heads).T, rtol=1e-5, atol=1e-4)
+
+
 def test_a_chunk_is_whole_tiles_of_every_entry_of_the_table() -> None:
     tiles = [tile for entries in DECODE.values() for _, tile in entries]
     assert all(chunk % tile.block_n == 0 for chunk in CHUNKS for tile in tiles)
@@ -340,6 +402,11 @@ def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.Mo
         assert_same(results, found.setdefault(chunk, results))
     (known,) = decode_layout._known.values()
     assert {invariant.kept_as(chunk) for chunk in found} <= known.kept.keys()
+
+
+def test_a_capacity_that_int32_cannot_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="up to 2147483600 keys, expected at most 2147450880"):
+        decode_launch.count_tiles(1, 2147483600, CHUNK)
 
 
 @pytest.mark.parametrize("batch", [1, 64, 256])

@@ -149,7 +149,7 @@ def test_the_hopper_kernel_runs_where_there_is_one(heads: int, page_size: int) -
 
 @pytest.mark.parametrize("heads", [8, 40])
 def test_sequences_that_share_one_cache(heads: int) -> None:
-    """Of batch stride 0, which TMA cannot read."""
+    """Of batch stride 0: they are gathered, since no descriptor is made for such a stride."""
     inputs = contiguous((3, 2, heads, 512, 64, 700), torch.bfloat16, [700, CHUNK, 0])
     copied = {name: getattr(inputs, name)[:1].repeat(3, 1, 1) for name in ("c_kv", "k_rope")}
     wanted = run(replace(inputs, **copied))

@@ -81,6 +81,38 @@ def test_a_captured_graph_follows_the_cache_and_its_scale(heads: int, kv_format:
     assert torch.equal(lse, wanted[1])
 
 
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_left_padding_moves_no_bit_if_batch_invariant(kv_format: str, heads: int) -> None:
+    """Gathered tiles that begin at any key; in the last sequence no key is left."""
+    lengths, pads = [1500, 1499, 700, 300], [0, 101, 7, 300]
+    call, inputs = quantised(paged((4, 2, heads, 512, 64, 1500), 1500, torch.bfloat16, lengths), kv_format)
+    assert inputs.page_table is not None
+    kept = call.pop("kv_cache")[inputs.page_table[:, 0].long()]  # a page for each sequence: contiguous
+    more = {"softmax_scale": inputs.softmax_scale, "batch_invariant": True, "return_lse": True, "backend": "triton"}
+    more |= {"causal": True, **call}
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    out, lse = mla_plugin.decode(
+        inputs.q_nope_abs,
+        inputs.q_rope,
+        kept,
+        seqlens_kv=inputs.seqlens_kv,
+        leftpad_kv=torch.tensor(pads, **ints),
+        **more,
+    )
+    for b, (length, pad) in enumerate(zip(lengths, pads, strict=True)):
+        one = slice(b, b + 1)
+        found = mla_plugin.decode(
+            inputs.q_nope_abs[one],
+            inputs.q_rope[one],
+            kept[one, pad:],
+            seqlens_kv=torch.tensor([length - pad], **ints),
+            **more,
+        )
+        assert torch.equal(found[0][0], out[b])
+        assert torch.equal(found[1][0], lse[b])
+
+
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_a_batch_has_the_bits_of_its_queries_alone(kv_format: str) -> None:
     call, inputs = quantised(paged((3, 1, 128, 512, 64, 1500), 64, torch.bfloat16, [1500, 3, 700]), kv_format)

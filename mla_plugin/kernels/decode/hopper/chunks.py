@@ -1,7 +1,7 @@
 """``batch_invariant`` decode by the Hopper kernel: the chunks of a part, a result for each.
 
-The loading warp, or the gathering warpgroup, sees one piece for each sequence: its tiles in all chunks of the part. So
-it loads on while the computing warpgroups write the result of a chunk, and the queries stay where they are.
+The warps that load see one piece for each sequence, its tiles in all chunks of the part (``pieces.py``). So they load
+on while the computing warpgroups write the result of a chunk, and the queries stay where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mla_plugin.kernels.tile_math import LOG2_E
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
 _list_of_sequences = gluon.jit(combine.list_of_sequences.fn)
 _lse_of_slots = gluon.jit(combine.lse_of_slots.fn)
-_first_key = gluon.jit(chunks.first_key.fn)
+first_key = gluon.jit(chunks.first_key.fn)
 _chunks_from = gluon.jit(chunks.chunks_from.fn)
 
 
@@ -69,33 +69,8 @@ def steps_between(first, stop_chunk, last, CHUNK: gl.constexpr):
 
     Keys are counted from the first visible one.
     """
-    keys = gl.minimum(last - first, _first_key(stop_chunk, CHUNK) - first)
+    keys = gl.minimum(last - first, first_key(stop_chunk, CHUNK) - first)
     return (gl.maximum(keys, 0) + KEYS - 1) // KEYS
-
-
-@gluon.jit
-def tiles_of(
-    seqlens_kv,
-    leftpad_kv,
-    b,
-    tile,
-    slot,
-    start,
-    end,
-    batch,
-    capacity,
-    num_heads,
-    seqlen_q,
-    CAUSAL: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
-    """What is loaded of sequence ``b``: (its length, the first key to load, tiles from there on, its chunks)."""
-    origin, length, last, count, low, high = chunks_of(
-        seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
-    )
-    first = _first_key(low, CHUNK)
-    steps = gl.where(low < high, steps_between(first, high, last, CHUNK), 0)
-    return origin + length, origin + first, steps, count
 
 
 @gluon.jit
@@ -141,14 +116,14 @@ def compute_chunks(
         _, length, last, count, low, high = chunks_of(
             seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
         )
-        is_loaded = (low < high) & (_first_key(low, CHUNK) < last)
+        is_loaded = (low < high) & (first_key(low, CHUNK) < last)
         if is_loaded:
             mbarrier.wait(q_full.index(0), sequences & 1)
         for chunk in range(low, high):
             rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
             acc, row_max, row_sum = no_keys()
             total = row_sum
-            first = _first_key(chunk, CHUNK)
+            first = first_key(chunk, CHUNK)
             steps = steps_between(first, chunk + 1, last, CHUNK)
             if steps > 0:
                 # fmt: off

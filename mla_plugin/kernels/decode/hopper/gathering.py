@@ -13,17 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import e4m3
-from mla_plugin.kernels.decode.hopper.chunks import load_share, tiles_of
-from mla_plugin.kernels.decode.hopper.common import (
-    HALF,
-    KEYS,
-    PANELS,
-    PANELS_OF_HALF,
-    load_plan,
-    panels_as_matrix,
-    piece_of,
-)
+from mla_plugin.kernels.decode.hopper.common import HALF, KEYS, PANELS, PANELS_OF_HALF, panels_as_matrix
 from mla_plugin.kernels.decode.hopper.loading import load_queries
+from mla_plugin.kernels.decode.hopper.pieces import next_piece, share_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, synchronize
 
 words_from_e4m3 = gluon.jit(e4m3.words_from_e4m3.fn)
@@ -264,38 +256,17 @@ def gather(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    if CHUNK == 0:
-        first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
-    else:
-        first_b, last_b, slot, start_slot, end_slot = load_share(Parts, slots, part, batch, num_rows, R)
+    first_b, last_b, at, start, end = share_of(Parts, part, batch, num_parts, slots, num_rows, R, CHUNK)
     pieces = 0
     even = 0
     odd = 0
     for b in range(first_b, last_b):
-        if CHUNK == 0:
-            at += overhead
-            length, sequence_tiles, low, _, steps = piece_of(
-                seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
-            )
-            at += sequence_tiles
-            first = low * KEYS
-        else:
-            length, first, steps, count = tiles_of(
-                seqlens_kv,
-                leftpad_kv,
-                b,
-                tile,
-                slot,
-                start_slot,
-                end_slot,
-                batch,
-                capacity,
-                num_heads,
-                seqlen_q,
-                CAUSAL,
-                CHUNK,
-            )
-            slot += count
+        # fmt: off
+        length, first, steps, at = next_piece(
+            seqlens_kv, leftpad_kv, b, tile, at, start, end, part, batch, capacity, num_heads, seqlen_q, overhead,
+            CAUSAL, CHUNK,
+        )
+        # fmt: on
         if steps > 0:
             load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1

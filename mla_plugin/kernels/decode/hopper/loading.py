@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mla_plugin.kernels.decode.hopper.chunks import load_share, tiles_of
-from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, PANELS_OF_HALF, load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, PANELS_OF_HALF
+from mla_plugin.kernels.decode.hopper.pieces import next_piece, share_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
 
 
@@ -86,38 +86,17 @@ def load(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    if CHUNK == 0:
-        first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
-    else:
-        first_b, last_b, slot, start_slot, end_slot = load_share(Parts, slots, part, batch, num_rows, R)
+    first_b, last_b, at, start, end = share_of(Parts, part, batch, num_parts, slots, num_rows, R, CHUNK)
     pieces = 0
     even = 0
     odd = 0
     for b in range(first_b, last_b):
-        if CHUNK == 0:
-            at += overhead
-            _, sequence_tiles, low, _, steps = piece_of(
-                seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
-            )
-            at += sequence_tiles
-            first = low * KEYS
-        else:
-            _, first, steps, count = tiles_of(
-                seqlens_kv,
-                leftpad_kv,
-                b,
-                tile,
-                slot,
-                start_slot,
-                end_slot,
-                batch,
-                capacity,
-                num_heads,
-                seqlen_q,
-                CAUSAL,
-                CHUNK,
-            )
-            slot += count
+        # fmt: off
+        _, first, steps, at = next_piece(
+            seqlens_kv, leftpad_kv, b, tile, at, start, end, part, batch, capacity, num_heads, seqlen_q, overhead,
+            CAUSAL, CHUNK,
+        )
+        # fmt: on
         if steps > 0:
             load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
             pieces += 1

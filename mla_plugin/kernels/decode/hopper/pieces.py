@@ -1,0 +1,58 @@
+"""What the loading warp, or the gathering warpgroup, loads: a piece of each sequence of its part, or nothing."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mla_plugin.kernels.decode.hopper.chunks import chunks_of, first_key, load_share, steps_between
+from mla_plugin.kernels.decode.hopper.common import KEYS, load_plan, piece_of
+
+
+@gluon.jit
+def share_of(Parts, part, batch, num_parts, slots, num_rows, R: gl.constexpr, CHUNK: gl.constexpr):
+    """(first, last, at, start, end): the part's sequences are first .. last - 1; the others are for ``next_piece``."""
+    if CHUNK == 0:
+        first, last, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+        return first, last, at, size, size
+    else:
+        return load_share(Parts, slots, part, batch, num_rows, R)
+
+
+@gluon.jit
+def next_piece(
+    seqlens_kv,
+    leftpad_kv,
+    b,
+    tile,
+    at,
+    start,
+    end,
+    part,
+    batch,
+    capacity,
+    num_heads,
+    seqlen_q,
+    overhead,
+    CAUSAL: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """The piece of sequence ``b`` that row tile ``tile`` of this part needs.
+
+    Returns:
+        (length, first, steps, at): the sequence's keys end at ``length``; the piece is ``steps`` tiles from key
+        ``first`` on; ``at`` of the next sequence.
+    """
+    if CHUNK == 0:
+        at += overhead
+        length, tiles, low, _, steps = piece_of(
+            seqlens_kv, b, tile, at, start, part, batch, capacity, num_heads, seqlen_q, CAUSAL
+        )
+        return length, low * KEYS, steps, at + tiles
+    else:
+        origin, length, last, count, low, high = chunks_of(
+            seqlens_kv, leftpad_kv, b, tile, at, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
+        )
+        first = first_key(low, CHUNK)
+        steps = gl.where(low < high, steps_between(first, high, last, CHUNK), 0)
+        return origin + length, origin + first, steps, at + count
