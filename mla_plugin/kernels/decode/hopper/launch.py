@@ -51,7 +51,7 @@ def _must_gather(tensors: DecodeTensors) -> bool:
 
 
 def _gathers(tensors: DecodeTensors) -> bool:
-    """Also where sequences share one cache: no descriptor is made for a stride of 0. Only batch-invariant calls do that."""
+    """Also a cache that sequences share: no descriptor is made for a stride of 0. Only batch-invariant calls do so."""
     return _must_gather(tensors) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
 
 
