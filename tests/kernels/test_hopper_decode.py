@@ -14,8 +14,8 @@ from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Accepted
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
-from mla_plugin.kernels.decode.hopper import computing
 from mla_plugin.kernels.decode.hopper import launch as hopper_launch
+from mla_plugin.kernels.decode.hopper import storing
 from mla_plugin.kernels.hopper.common import product_layout
 from mla_plugin.plugins.triton import decode
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
@@ -99,8 +99,8 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     out = torch.zeros(64, 512, dtype=torch.bfloat16)
     base = Pointer.of(out) + -tile * 64 * 512
     acc = Value(torch.ones(64, 256), product_layout.fn(256))
-    store = Program((1,), (0,), 0).translated(computing._store_half)
-    store(base, acc, as_value(tile), as_value(64 * (tile + 1)), as_value(True), 1, 512)
+    store = Program((1,), (0,), 0).translated(storing._store_half)
+    store(base, acc, as_value(tile), as_value(64 * (tile + 1)), as_value(True), 1, 512, False)
     assert torch.equal(out, torch.cat([torch.zeros(64, 256), torch.ones(64, 256)], 1).bfloat16())
 
 

@@ -204,6 +204,7 @@ class Program:
             "warp_specialize": self._specialize,
             "inline_asm_elementwise": _converted,
             "constexpr": lambda x: x,
+            "static_assert": _static_assert,
         }
         found = types.SimpleNamespace(**{name: getattr(gl, name) for name in dir(gl)})
         for name, function in own.items():
@@ -236,6 +237,10 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _bound(function: Callable[..., None], given: Any) -> Callable[[], None]:
     return lambda: function(*given)
+
+
+def _static_assert(condition: Any, message: str = "") -> None:
+    assert raw(condition), message
 
 
 def _full(shape: list[int], x: Any, dtype: Any, layout: Any = None) -> Value:

@@ -69,6 +69,9 @@ class Value:
     def reshape(self, shape: list[int]) -> Value:
         return Value(self.data.reshape([int(size) for size in shape]))
 
+    def permute(self, order: tuple[int, ...]) -> Value:
+        return Value(self.data.permute(order))
+
     def __getitem__(self, key: Any) -> Value:
         return Value(self.data[key], self.layout)
 
