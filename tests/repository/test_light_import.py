@@ -11,7 +11,8 @@ from tests.repository.project import ROOT
 
 HEAVY = {"triton", "flashinfer", "flash_attn", "flash_attn_interface"}
 HEAVY |= {"transformers", "transformer_engine", "megatron", "vllm", "sglang"}
-LIMIT_MS = 50
+LIMIT = 0.06
+"""Of the processor time that PyTorch's import takes."""
 
 
 def fresh_python(code: str) -> str:
@@ -22,15 +23,21 @@ def fresh_python(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
 
 
-def import_milliseconds(statement: str, attempts: int) -> float:
-    """The least processor time of several runs: a busy machine only ever adds to it."""
-    code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
-    fastest = float("inf")
+def share_of_torch(statement: str, attempts: int) -> float:
+    """Processor time of a statement over that of ``import torch`` before it: the least of several processes.
+
+    A share, because machines differ by more than a slow import would.
+    """
+    code = (
+        "import time; clock = time.process_time; start = clock(); import torch; loaded = clock(); "
+        f"{statement}; print((clock() - loaded) / (loaded - start))"
+    )
+    least = float("inf")
     for _ in range(attempts):
-        fastest = min(fastest, 1000 * float(fresh_python(code)))
-        if fastest < LIMIT_MS:
+        least = min(least, float(fresh_python(code)))
+        if least < LIMIT:
             break
-    return fastest
+    return least
 
 
 def test_no_heavy_package_comes_along() -> None:
@@ -49,9 +56,10 @@ def test_no_heavy_package_comes_along() -> None:
 
 
 def test_import_is_fast() -> None:
-    assert import_milliseconds("import mla_plugin", attempts=10) < LIMIT_MS
+    """It takes 0.03 to 0.04 of PyTorch's own import."""
+    assert share_of_torch("import mla_plugin", attempts=10) < LIMIT
 
 
 def test_a_slow_import_is_detected() -> None:
     """The clock is that of the processor, and it runs while a module works."""
-    assert import_milliseconds("sum(range(10_000_000))", attempts=1) > LIMIT_MS
+    assert share_of_torch("sum(range(20_000_000))", attempts=1) > LIMIT
