@@ -18,10 +18,10 @@ class Job:
     """One kind of call.
 
     Attributes:
-        head_dim_qk, head_dim_v: a pair of ``rule.TILES``.
+        head_dim_qk, head_dim_v: a pair of ``rule.TILES``, or ``rule.LATENT``.
         dtype: Triton's name.
         call: ``full``, ``causal`` and ``window`` over dense batches, ``packed`` causal with lengths.
-        kernel: ``forward``, ``backward_kv`` or ``backward_q``.
+        kernel: ``forward``, ``backward_kv`` or ``backward_q``; over latents ``latent_forward``.
         sums: dk and dv are float32, as for copies of heads, see ``shared_heads.py``.
     """
 
@@ -48,6 +48,12 @@ JOBS = (
     *(Job(256, 256, call="full", kernel="backward_kv"), Job(256, 256, "fp16", kernel="backward_q")),
     *(Job(call="packed", kernel="backward_kv", sums=True), Job(256, 256, call="full", kernel="backward_kv", sums=True)),
     *(Job(call="window", kernel="backward_q"), Job(128, 128, "fp16", "packed", kernel="backward_q")),
+)
+
+
+LATENT_JOBS = tuple(
+    Job(576, 512, dtype, call, "latent_forward")
+    for dtype, call in (("bf16", "full"), ("bf16", "causal"), ("fp16", "packed"))
 )
 
 
@@ -267,13 +273,19 @@ def program(job: Job | DecodeJob) -> Program:
     from mla_plugin.kernels.hopper.backward_kv import attention_backward_kv_kernel
     from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
     from mla_plugin.kernels.hopper.forward import attention_forward_kernel
+    from mla_plugin.kernels.hopper.forward_latent import latent_forward_kernel
     from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 
     packed = job.call == "packed"
     constants: dict[str, Any] = {"REGISTERS": LOADING_REGISTERS}
     constants |= {"DYNAMIC": job.call in ("causal", "packed"), "PACKED": packed, "HAS_LENGTHS": packed}
-    constants |= {"BOTTOM_RIGHT": True, "HAS_LEFT": job.call == "window", "HAS_RIGHT": job.call != "full"}
-    if job.kernel == "forward":
+    constants |= {"BOTTOM_RIGHT": True, "HAS_RIGHT": job.call != "full"}
+    if job.kernel != "latent_forward":
+        constants["HAS_LEFT"] = job.call == "window"
+    if job.kernel == "latent_forward":
+        kernel, others, own = latent_forward_kernel, _outputs_of_forward(job), {}
+        described = dict.fromkeys("QK", (64, 64))
+    elif job.kernel == "forward":
         kernel, described, others, own = attention_forward_kernel, *_of_forward(job)
     else:
         kernel = attention_backward_kv_kernel if job.kernel == "backward_kv" else attention_backward_q_kernel
@@ -298,6 +310,10 @@ _Arguments = tuple[dict[str, tuple[int, int]], dict[str, str], dict[str, Any]]
 """Rows and columns of descriptors, types of the other tensors, constants."""
 
 
+def _outputs_of_forward(job: Job) -> dict[str, str]:
+    return {"Out": f"*{job.dtype}", "Lse": "*fp32"}
+
+
 def _of_forward(job: Job) -> _Arguments:
     from mla_plugin.kernels.hopper.rule import QUERIES, TILES
 
@@ -305,7 +321,7 @@ def _of_forward(job: Job) -> _Arguments:
     described = {"Q": (QUERIES // 2, 64), "K": (tile.keys, 64), "V": (tile.keys, job.head_dim_v)}
     constants = {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "D_QK": job.head_dim_qk}
     constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages}
-    return described, {"Out": f"*{job.dtype}", "Lse": "*fp32"}, constants
+    return described, _outputs_of_forward(job), constants
 
 
 def _of_backward(job: Job) -> _Arguments:
@@ -334,4 +350,4 @@ def measured(program: Program) -> Found:
 
 
 if __name__ == "__main__":
-    print_results(program, (*JOBS, *DECODE_JOBS), measured)
+    print_results(program, (*JOBS, *LATENT_JOBS, *DECODE_JOBS), measured)

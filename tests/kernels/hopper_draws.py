@@ -1,6 +1,7 @@
 """Random calls that the Hopper kernels take: ``draw(seed)`` is one of them.
 
 Lengths lie around the tiles' 64 and 128 rows; rows of no sequence hold NaN; the tensors lie in memory in many ways.
+With head dimensions 576/512 v is in k.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import TILES
-from mla_plugin.kernels.prefill.packing import Packing
+from mla_plugin.kernels.hopper.rule import LATENT, TILES
+from mla_plugin.kernels.prefill.packing import Packing, is_in
 from tests.kernels.prefill_oracle import Call
 
 _LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300, 385, 513)
@@ -40,7 +41,8 @@ class Draw:
         offsets = {name: x if x is None else x.to(device) for name, x in offsets.items()}
         plain = ("qkv_format", "max_seqlen_q", "max_seqlen_kv", "mask", "same_lengths")
         packing = Packing(**{name: getattr(self.packing, name) for name in plain}, **offsets)
-        q, k, v = (_moved(x, device) for x in (self.q, self.k, self.v))
+        q, k = _moved(self.q, device), _moved(self.k, device)
+        v = k[..., : self.v.shape[-1]] if is_in(self.v, self.k) else _moved(self.v, device)
         return q, k, v, self.call.scale, packing
 
     def gradients_on(self, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -80,7 +82,10 @@ def _cumulated(values: list[int], first: int = 0) -> torch.Tensor:
 
 
 def draw(seed: int, layout: str | None = None, **fixed: object) -> Draw:
-    """The call of this seed. ``fixed``: head_dims, dtype, left, right, bottom_right instead of random ones."""
+    """The call of this seed. ``fixed``: head_dims, dtype, left, right, bottom_right instead of random ones.
+
+    Over latents there is no left window unless it is fixed.
+    """
     rng = random.Random(seed)
     drawn = rng.choice(("bshd", "sbhd", "bhsd", "thd", "thd"))
     layout = layout or drawn
@@ -94,6 +99,8 @@ def draw(seed: int, layout: str | None = None, **fixed: object) -> Draw:
         "bottom_right": rng.random() < 0.5,
         **fixed,
     }
+    if values["head_dims"] == LATENT:
+        values["left"] = fixed.get("left", -1)
     same = rng.random() < 0.4
     lengths: dict[str, list[int]] = {}
     starts: dict[str, list[int]] = {}
@@ -135,7 +142,9 @@ def draw(seed: int, layout: str | None = None, **fixed: object) -> Draw:
         return x.masked_fill_(outside, torch.nan)
 
     q, k = tensor("q", kv_heads * group, head_dim_qk), tensor("kv", kv_heads, head_dim_qk)
-    v, dout = tensor("kv", kv_heads, head_dim_v), tensor("q", kv_heads * group, head_dim_v)
+    is_latent = (head_dim_qk, head_dim_v) == LATENT
+    v = k[..., :head_dim_v] if is_latent else tensor("kv", kv_heads, head_dim_v)
+    dout = tensor("q", kv_heads * group, head_dim_v)
     lse_shape = packing.layout.lse_shape(q.shape)
     dlse = torch.randn(lse_shape, generator=torch.Generator().manual_seed(seed)) if rng.random() < 0.5 else None
     return Draw(call, packing, q, k, v, dout, dlse)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_plugin.arguments.mask import Band
-from mla_plugin.kernels.hopper.rule import TILES, plain_kernel_for
+from mla_plugin.kernels.hopper.rule import LATENT, TILES, plain_kernel_for
 from mla_plugin.kernels.prefill.launch_forward import forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 from tests.kernels.hopper_draws import Draw, draw
@@ -30,7 +30,7 @@ MASKS = {
     "window": (100, 0, True),
     "band": (70, 30, False),
 }
-OTHERS = [pair for pair in TILES if pair != (192, 128)]
+OTHERS = [pair for pair in (*TILES, LATENT) if pair != (192, 128)]
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mla_plugin.kernels.hopper.rule import LATENT
 from mla_plugin.kernels.prefill import shared_heads
 from tests.kernels import test_hopper_backward_gpu, test_hopper_gpu
 from tests.kernels.gluon.hopper import hopper as hopper
@@ -16,6 +17,11 @@ pytestmark = [pytest.mark.usefixtures("hopper"), needs_hopper_kernels]
 @pytest.mark.parametrize("seed", range(500, 516))
 def test_forward(seed: int) -> None:
     test_hopper_gpu.check(draw(seed))
+
+
+@pytest.mark.parametrize("seed", range(550, 566))
+def test_forward_over_latents(seed: int) -> None:
+    test_hopper_gpu.check(draw(seed, head_dims=LATENT))
 
 
 @pytest.mark.parametrize("seed", range(600, 616))

@@ -10,15 +10,26 @@ from mla_plugin.kernels.hopper import plan
 from mla_plugin.kernels.hopper.common import PANEL
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.forward import attention_forward_kernel
-from mla_plugin.kernels.hopper.rule import QUERIES, TILES
+from mla_plugin.kernels.hopper.forward_latent import latent_forward_kernel
+from mla_plugin.kernels.hopper.latent import KEYS
+from mla_plugin.kernels.hopper.rule import LATENT, LATENT_QUERIES, QUERIES, TILES
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
 from mla_plugin.kernels.tiles import ceil_div
 
 
-def _sources(kind: Kind) -> tuple[Source, Source, Source]:
-    """q, k and v."""
+def _is_latent(kind: Kind) -> bool:
+    return (kind.q_shape[-1], kind.v_shape[-1]) == LATENT
+
+
+def _sources(kind: Kind) -> tuple[Source, ...]:
+    """q, k and v; over latents q and k, which holds v."""
+    if _is_latent(kind):
+        return (
+            Source.of(kind, kind.q_shape, kind.q_strides, LATENT_QUERIES, PANEL.value),
+            Source.of(kind, kind.k_shape, kind.k_strides, KEYS.value, PANEL.value),
+        )
     tile = TILES[kind.q_shape[-1], kind.v_shape[-1]]
     return (
         Source.of(kind, kind.q_shape, kind.q_strides, QUERIES // 2, PANEL.value),
@@ -34,14 +45,15 @@ class Forward:
         packed = kind.layout.is_packed
         is_causal = kind.band.right == 0 and kind.band.left < 0
         heads = kind.num_heads if packed else kind.num_heads * kind.num_sequences
-        tiles = ceil_div(kind.seqlen_q, QUERIES)
+        queries = LATENT_QUERIES if _is_latent(kind) else QUERIES
+        tiles = ceil_div(kind.seqlen_q, queries)
         if packed:
-            tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, QUERIES)
+            tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, queries)
         self._sources = _sources(kind)
         self._is_dynamic = packed or is_causal  # tiles differ in length: a program takes the next when it is ready
         is_shifted = kind.band.bottom_right and not kind.same_lengths
         rank = plan.rank(is_causal, is_shifted)
-        self._plan = plan.launch(kind, "q", QUERIES, rank, has_lse=True) if packed else None
+        self._plan = plan.launch(kind, "q", queries, rank, has_lse=True) if packed else None
         self._work_size = plan.HEADER + 2 * tiles
         self._launch = _forward_launch(kind, tiles, heads, self._is_dynamic)
 
@@ -64,21 +76,15 @@ class Forward:
             self._plan(work, out, None, lse, *offsets[:3])
         elif self._is_dynamic:
             work = counter(q.device)
-        of_q, of_k, of_v = self._sources
-        self._launch(
-            descriptor(q.data_ptr(), of_q),
-            descriptor(k.data_ptr(), of_k),
-            descriptor(v.data_ptr(), of_v),
-            *(out, lse, work),
-            *offsets,
-        )
+        described = [descriptor(x.data_ptr(), source) for x, source in zip((q, k, v), self._sources, strict=False)]
+        self._launch(*described, out, lse, work, *offsets)
 
 
 def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
     """``tiles``, ``heads``: packed at most those of all sequences, and H; dense those of one sequence, and B * H."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
-    tile, group = TILES[head_dim_qk, head_dim_v], kind.num_heads // kind.num_kv_heads
-    kv_bytes = kind.pick(kind.k_shape)[2] * (head_dim_qk + head_dim_v) * kind.dtype.itemsize
+    group, columns = kind.num_heads // kind.num_kv_heads, head_dim_qk + (0 if _is_latent(kind) else head_dim_v)
+    kv_bytes = kind.pick(kind.k_shape)[2] * columns * kind.dtype.itemsize
     fixed: dict[str, object] = {
         **named_strides("o", "bhm", kind.layout.contiguous_strides((*kind.q_shape[:-1], head_dim_v))),
         **named_strides("l", "bh", kind.lse_strides),
@@ -89,25 +95,30 @@ def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Lau
         "together": heads_together(heads, group, kv_bytes, l2_cache_bytes(kind.device)),
         "max_seqlen_q": kind.seqlen_q,
         "max_seqlen_kv": kind.seqlen_kv,
-        "window_left": kind.band.left,
         "window_right": kind.band.right,
         "softmax_scale": kind.softmax_scale,
+        "DYNAMIC": is_dynamic,
+        "PACKED": kind.layout.is_packed,
+        "HAS_LENGTHS": kind.has_lengths,
+        "BOTTOM_RIGHT": kind.band.bottom_right,
+        "HAS_RIGHT": kind.band.right >= 0,
+        "REGISTERS": LOADING_REGISTERS,
+    }
+    grid = (min(multiprocessors(kind.device), tiles * heads), 1, 1)
+    outputs = ("Out", "Lse", "Work", *OFFSETS)
+    if _is_latent(kind):
+        return Launch(latent_forward_kernel, grid, ("Q", "K", *outputs), fixed, {"num_warps": 4})
+    tile = TILES[head_dim_qk, head_dim_v]
+    fixed |= {
+        "window_left": kind.band.left,
         "D_V": head_dim_v,
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "D_QK": head_dim_qk,
         "V_COLUMNS": head_dim_v,
-        "DYNAMIC": is_dynamic,
-        "PACKED": kind.layout.is_packed,
-        "HAS_LENGTHS": kind.has_lengths,
-        "BOTTOM_RIGHT": kind.band.bottom_right,
         "HAS_LEFT": kind.band.left >= 0,
-        "HAS_RIGHT": kind.band.right >= 0,
-        "REGISTERS": LOADING_REGISTERS,
     }
-    grid = (min(multiprocessors(kind.device), tiles * heads), 1, 1)
-    given = ("Q", "K", "V", "Out", "Lse", "Work", *OFFSETS)
-    return Launch(attention_forward_kernel, grid, given, fixed, {"num_warps": 4})
+    return Launch(attention_forward_kernel, grid, ("Q", "K", "V", *outputs), fixed, {"num_warps": 4})
 
 
 @functools.lru_cache(maxsize=4096)

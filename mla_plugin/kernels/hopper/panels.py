@@ -1,4 +1,4 @@
-"""Operations of both Hopper backward kernels on tiles of 64 rows, stored in shared memory as panels of 64 columns."""
+"""Operations of the Hopper kernels on tiles of 64 rows, stored in shared memory as panels of 64 columns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mla_plugin.kernels.hopper.common import (
     PANEL,
     ROWS,
+    as_stored,
     columns_of,
     matrix_layout,
     panels_of,
@@ -96,8 +97,8 @@ def zero_rows(tiles, first, low, high, PANELS: gl.constexpr):
 @gluon.jit
 def store(base, out, first, num_rows, stride):
     """Store a product [64, columns] to the rows from ``first`` on, up to ``num_rows``."""
-    layout: gl.constexpr = out.type.layout if out.shape[1] > 2 * PANEL else store_layout(out.shape[1])
-    out = gl.convert_layout(out.to(base.dtype.element_ty), layout)
+    layout: gl.constexpr = store_layout(out.shape[1])
+    out = as_stored(out.to(base.dtype.element_ty))
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
     gl.store(base + (rows.to(gl.int64) * stride)[:, None] + columns[None, :], out, mask=(rows < num_rows)[:, None])

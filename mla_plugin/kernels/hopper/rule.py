@@ -36,6 +36,11 @@ TILES: dict[tuple[int, int], Tile] = {
     (96, 64): Tile(128, 2),
 }
 """The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
+LATENT = (576, 512)
+"""head_dim_qk and head_dim_v over latents, with absorbed weights: a forward of its own, where v is in k."""
+V_IN_K = "k[..., :512] in k's memory, as the Hopper kernel of 576/512 needs it"
+LATENT_QUERIES = 64
+"""Queries of a tile there: both warpgroups have the same."""
 
 
 def plain_kernel_because(
@@ -45,24 +50,34 @@ def plain_kernel_because(
     head_dim_qk: int,
     head_dim_v: int,
     *,
+    window_left: int = -1,
     batch_invariant: bool = False,
 ) -> str | None:
-    """Why the plain kernel computes such calls, whatever their strides; None: see ``plain_kernel_for``.
+    """Why the plain kernel computes such calls, wherever their tensors lie; None: see ``plain_kernel_for``.
 
     Args:
         capability, version: as of ``unfit_device_because``.
-        dtype, head_dim_qk, head_dim_v, batch_invariant: of the call.
+        dtype, head_dim_qk, head_dim_v, window_left, batch_invariant: of the call.
     """
     reason = unfit_device_because(capability, version)
     if reason is not None:
         return reason
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{dtype}, the Hopper kernel needs bfloat16 or float16"
-    if (head_dim_qk, head_dim_v) not in TILES:
-        widths = ", ".join(f"{qk}/{v}" for qk, v in TILES)
+    if (head_dim_qk, head_dim_v) not in (*TILES, LATENT):
+        widths = ", ".join(f"{qk}/{v}" for qk, v in (*TILES, LATENT))
         return f"head dimensions {head_dim_qk}/{head_dim_v}, the Hopper kernel has {widths}"
+    if (head_dim_qk, head_dim_v) == LATENT and window_left >= 0:
+        return f"a window with left={window_left}, which the Hopper kernel of 576/512 does not have"
     if batch_invariant:
         return "batch_invariant=True: strides, which decide between the kernels, must not change the bits"
+    return None
+
+
+def plain_backward_because(head_dim_qk: int, head_dim_v: int) -> str | None:
+    """Why the plain kernels compute the backward although the Hopper kernel computes the forward; None: they do not."""
+    if (head_dim_qk, head_dim_v) == LATENT:
+        return "the Hopper kernels have no backward for head dimensions 576/512"
     return None
 
 
@@ -92,7 +107,9 @@ def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
     head_dims = kind.q_shape[-1], kind.v_shape[-1]
     capability = _capability(kind.device)
     reason = plain_kernel_because(
-        capability, triton.__version__, kind.dtype, *head_dims, batch_invariant=batch_invariant
+        *(capability, triton.__version__, kind.dtype, *head_dims),
+        window_left=kind.band.left,
+        batch_invariant=batch_invariant,
     )
     if reason is not None:
         return reason
@@ -102,6 +119,8 @@ def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
             return f"{name} is empty: {tuple(shape)}"
         if not _can_be_copied(shape, strides):
             return f"{name} has strides {strides}, TMA needs positive multiples of 8 elements"
+    if head_dims == LATENT and not kind.v_is_in_k:
+        return f"v is not {V_IN_K}"
     return None
 
 
@@ -112,7 +131,7 @@ def _can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 @functools.lru_cache(maxsize=4096)
 def plain_dkv_for(kind: Kind, dout_strides: tuple[int, ...]) -> str | None:
     """The same for the kernel of dK and dV, which reads q, k, v as the forward does, and dout."""
-    reason = plain_kernel_for(kind)
+    reason = plain_backward_because(kind.q_shape[-1], kind.v_shape[-1]) or plain_kernel_for(kind)
     if reason is not None:
         return reason
     if not _can_be_copied(kind.q_shape, dout_strides):

@@ -169,6 +169,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def is_in(v: torch.Tensor, k: torch.Tensor) -> bool:
+    """v is the first columns of k, in the same memory; both have the same sizes but for columns."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+
+
 class Kind(NamedTuple):
     """Everything that the launches of a prefill call depend on, except its tensors' addresses.
 
@@ -177,6 +182,7 @@ class Kind(NamedTuple):
         qkv_format, band, same_lengths: see ``Packing``.
         has_lengths: ``Packing`` has lengths.
         q_shape, k_shape, v_shape, q_strides, k_strides, v_strides: as the tensors say.
+        v_is_in_k: v is the first columns of k, in the same memory, as with absorbed weights.
         num_sequences: B.
         seqlen_q, seqlen_kv: tokens that the grids cover per sequence: the longest one; S in a dense layout, where rows
             after the longest sequence are written too.
@@ -192,6 +198,7 @@ class Kind(NamedTuple):
     q_strides: tuple[int, ...]
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
+    v_is_in_k: bool
     num_sequences: int
     seqlen_q: int
     seqlen_kv: int
@@ -219,6 +226,7 @@ class Kind(NamedTuple):
             q.stride(),
             k.stride(),
             v.stride(),
+            is_in(v, k),
             *sizes,
             packing.band,
             cu_seqlens is not None,

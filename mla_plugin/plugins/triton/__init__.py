@@ -83,16 +83,28 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
 def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Which kernels run, on GPUs for which there is more than one set."""
     from mla_plugin.kernels.hopper.device import CAPABILITY
-    from mla_plugin.kernels.hopper.rule import plain_dq_because, plain_kernel_because
+    from mla_plugin.kernels.hopper.rule import (
+        LATENT,
+        V_IN_K,
+        plain_backward_because,
+        plain_dq_because,
+        plain_kernel_because,
+    )
 
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
     widths = request.head_dim_qk, request.head_dim_v
     given = (CAPABILITY, platform.version("triton"), request.dtype, *widths)
-    reason = plain_kernel_because(*given, batch_invariant=request.batch_invariant)
-    yield "forward by the Hopper kernel" if reason is None else f"forward by the plain kernel: {reason}"
+    window_left = request.band.within(request.max_seqlen_q + request.max_seqlen_kv).left
+    reason = plain_kernel_because(*given, window_left=window_left, batch_invariant=request.batch_invariant)
+    if reason is not None:
+        yield f"forward by the plain kernel: {reason}"
+    elif widths == LATENT:
+        yield f"forward by the Hopper kernel if v is {V_IN_K}; otherwise by the plain kernel"
+    else:
+        yield "forward by the Hopper kernel"
     if request.is_training:
-        reason = plain_kernel_because(*given)
+        reason = plain_backward_because(*widths) or plain_kernel_because(*given)
         if reason is not None:
             yield f"backward by the plain kernels: {reason}"
         else:

@@ -1,4 +1,4 @@
-"""Shared by the warps of the Hopper decode kernel: sizes, barriers, and the keys of a piece."""
+"""Shared by the warps of the Hopper decode kernel: the plan's functions, and the keys of a piece."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra import cuda
 
 from mla_plugin.kernels.decode import combine, plan
-from mla_plugin.kernels.hopper.common import ROWS, matrix_layout
+from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.latent import KEYS
 
 # functions of the plain kernels, compiled as Gluon: both sides must agree on the workspace
 load_plan = gluon.jit(plan.load_plan.fn)
@@ -17,20 +18,6 @@ key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
 
 gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
-
-KEYS = gl.constexpr(64)
-"""Keys of a tile."""
-HALF = gl.constexpr(256)
-"""Columns of c_kv that a computing warpgroup accumulates: half of the rank."""
-PANELS = gl.constexpr(9)
-"""Panels of 64 columns of a tile: four of each half of c_kv, then k_rope's."""
-PANELS_OF_HALF = gl.constexpr(4)
-
-
-@gluon.jit
-def panels_as_matrix(panels, first, COLUMNS: gl.constexpr):
-    """COLUMNS columns of 64 rows, from panel ``first`` on."""
-    return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
 
 
 @gluon.jit

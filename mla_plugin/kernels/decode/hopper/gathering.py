@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.arguments import cache_format
 from mla_plugin.kernels.decode import e4m3
-from mla_plugin.kernels.decode.hopper.common import HALF, KEYS, PANELS, PANELS_OF_HALF, panels_as_matrix
 from mla_plugin.kernels.decode.hopper.loading import load_queries
 from mla_plugin.kernels.decode.hopper.pieces import next_piece, share_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, synchronize
+from mla_plugin.kernels.hopper.latent import HALF, KEYS, PANELS, PANELS_OF_HALF, panels_as_matrix
 
 words_from_e4m3 = gluon.jit(e4m3.words_from_e4m3.fn)
 

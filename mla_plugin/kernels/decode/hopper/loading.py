@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mla_plugin.kernels.decode.hopper.common import KEYS, PANELS, PANELS_OF_HALF
 from mla_plugin.kernels.decode.hopper.pieces import next_piece, share_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
+from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode.hopper.chunks import chunks_of, first_key, load_share, steps_between
-from mla_plugin.kernels.decode.hopper.common import KEYS, load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
+from mla_plugin.kernels.hopper.latent import KEYS
 
 
 @gluon.jit

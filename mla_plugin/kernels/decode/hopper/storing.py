@@ -5,11 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_plugin.kernels.decode.hopper.common import HALF, list_of_split
-from mla_plugin.kernels.hopper.common import ROWS, product_layout
+from mla_plugin.kernels.decode.hopper.common import list_of_split
+from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.latent import HALF, OUT_ROWS
 from mla_plugin.kernels.tile_math import LN_2
 
-OUT_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(HALF)))
 _MIXED = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
