@@ -278,7 +278,7 @@ def program(job: Job | DecodeJob) -> Program:
 
     packed = job.call == "packed"
     constants: dict[str, Any] = {"REGISTERS": LOADING_REGISTERS}
-    constants |= {"DYNAMIC": job.call in ("causal", "packed"), "PACKED": packed, "HAS_LENGTHS": packed}
+    constants |= {"DYNAMIC": job.call != "full", "PACKED": packed, "HAS_LENGTHS": packed}
     constants |= {"BOTTOM_RIGHT": True, "HAS_RIGHT": job.call != "full"}
     if job.kernel != "latent_forward":
         constants["HAS_LEFT"] = job.call == "window"

@@ -166,7 +166,7 @@ def test_the_longest_tiles_are_first(band: Band, same_lengths: bool, of_queries:
 
 
 def test_equally_long_tiles_need_no_counter() -> None:
-    for band, has_counter in ((OPEN, False), (WINDOW, False), (CAUSAL, True)):
+    for band, has_counter in ((OPEN, False), (WINDOW, True), (CAUSAL, True)):
         given = Given("bshd", band)
         for calls in (given.kv(), given.q()):
             (call,) = calls

@@ -26,6 +26,7 @@ def launched(
     monkeypatch: pytest.MonkeyPatch,
     is_padded: bool = False,
     head_dims: tuple[int, int] = (192, 128),
+    has_lengths: bool = False,
 ) -> tuple[list[torch.Tensor], list[tuple], list[tuple]]:
     """The tensors of two equal calls, and what the plan and the kernel were given."""
     widths = head_dims[0], head_dims[0], head_dims[1]
@@ -35,6 +36,8 @@ def launched(
         given = {f"cu_seqlens_{side}": torch.tensor([0, 40, 290], dtype=torch.int32) for side in ("q", "kv")}
         if is_padded:
             given |= {f"cu_seqlens_{s}_padded": torch.tensor([4, 48, 300], dtype=torch.int32) for s in ("q", "kv")}
+    elif has_lengths:
+        given = {f"cu_seqlens_{side}": torch.tensor([0, 40, 290], dtype=torch.int32) for side in ("q", "kv")}
     packing = Packing(layout, 250 if layout == "thd" else 300, 250 if layout == "thd" else 300, mask=band, **given)
     forward = Forward(Kind.of(q, k, v, 0.1, packing))
     plans: list[tuple] = []
@@ -89,8 +92,17 @@ def test_packed_sequences_have_a_plan_in_memory_of_the_call(is_padded: bool, mon
 
 
 def test_equally_long_tiles_need_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched("bshd", OPEN, monkeypatch)[2][0][5] is None
-    assert launched("bshd", CAUSAL, monkeypatch)[2][0][5] is not None
+    for band, has_lengths, has_counter in (
+        *(
+            (OPEN, False, False),
+            (CAUSAL, False, True),
+            (Band(100, 0, True), False, True),
+            (Band(-1, 7, True), False, True),
+        ),
+        (OPEN, True, True),
+    ):
+        _, _, ((*_, counter, _, _, _, _), _) = launched("bshd", band, monkeypatch, has_lengths=has_lengths)
+        assert (counter is not None) == has_counter
 
 
 def test_calls_on_the_default_stream_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:

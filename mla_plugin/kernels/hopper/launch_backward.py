@@ -13,7 +13,7 @@ from mla_plugin.kernels.hopper.backward_q import attention_backward_q_kernel
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, is_wide
 from mla_plugin.kernels.hopper.descriptors import Source, descriptor
 from mla_plugin.kernels.hopper.rule import QUERIES
-from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, is_dynamic
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
 from mla_plugin.kernels.tiles import ceil_div
@@ -30,7 +30,7 @@ class Backward:
     def __init__(self, kind: Kind, dout_strides: tuple[int, ...]) -> None:
         self._is_packed = kind.layout.is_packed
         is_causal = kind.band.right == 0 and kind.band.left < 0
-        self._is_dynamic = self._is_packed or is_causal
+        self._is_dynamic = is_dynamic(kind)
         keys = _keys(kind)
         tiles_q, tiles_kv = ceil_div(kind.seqlen_q, QUERIES), ceil_div(kind.seqlen_kv, keys)
         if self._is_packed:
@@ -46,8 +46,8 @@ class Backward:
             *((kind.v_shape, kind.v_strides), (dout_shape, dout_strides)),
         )
         self._sources = [Source.of(kind, *tensor, ROWS.value, PANEL.value) for tensor in tensors]
-        self._launch_q = _launch_q(kind, tiles_q, self._is_dynamic)
-        self._launch_kv = _launch_kv(kind, tiles_kv, self._is_dynamic)
+        self._launch_q = _launch_q(kind, tiles_q)
+        self._launch_kv = _launch_kv(kind, tiles_kv)
 
     def calls_kv(self, inputs: _Inputs, rows: _Pair, gradients: _Pair, offsets: _Offsets) -> list[_Call]:
         """The launches that write dk and dv, in order; the tensors must be aligned to 16 bytes.
@@ -99,7 +99,7 @@ def _keys(kind: Kind) -> int:
     return rows if is_wide(_first_sum(kind)) else 2 * rows
 
 
-def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, object]:
+def _fixed(kind: Kind, tiles: int, heads: int) -> dict[str, object]:
     """The fixed arguments of both kernels; ``heads``: heads with tiles in one sequence (q's or k's)."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
     first = _first_sum(kind)
@@ -117,7 +117,7 @@ def _fixed(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> dict[str, ob
         "QK0": first,
         "QK1": head_dim_qk - first,
         "V_PANELS": head_dim_v // PANEL.value,
-        "DYNAMIC": is_dynamic,
+        "DYNAMIC": is_dynamic(kind),
         "PACKED": kind.layout.is_packed,
         "HAS_LENGTHS": kind.has_lengths,
         "BOTTOM_RIGHT": kind.band.bottom_right,
@@ -140,21 +140,21 @@ def _grid(kind: Kind, tickets: int) -> tuple[int, int, int]:
     return min(multiprocessors(kind.device), tickets), 1, 1
 
 
-def _launch_q(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
+def _launch_q(kind: Kind, tiles: int) -> Launch:
     """``tiles``: at most those of all packed sequences; in a dense batch those of one sequence."""
     heads, kv_bytes = _heads(kind, kind.num_heads), kind.pick(kind.k_shape)[2] * _row_bytes(kind)
     group = kind.num_heads // kind.num_kv_heads
-    fixed = _fixed(kind, tiles, kind.num_heads, is_dynamic)
+    fixed = _fixed(kind, tiles, kind.num_heads)
     fixed |= named_strides("dq", "bhm", kind.layout.contiguous_strides(kind.q_shape))
     fixed |= {"together": heads_together(heads, group, kv_bytes, l2_cache_bytes(kind.device))}
     given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DQ", "Work", *OFFSETS)
     return Launch(attention_backward_q_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})
 
 
-def _launch_kv(kind: Kind, tiles: int, is_dynamic: bool) -> Launch:
+def _launch_kv(kind: Kind, tiles: int) -> Launch:
     """``tiles``: at most those of all packed sequences; in a dense batch those of one sequence."""
     heads, q_bytes = _heads(kind, kind.num_kv_heads), kind.pick(kind.q_shape)[2] * _row_bytes(kind)
-    fixed = _fixed(kind, tiles, kind.num_kv_heads, is_dynamic)
+    fixed = _fixed(kind, tiles, kind.num_kv_heads)
     fixed |= named_strides("dk", "bhn", kind.layout.contiguous_strides(kind.k_shape))
     fixed |= named_strides("dv", "bhn", kind.layout.contiguous_strides(kind.v_shape))
     # group 1: a program reads the heads of q that share a head of k and v one after another

@@ -13,7 +13,7 @@ from mla_plugin.kernels.hopper.forward import attention_forward_kernel
 from mla_plugin.kernels.hopper.forward_latent import latent_forward_kernel
 from mla_plugin.kernels.hopper.latent import KEYS
 from mla_plugin.kernels.hopper.rule import LATENT, LATENT_QUERIES, QUERIES, TILES
-from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS, counter, heads_together, is_dynamic
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.prefill.packing import OFFSETS, Kind, l2_cache_bytes, multiprocessors
 from mla_plugin.kernels.tiles import ceil_div
@@ -50,12 +50,12 @@ class Forward:
         if packed:
             tiles = plan.capacity(kind.pick(kind.q_shape)[2], kind.num_sequences, queries)
         self._sources = _sources(kind)
-        self._is_dynamic = packed or is_causal  # tiles differ in length: a program takes the next when it is ready
+        self._is_dynamic = is_dynamic(kind)
         is_shifted = kind.band.bottom_right and not kind.same_lengths
         rank = plan.rank(is_causal, is_shifted)
         self._plan = plan.launch(kind, "q", queries, rank, has_lse=True) if packed else None
         self._work_size = plan.HEADER + 2 * tiles
-        self._launch = _forward_launch(kind, tiles, heads, self._is_dynamic)
+        self._launch = _forward_launch(kind, tiles, heads)
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class Forward:
         self._launch(*described, out, lse, work, *offsets)
 
 
-def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Launch:
+def _forward_launch(kind: Kind, tiles: int, heads: int) -> Launch:
     """``tiles``, ``heads``: packed at most those of all sequences, and H; dense those of one sequence, and B * H."""
     head_dim_qk, head_dim_v = kind.q_shape[-1], kind.v_shape[-1]
     group, columns = kind.num_heads // kind.num_kv_heads, head_dim_qk + (0 if _is_latent(kind) else head_dim_v)
@@ -97,7 +97,7 @@ def _forward_launch(kind: Kind, tiles: int, heads: int, is_dynamic: bool) -> Lau
         "max_seqlen_kv": kind.seqlen_kv,
         "window_right": kind.band.right,
         "softmax_scale": kind.softmax_scale,
-        "DYNAMIC": is_dynamic,
+        "DYNAMIC": is_dynamic(kind),
         "PACKED": kind.layout.is_packed,
         "HAS_LENGTHS": kind.has_lengths,
         "BOTTOM_RIGHT": kind.band.bottom_right,

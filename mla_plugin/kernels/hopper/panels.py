@@ -98,7 +98,8 @@ def zero_rows(tiles, first, low, high, PANELS: gl.constexpr):
 def store(base, out, first, num_rows, stride):
     """Store a product [64, columns] to the rows from ``first`` on, up to ``num_rows``."""
     layout: gl.constexpr = store_layout(out.shape[1])
-    out = as_stored(out.to(base.dtype.element_ty))
+    out = out.to(base.dtype.element_ty)
+    out = as_stored(out) if out.shape[1] > 2 * PANEL else gl.convert_layout(out, layout)
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
     gl.store(base + (rows.to(gl.int64) * stride)[:, None] + columns[None, :], out, mask=(rows < num_rows)[:, None])
