@@ -320,7 +320,7 @@ def _of_forward(job: Job) -> _Arguments:
     tile = TILES[job.head_dim_qk, job.head_dim_v]
     described = {"Q": (QUERIES // 2, 64), "K": (tile.keys, 64), "V": (tile.keys, job.head_dim_v)}
     constants = {"D_V": job.head_dim_v, "V_COLUMNS": job.head_dim_v, "D_QK": job.head_dim_qk}
-    constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages}
+    constants |= {"BLOCK_N": tile.keys, "STAGES": tile.stages, "AHEAD": tile.ahead}
     return described, _outputs_of_forward(job), constants
 
 

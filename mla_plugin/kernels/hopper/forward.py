@@ -46,6 +46,7 @@ def attention_forward_kernel(
     STAGES: gl.constexpr,
     D_QK: gl.constexpr,
     V_COLUMNS: gl.constexpr,
+    AHEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
@@ -105,8 +106,8 @@ def attention_forward_kernel(
             (load, (
                 Q, K, V, tiles, barriers, Work, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
                 num_tiles, num_tickets, num_heads, group, together,
-                max_seqlen_q, max_seqlen_kv, window_left, window_right, BLOCK_N, STAGES, qk_panels, V_COLUMNS, DYNAMIC,
-                PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
+                max_seqlen_q, max_seqlen_kv, window_left, window_right, BLOCK_N, STAGES, qk_panels, V_COLUMNS, AHEAD,
+                DYNAMIC, PACKED, HAS_LENGTHS, BOTTOM_RIGHT, HAS_LEFT, HAS_RIGHT,
             )),
         ],
         [4, 1],

@@ -116,6 +116,7 @@ def _forward_launch(kind: Kind, tiles: int, heads: int) -> Launch:
         "STAGES": tile.stages,
         "D_QK": head_dim_qk,
         "V_COLUMNS": head_dim_v,
+        "AHEAD": tile.ahead,
         "HAS_LEFT": kind.band.left >= 0,
     }
     return Launch(attention_forward_kernel, grid, ("Q", "K", "V", *outputs), fixed, {"num_warps": 4})

@@ -69,6 +69,51 @@ def next_ticket(ticket, Work, num_tickets, DYNAMIC: gl.constexpr):
 
 
 @gluon.jit
+def _load_k(
+    k_source,
+    k_tiles,
+    k_full,
+    k_empty,
+    place,
+    n,
+    step,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    QK_PANELS: gl.constexpr,
+):
+    """K's tile n before ``place``: (row, head, token) of the tile that is processed first."""
+    row, head, token = place
+    stage = step % STAGES
+    mbarrier.wait(k_empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(k_full.index(stage), BLOCK_N * QK_PANELS * PANEL * 2)
+    for panel in gl.static_range(QK_PANELS):
+        at = [row, head, token - n * BLOCK_N, panel * PANEL]
+        tma.async_copy_global_to_shared(k_source, at, k_full.index(stage), k_tiles.index(stage * QK_PANELS + panel))
+
+
+@gluon.jit
+def _load_v(
+    v_source,
+    v_tiles,
+    v_full,
+    v_empty,
+    place,
+    n,
+    step,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    V_COLUMNS: gl.constexpr,
+):
+    """The same for V."""
+    row, head, token = place
+    stage = step % STAGES
+    mbarrier.wait(v_empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(v_full.index(stage), BLOCK_N * V_COLUMNS * 2)
+    at = [row, head, token - n * BLOCK_N, 0]
+    tma.async_copy_global_to_shared(v_source, at, v_full.index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
 def load(
     q_source,
     k_source,
@@ -93,6 +138,7 @@ def load(
     STAGES: gl.constexpr,
     QK_PANELS: gl.constexpr,
     V_COLUMNS: gl.constexpr,
+    AHEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_LENGTHS: gl.constexpr,
@@ -100,7 +146,10 @@ def load(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
 ):
-    """The loading warp: takes tickets, publishes their records and loads their tiles."""
+    """The loading warp: takes tickets, publishes their records and loads their tiles.
+
+    AHEAD: K of each tile before V of the previous one. See ``Tile.ahead``.
+    """
     q_tiles, k_tiles, v_tiles, records = tiles
     r_full, r_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     if PACKED:
@@ -130,22 +179,17 @@ def load(
                     at = [row, head, start_q + start_m + w * ROWS, panel * PANEL]
                     tma.async_copy_global_to_shared(q_source, at, q_full.index(w), q_tiles.index(w * QK_PANELS + panel))
             tile += 1
-        for n in range(last - first):
-            stage = step % STAGES
-            is_free = (step // STAGES & 1) ^ 1
-            start_n = start_kv + (last - 1 - n) * BLOCK_N
-            mbarrier.wait(k_empty.index(stage), is_free)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * QK_PANELS * PANEL * 2)
-            for panel in gl.static_range(QK_PANELS):
-                at = [row, head // group, start_n, panel * PANEL]
-                tma.async_copy_global_to_shared(
-                    k_source, at, k_full.index(stage), k_tiles.index(stage * QK_PANELS + panel)
-                )
-            mbarrier.wait(v_empty.index(stage), is_free)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * V_COLUMNS * 2)
-            tma.async_copy_global_to_shared(
-                v_source, [row, head // group, start_n, 0], v_full.index(stage), v_tiles.index(stage)
-            )
-            step += 1
+        place = (row, head // group, start_kv + (last - 1) * BLOCK_N)
+        if AHEAD:
+            for n in range(gl.where(last > first, last - first + 1, 0)):
+                if n < last - first:
+                    _load_k(k_source, k_tiles, k_full, k_empty, place, n, step + n, BLOCK_N, STAGES, QK_PANELS)
+                if n > 0:
+                    _load_v(v_source, v_tiles, v_full, v_empty, place, n - 1, step + n - 1, BLOCK_N, STAGES, V_COLUMNS)
+        else:
+            for n in range(last - first):
+                _load_k(k_source, k_tiles, k_full, k_empty, place, n, step + n, BLOCK_N, STAGES, QK_PANELS)
+                _load_v(v_source, v_tiles, v_full, v_empty, place, n, step + n, BLOCK_N, STAGES, V_COLUMNS)
+        step += last - first
         ticket = next_ticket(ticket, Work, num_tickets, DYNAMIC)
     publish(records, record, r_full, r_empty, -1, 0, 0, 0, 0, 0)
