@@ -162,6 +162,22 @@ Packed lengths are log-normal.
         lambda record: {"choices": tables.choices(record)},
     ),
     Section(
+        ("absorbed_prefill",),
+        """\
+## Prefill with absorbed weights
+
+{versions}
+
+`python -m benchmarks.absorbed_prefill`: TFLOP/s of a forward in bfloat16, head_dim_qk 576, head_dim_v 512, H heads over
+one KV head, B packed sequences of S tokens in the mean. `v in k`: `mla_plugin.attention` with v = k[..., :512], by the
+Hopper kernel; `v elsewhere`: with a copy of v, by the plain kernels. `decode by ..`: `mla_plugin.decode` with all
+queries at once.
+
+{absorbed}
+""",
+        lambda record: {"absorbed": tables.absorbed(record)},
+    ),
+    Section(
         ("dispatch",),
         """\
 ## Time on the host

@@ -73,6 +73,20 @@ def prefill(record: Record) -> str:
     return markdown(["B,H,S", "mask", "pass", *names], rows)
 
 
+def absorbed(record: Record) -> str:
+    """TFLOP/s with absorbed weights."""
+    names = list(dict.fromkeys(name for row in record["rows"] for name in row["tflop_per_s"]))
+    rows = [
+        [
+            f"{row['batch']},{row['heads']},{row['seqlen']}",
+            "causal" if row["causal"] else "full",
+            *(_number(row["tflop_per_s"], name, ".0f") for name in names),
+        ]
+        for row in record["rows"]
+    ]
+    return markdown(["B,H,S", "mask", *names], rows)
+
+
 def way_of_prefill(record: Record) -> str:
     """How the calls were timed, and which of our kernels the column of ours is."""
     text = (

@@ -5,7 +5,7 @@
     python -m benchmarks.prefill_backends --between   shapes between those
     python -m benchmarks.prefill_backends --drawn     shapes drawn at random
     python -m benchmarks.prefill_backends --check     exit 1 where the choice is below 0.95 of the best
-    python -m benchmarks.prefill_backends --again triton   after a change of one backend's [--forward-only]
+    python -m benchmarks.prefill_backends --again triton   after a change of one backend's [--forward-only] [--only RE]
     python -m benchmarks.prefill_backends --merge FILE     put what --again wrote into the kept results; needs no GPU
 
 bfloat16. Each backend's ``forward`` and ``backward`` hook is called alone, all of them on the same out and lse, so the
@@ -27,6 +27,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,6 +171,8 @@ def measure_again(backend: str, options: argparse.Namespace) -> None:
     kinds = ("forward",) if options.forward_only else ("forward", "backward")
     with torch.no_grad():
         for case in (*CASES, *BETWEEN, *DRAWN):
+            if not re.search(options.only, case.name):
+                continue
             row: dict[str, Any] = {**case._asdict(), "refused": {}}
             for kind, calls in passes(Problem(case), row, kinds).items():
                 row[kind] = in_shuffled_turns(calls, options.rounds)
@@ -260,6 +263,7 @@ def main() -> None:
     arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
     arguments.add_argument("--again", choices=BACKENDS, help="in every shape, after a change of this backend's")
     arguments.add_argument("--forward-only", action="store_true", help="with --again")
+    arguments.add_argument("--only", metavar="RE", default="", help="with --again: shapes whose name this matches")
     arguments.add_argument("--merge", type=Path, metavar="FILE", help="put what --again wrote into the kept results")
     arguments.add_argument("--rest-unchanged", action="store_true", help="with --merge: keep times not taken again")
     options = arguments.parse_args()
