@@ -3,7 +3,7 @@
     python -m benchmarks.absorbed_prefill
 
 Keys are [c_kv | k_rope], values are c_kv. ``v in k`` is our attention on v = k[..., :512], which the Hopper kernel
-takes, ``v elsewhere`` the same with v in other memory, which the plain kernels take. The others are ``mla_plugin.decode``
+takes, ``v elsewhere`` the same with v in other memory, which the plain kernels take. The others: ``mla_plugin.decode``
 with all queries at once, by each backend that is installed, and PyTorch's memory-efficient SDPA on expanded heads. A
 result whose error against float64, in the first and the last 64 queries of two heads, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short bursts, in shuffled turns.
