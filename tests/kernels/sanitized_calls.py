@@ -12,6 +12,7 @@ import torch
 
 import mla_plugin
 from mla_plugin.kernels import mla_decode_attention
+from mla_plugin.kernels.hopper.rule import LATENT
 
 OPTIONS = {"device": "cuda", "dtype": torch.bfloat16}
 # B, H, S_kv, page_size, S_q: many splits, splits by descriptors, one split, several queries, fewer keys than a tile
@@ -24,13 +25,15 @@ DECODE = (
 )
 
 
-def prefill(is_causal: bool, packed: bool) -> list[torch.Tensor]:
-    """Forward and backward of grouped heads, 192/128."""
-    size = (200,) if packed else (1, 200)
+def prefill(is_causal: bool, packed: bool, head_dims: tuple[int, int] = (192, 128)) -> list[torch.Tensor]:
+    """Forward and backward of grouped heads; at 576/512 v lies in k."""
+    size, (head_dim_qk, head_dim_v) = (200,) if packed else (1, 200), head_dims
     q, k, v = (
         torch.randn(*size, heads, width, requires_grad=True, **OPTIONS)
-        for heads, width in ((4, 192), (2, 192), (2, 128))
+        for heads, width in ((4, head_dim_qk), (2, head_dim_qk), (2, head_dim_v))
     )
+    if head_dims == LATENT:
+        v = k[..., :head_dim_v]
     offsets = torch.tensor([0, 63, 63, 200], device="cuda", dtype=torch.int32)
     masks = {
         (False, False): "no_mask",
@@ -42,7 +45,7 @@ def prefill(is_causal: bool, packed: bool) -> list[torch.Tensor]:
     if packed:
         lengths = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 137, "max_seqlen_kv": 137}
         arguments |= {"qkv_format": "thd", **lengths}
-    dout = torch.randn(*size, 4, 128, **OPTIONS)
+    dout = torch.randn(*size, 4, head_dim_v, **OPTIONS)
 
     def run() -> list[torch.Tensor]:
         out = mla_plugin.attention(q, k, v, **arguments)
@@ -77,7 +80,8 @@ def main() -> None:
     torch.manual_seed(0)
     for is_causal in (False, True):
         for packed in (False, True):
-            assert all(x.isfinite().all() for x in prefill(is_causal, packed))
+            for head_dims in ((192, 128), LATENT):
+                assert all(x.isfinite().all() for x in prefill(is_causal, packed, head_dims))
     for case in DECODE:
         assert decode(*case).isfinite().all()
     print("all calls are done")

@@ -9,7 +9,7 @@ import pytest
 
 from mla_plugin.kernels.hopper.rule import TILES, plain_dq_because
 from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
-from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, DecodeJob, Job, loose_arrivals
+from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, LATENT_JOBS, DecodeJob, Job, loose_arrivals
 from tests.kernels.versions import needs_hopper_kernels
 
 pytestmark = [
@@ -57,7 +57,7 @@ def test_it_fits(job: Job, compiled: dict[str, Any]) -> None:
     assert found["undefined_reads"] == []
 
 
-@pytest.mark.parametrize("job", [*JOBS, *DECODE_JOBS], ids=lambda job: job.name)
+@pytest.mark.parametrize("job", [*JOBS, *LATENT_JOBS, *DECODE_JOBS], ids=lambda job: job.name)
 def test_what_is_released_has_been_read(job: Job | DecodeJob, compiled: dict[str, Any]) -> None:
     """One thread arrives for all warps of its group, after these have synchronised."""
     assert compiled[job.name]["loose_arrivals"] == 0
@@ -139,18 +139,31 @@ GATHERED = {"plain": (36, 0, 0, 0), "fp8": (0, 18, 36, 144), "fp8_ds_mla": (0, 2
 GATHERED_LOCAL = {"plain": 1, "fp8": 2, "fp8_ds_mla": 6}
 
 
-@pytest.mark.parametrize("job", DECODE_JOBS, ids=lambda job: job.name)
-def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
+def assert_two_loops_over_two_tiles(found: dict[str, Any], spills: int, local: int) -> None:
     """Each warpgroup's loop over two tiles has 36 products of scores, of its own tile, and 4 of each tile's values."""
-    found = compiled[job.name]
     assert found["shared"] <= PER_BLOCK[90]
-    assert found["spills"] <= (25 if job.gathers else 10)
+    assert found["spills"] <= spills
     assert found["undefined_reads"] == []
     assert found["waits"] == 9  # three in each loop, and for a last tile alone: two of its owner, one of the other
     assert len(found["loops"]) == 2
     for loop in found["loops"]:
         assert (loop["products"], loop["waits"], loop["exponentials"]) == (44, 3, 36)
-        assert loop["local"] <= (2 if job.gathers else 0)
+        assert loop["local"] <= local
+
+
+@pytest.mark.parametrize("job", LATENT_JOBS, ids=lambda job: job.name)
+def test_forward_over_latents(job: Job, compiled: dict[str, Any]) -> None:
+    found = compiled[job.name]
+    assert_two_loops_over_two_tiles(found, 10, 0)
+    low, high = list(range(0, 256, 64)), list(range(256, 512, 64))
+    # the half that the owner of a tile needs first comes first, with the rope columns
+    assert found["columns"] == [[*low, 512, *high, *high, 512, *low], [*low, *high, 512]]
+
+
+@pytest.mark.parametrize("job", DECODE_JOBS, ids=lambda job: job.name)
+def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
+    found = compiled[job.name]
+    assert_two_loops_over_two_tiles(found, 25 if job.gathers else 10, 2 if job.gathers else 0)
     halves = list(range(0, 256, 64)), list(range(256, 512, 64))
     every = halves[0] + halves[1]
     queries, keys = [every, [0]], [every + halves[1] + halves[0], [0, 0]]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.hopper.rule import LATENT, TILES, plain_kernel_for
 from mla_plugin.kernels.prefill.launch_forward import forward
@@ -84,28 +85,33 @@ def packed_call(
         torch.randn(sum(lengths), heads, width, device="cuda", dtype=torch.bfloat16, generator=generator)
         for width in (head_dim_qk, head_dim_qk, head_dim_v)
     )
+    v = k[..., :head_dim_v] if head_dims == LATENT else v
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     longest = max(lengths)
     packing = Packing("thd", longest, longest, cu_seqlens, cu_seqlens, mask=Band(-1, 0, True), same_lengths=True)
     return q, k, v, head_dim_qk**-0.5, packing
 
 
-def dense_call(seqlen: int, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
-    q, k, v, scale, _ = packed_call([seqlen], heads)
+def dense_call(
+    seqlen: int, heads: int = 4, head_dims: tuple[int, int] = (192, 128)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, Packing]:
+    q, k, v, scale, _ = packed_call([seqlen], heads, head_dims)
     return q[None], k[None], v[None], scale, Packing("bshd", seqlen, seqlen, mask=Band(-1, 0, True))
 
 
 def test_200_runs_agree_bit_for_bit() -> None:
     lengths = [700, 1, 0, 130, 1500, 64]
-    for call in (dense_call(1111, 16), packed_call(lengths), packed_call(lengths, head_dims=(256, 256))):
+    packed = [packed_call(lengths, head_dims=pair) for pair in ((192, 128), (256, 256), LATENT)]
+    for call in (dense_call(1111, 16), dense_call(1111, 16, LATENT), *packed):
         first = forward(*call)
         for _ in range(200):
             assert all(torch.equal(a, b) for a, b in zip(forward(*call), first, strict=True))
 
 
-def test_packed_equals_dense_bit_for_bit() -> None:
+@pytest.mark.parametrize("head_dims", [(192, 128), LATENT], ids=lambda pair: "{}/{}".format(*pair))
+def test_packed_equals_dense_bit_for_bit(head_dims: tuple[int, int]) -> None:
     """A sequence's results do not depend on the memory around it."""
-    q, k, v, scale, packing = packed_call([300, 1024, 129])
+    q, k, v, scale, packing = packed_call([300, 1024, 129], head_dims=head_dims)
     out, lse = forward(q, k, v, scale, packing)
     dense = Packing("bshd", 1024, 1024, mask=Band(-1, 0, True))
     alone, alone_lse = forward(*(x[None, 300:1324] for x in (q, k, v)), scale, dense)
@@ -113,9 +119,10 @@ def test_packed_equals_dense_bit_for_bit() -> None:
     assert torch.equal(lse[:, 300:1324], alone_lse[0])
 
 
-def test_a_graph_is_replayed_with_other_lengths() -> None:
-    q, k, v, scale, packing = packed_call([300, 1024, 129])
-    dense = dense_call(900)
+@pytest.mark.parametrize("head_dims", [(192, 128), LATENT], ids=lambda pair: "{}/{}".format(*pair))
+def test_a_graph_is_replayed_with_other_lengths(head_dims: tuple[int, int]) -> None:
+    q, k, v, scale, packing = packed_call([300, 1024, 129], head_dims=head_dims)
+    dense = dense_call(900, head_dims=head_dims)
     forward(q, k, v, scale, packing)
     forward(*dense)
     graph = torch.cuda.CUDAGraph()
@@ -159,8 +166,9 @@ def test_a_new_thread() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_nan_in_a_query_stays_in_its_row() -> None:
-    q, k, v, scale, packing = dense_call(500)
+@pytest.mark.parametrize("head_dims", [(192, 128), LATENT], ids=lambda pair: "{}/{}".format(*pair))
+def test_nan_in_a_query_stays_in_its_row(head_dims: tuple[int, int]) -> None:
+    q, k, v, scale, packing = dense_call(500, head_dims=head_dims)
     clean, _ = forward(q, k, v, scale, packing)
     q[0, 77, 2, 5] = torch.nan
     out, lse = forward(q, k, v, scale, packing)
@@ -170,9 +178,10 @@ def test_nan_in_a_query_stays_in_its_row() -> None:
     assert torch.equal(out, clean)
 
 
-def test_many_small_sequences() -> None:
+@pytest.mark.parametrize("head_dims", [(192, 128), LATENT], ids=lambda pair: "{}/{}".format(*pair))
+def test_many_small_sequences(head_dims: tuple[int, int]) -> None:
     """More sequences than the plan takes at a time, and fewer tickets than multiprocessors for one head."""
-    q, k, v, scale, packing = packed_call([3, 0, 1, 70] * 40, heads=2)
+    q, k, v, scale, packing = packed_call([3, 0, 1, 70] * 40, heads=2, head_dims=head_dims)
     out, lse = forward(q, k, v, scale, packing)
     start = 0
     for length in [3, 0, 1, 70] * 40:
@@ -183,3 +192,33 @@ def test_many_small_sequences() -> None:
         assert torch.allclose(out[rows].double(), wanted, rtol=2e-2, atol=2e-2)
         assert torch.allclose(lse[:, rows].double(), s.logsumexp(-1), atol=1e-4)
         start += length
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_v_in_k_and_v_elsewhere_by_turns(is_compiled: bool) -> None:
+    """The calls differ in an address alone, and each has its kernel; gradients of v in k are those of k and v."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (
+        torch.randn(2, 200, heads, 576, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        for heads in (4, 1)
+    )
+    other = torch.randn(2, 200, 1, 576, device="cuda", dtype=torch.bfloat16, generator=generator)[..., :512]
+    dout = torch.randn(2, 200, 4, 512, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return mla_plugin.attention(q, k, v, attn_mask_type="causal", backend="triton")
+
+    function = torch.compile(attend, fullgraph=True) if is_compiled else attend
+    for n in range(6):
+        own = k[..., :512] if n % 2 == 0 else other
+        out = function(q, k, own)
+        exact = [x.detach().double().requires_grad_() for x in (q, k)]
+        keys = exact[1].expand(-1, -1, 4, -1)
+        values = (keys[..., :512] if n % 2 == 0 else other.double().expand(-1, -1, 4, -1)).transpose(1, 2)
+        scores = exact[0].transpose(1, 2) @ keys.permute(0, 2, 3, 1) * 576**-0.5
+        hidden = torch.ones(200, 200, device="cuda", dtype=torch.bool).triu(1)
+        wanted = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(1, 2)
+        assert (out - wanted).norm() < 1e-2 * wanted.norm()
+        gradients = torch.autograd.grad(out, (q, k), dout)
+        for found, right in zip(gradients, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
+            assert (found - right).norm() < 1e-2 * right.norm()

@@ -29,7 +29,8 @@ GOOD = {
 @pytest.mark.parametrize(
     "change",
     [{}, {"version": "3.7.1"}, {"version": "3.7.0+git"}, {"dtype": torch.float16}]
-    + [{"head_dim_qk": qk, "head_dim_v": v} for qk, v in rule.TILES],
+    + [{"head_dim_qk": qk, "head_dim_v": v} for qk, v in (*rule.TILES, rule.LATENT)]
+    + [{"window_left": 100}],
 )
 def test_what_the_hopper_kernel_takes(change: dict) -> None:
     assert rule.plain_kernel_because(**{**GOOD, **change}) is None
@@ -47,6 +48,10 @@ def test_what_the_hopper_kernel_takes(change: dict) -> None:
         ({"dtype": torch.float32}, "torch.float32, the Hopper kernel needs bfloat16 or float16"),
         ({"head_dim_qk": 256}, "head dimensions 256/128, the Hopper kernel has "),
         ({"batch_invariant": True}, "batch_invariant=True: strides"),
+        (
+            {"head_dim_qk": 576, "head_dim_v": 512, "window_left": 100},
+            "a window with left=100, which the Hopper kernel of 576/512 does not have",
+        ),
     ],
 )
 def test_what_goes_to_the_plain_kernel(change: dict, reason: str) -> None:
@@ -107,6 +112,39 @@ def test_tensors_that_cannot(changes: dict[str, torch.Tensor], reason: str, hopp
     found = rule.plain_kernel_for(kind(*tensors(**changes)))
     assert found is not None
     assert re.match(reason, found)
+
+
+def latents() -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = (torch.zeros(2, 8, heads, 576, dtype=torch.bfloat16) for heads in (4, 1))
+    return q, k
+
+
+def test_over_latents_v_has_to_lie_in_k(hopper: None) -> None:
+    q, k = latents()
+    assert rule.plain_kernel_for(kind(q, k, k[..., :512])) is None
+    elsewhere = "v is not k[..., :512] in k's memory, as the Hopper kernel of 576/512 needs it"
+    for v in (k[..., :512].clone(), k[..., 64:], k.clone()[..., :512], k[:, :, :, :512].contiguous()):
+        assert rule.plain_kernel_for(kind(q, k, v)) == elsewhere
+    window = Packing("bshd", 8, 8, mask=Band(3, 0, True))
+    assert rule.plain_kernel_for(Kind.of(q, k, k[..., :512], 0.1, window)).startswith("a window with left=3")
+    none = Packing("bshd", 8, 8, mask=Band(100, 0, True))  # beyond every key
+    assert rule.plain_kernel_for(Kind.of(q, k, k[..., :512], 0.1, none)) is None
+    for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
+        found = rule_of(kind(q, k, k[..., :512]), q.stride())
+        assert found == "the Hopper kernels have no backward for head dimensions 576/512"
+
+
+def test_kept_launches_of_v_in_k_are_not_those_of_v_elsewhere(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(launch_forward, "_hopper", lambda: lambda kind: lambda *given: launched.append("hopper"))
+    monkeypatch.setattr(launch_forward, "_forward_launch", lambda kind, tile: lambda *given: launched.append("plain"))
+    q, k = latents()
+    other, kept = torch.empty_like(k)[..., :512], {}
+    for _ in range(2):
+        for v in (k[..., :512], other):
+            launch_forward.forward(q, k, v, 0.1, Packing("bshd", 8, 8), kept=kept)
+    assert launched == ["hopper", "plain"] * 2
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -172,6 +210,23 @@ BACKWARD = "backward by the Hopper kernels"
             (
                 "forward by the Hopper kernel",
                 f"{BACKWARD}, dQ by the plain kernel: it is faster at head dimensions 64/64",
+            ),
+        ),
+        (
+            H100,
+            {"head_dim_qk": 576, "head_dim_v": 512},
+            (
+                "forward by the Hopper kernel if v is k[..., :512] in k's memory, as the Hopper kernel of 576/512 "
+                "needs it; otherwise by the plain kernel",
+                "backward by the plain kernels: the Hopper kernels have no backward for head dimensions 576/512",
+            ),
+        ),
+        (
+            H100,
+            {"head_dim_qk": 576, "head_dim_v": 512, "window_size": (64, 0)},
+            (
+                "forward by the plain kernel: a window with left=64, which the Hopper kernel of 576/512 does not have",
+                "backward by the plain kernels: the Hopper kernels have no backward for head dimensions 576/512",
             ),
         ),
         (A100, {}, ()),

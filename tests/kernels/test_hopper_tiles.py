@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mla_plugin.kernels import tile_math
-from mla_plugin.kernels.hopper import common
+from mla_plugin.kernels.hopper import common, loading_latent
 
 ROWS = 64
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200, 300)
@@ -52,6 +52,7 @@ def python(function: Any, **names: Any) -> Any:
 
 
 query_tiles = python(common.query_tiles, rows_with_keys=python(tile_math.rows_with_keys))
+steps_of = python(loading_latent.steps_of, KEYS=64)
 kv_tiles = python(common.kv_tiles, _tile_bounds=python(tile_math.tile_bounds))
 
 
@@ -126,3 +127,19 @@ def test_key_tiles_of_a_query_tile(seed: int, block: int) -> None:
             if whole_first <= n < whole_last:
                 assert all(pairs)
         assert first == last or first <= whole_first <= whole_last < last
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_key_tiles_of_a_query_tile_over_latents(seed: int) -> None:
+    seqlen_q, seqlen_kv, _, right, bottom_right = draws(seed)
+    lengths, diagonal = (seqlen_q, seqlen_kv), seqlen_kv - seqlen_q if bottom_right else 0
+    for start_m in range(0, 384, ROWS):
+        steps, seen_by_all, found = steps_of(*map(_Number, (start_m, *lengths, right)), bottom_right, right >= 0)
+        rows = range(start_m, min(start_m + ROWS, seqlen_q))
+        keys = [j for j in range(seqlen_kv) if any(seen(i, j, lengths, -1, right, diagonal) for i in rows)]
+        assert steps * 64 > max(keys, default=-1)
+        assert steps * 64 <= seqlen_kv + 63
+        assert steps == 0 or start_m < seqlen_q
+        assert found == diagonal
+        for j in range(min(seen_by_all, seqlen_kv)):
+            assert all(seen(i, j, lengths, -1, right, diagonal) for i in rows)
