@@ -4,7 +4,7 @@
 
 Keys are [c_kv | k_rope], values are c_kv. ``v in k`` is our attention on v = k[..., :512], which the Hopper kernel
 takes, ``v elsewhere`` the same with v in other memory, which the plain kernels take. The others: ``mla_plugin.decode``
-with all queries at once, by each backend that is installed, and PyTorch's memory-efficient SDPA on expanded heads. A
+with all queries at once, by backends that take unpaged caches, and PyTorch's memory-efficient SDPA on expanded heads. A
 result whose error against float64, in the first and the last 64 queries of two heads, is more than twice that of plain
 PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short bursts, in shuffled turns.
 TFLOP/s count 2 H 1088 operations for each visible key of each query. Packed lengths are log-normal. Writes
@@ -27,7 +27,7 @@ from benchmarks.prefill_cases import lengths_of
 
 RANK, WIDTH = 512, 576
 SCALE = 192**-0.5  # DeepSeek-V3's: of the heads before absorption
-DECODE = ("triton", "fa3", "flashmla", "flashinfer")
+DECODE = ("triton", "fa3")
 ROWS = 64
 
 
