@@ -35,7 +35,7 @@ def test_the_results_are_those_of_the_present_tables(
 
 
 def test_the_results_hold_every_hopper_kernel() -> None:
-    jobs = (*hopper_compiler.JOBS, *hopper_compiler.DECODE_JOBS)
+    jobs = (*hopper_compiler.JOBS, *hopper_compiler.LATENT_JOBS, *hopper_compiler.DECODE_JOBS)
     assert [record["name"] for record in FOUND["hopper"]] == [job.name for job in jobs], (
         "run python -m benchmarks.ahead_of_time --hopper"
     )

@@ -216,8 +216,7 @@ BACKWARD = "backward by the Hopper kernels"
             H100,
             {"head_dim_qk": 576, "head_dim_v": 512},
             (
-                "forward by the Hopper kernel if v is k[..., :512] in k's memory, as the Hopper kernel of 576/512 "
-                "needs it; otherwise by the plain kernel",
+                "forward by the Hopper kernel if v is k[..., :512] in k's memory, otherwise by the plain kernel",
                 "backward by the plain kernels: the Hopper kernels have no backward for head dimensions 576/512",
             ),
         ),

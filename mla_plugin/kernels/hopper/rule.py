@@ -42,7 +42,7 @@ TILES: dict[tuple[int, int], Tile] = {
 """The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
 LATENT = (576, 512)
 """head_dim_qk and head_dim_v over latents, with absorbed weights: a forward of its own, where v is in k."""
-V_IN_K = "k[..., :512] in k's memory, as the Hopper kernel of 576/512 needs it"
+V_IN_K = "k[..., :512] in k's memory"
 LATENT_QUERIES = 64
 """Queries of a tile there: both warpgroups have the same."""
 
@@ -124,7 +124,7 @@ def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
         if not _can_be_copied(shape, strides):
             return f"{name} has strides {strides}, TMA needs positive multiples of 8 elements"
     if head_dims == LATENT and not kind.v_is_in_k:
-        return f"v is not {V_IN_K}"
+        return f"v is not {V_IN_K}, as the Hopper kernel of 576/512 needs it"
     return None
 
 

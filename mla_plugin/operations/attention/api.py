@@ -60,7 +60,8 @@ def attention(
             [S_q, B, H, D], ``bhsd`` [B, H, S_q, D], ``thd`` [T_q, H, D] (packed sequences). float16, bfloat16,
             float32 or float64. Any strides; backends prefer a contiguous last dimension.
         k: same layout with H_kv heads and S_kv (T_kv) tokens; H is a multiple of H_kv.
-        v: same layout as k with head_dim_v.
+        v: same layout as k with head_dim_v. With absorbed weights pass k[..., :512], not a copy of it: at 576/512 the
+            fast kernel for Hopper needs v in k's memory.
         softmax_scale: positive; default head_dim_qk ** -0.5.
         attn_mask_type: ``no_mask``, ``causal`` (aligned top-left), ``causal_bottom_right``, ``padding``,
             ``padding_causal``, ``padding_causal_bottom_right`` or ``arbitrary``, as in TransformerEngine. With

@@ -100,7 +100,7 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     if reason is not None:
         yield f"forward by the plain kernel: {reason}"
     elif widths == LATENT:
-        yield f"forward by the Hopper kernel if v is {V_IN_K}; otherwise by the plain kernel"
+        yield f"forward by the Hopper kernel if v is {V_IN_K}, otherwise by the plain kernel"
     else:
         yield "forward by the Hopper kernel"
     if request.is_training:
