@@ -33,7 +33,8 @@ JOBS = (
 
 def program(job: Job) -> Program:
     """The kernel as ``step_of`` launches it."""
-    from mla_plugin.kernels.decode import projected, projections
+    from mla_plugin.kernels.decode.projected import kernels
+    from mla_plugin.kernels.decode.projected import launch as projected
 
     rank, _, dim_nope, dim_v = job.dims
     blocks = projected.blocks_of(job.heads, rank, dim_nope, dim_v)
@@ -44,11 +45,11 @@ def program(job: Job) -> Program:
         types |= {"Ranges": "*i32", "Lengths": "*i32"}
         constants |= {"NOPE": projected.padded(dim_nope), "BLOCK_R": blocks.rank, "BLOCK_N": 64}
         constants |= {"PLANNED": True, "HAS_PADDING": True}
-        kernel = projections.absorb_kernel
+        kernel = kernels.absorb_kernel
     else:
         constants |= {"COLUMNS": projected.padded(rank), "BLOCK_V": blocks.values, "BLOCK_PIECES": projected.PIECES}
         constants |= {"COMBINES": True}
-        kernel = projections.values_kernel
+        kernel = kernels.values_kernel
     options = {"num_warps": projected.WARPS} | ({"launch_pdl": True} if job.capability >= 90 else {})
     return Program(job.capability, kernel, types, constants, options)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.kernels.decode import projected
+from mla_plugin.kernels.decode.projected import launch as projected
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

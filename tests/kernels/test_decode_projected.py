@@ -10,7 +10,8 @@ import torch
 from mla_plugin.arguments import checks
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.manager import get_manager
-from mla_plugin.kernels.decode import launch, projected
+from mla_plugin.kernels.decode import launch
+from mla_plugin.kernels.decode.projected import launch as projected
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.operations.decode import projected as operation
 from mla_plugin.resolver.decode import resolve_decode

@@ -15,8 +15,15 @@ from tests.repository.project import ROOT
 
 MODULES = (
     *("prefill.forward", "prefill.backward_rows", "prefill.backward_kv", "prefill.backward_q"),
-    *("hopper.plan", "hopper.forward", "hopper.backward_kv", "hopper.backward_q"),
-    *("decode.plan", "decode.kernel", "decode.combine", "decode.projections", "decode.hopper.kernel", "decode.cache"),
+    *("hopper.plan", "hopper.forward", "hopper.forward_latent", "hopper.backward_kv", "hopper.backward_q"),
+    *(
+        "decode.plan",
+        "decode.kernel",
+        "decode.combine",
+        "decode.projected.kernels",
+        "decode.hopper.kernel",
+        "decode.cache",
+    ),
     *("decode.invariant.kernel", "decode.invariant.combine", "decode.quantised_cache"),
 )
 CODE = """

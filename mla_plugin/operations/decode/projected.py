@@ -83,9 +83,9 @@ def decode_projected(
         step = _steps[key] = _step_of(query, c_kv, k_rope, weight, dim_nope, dim_v, ranges, host)
     if step is None:
         return None
-    from mla_plugin.kernels.decode import projected
+    from mla_plugin.kernels.decode.projected import launch
 
-    return projected.decode(step, query, c_kv, k_rope, weight, dim_nope, ranges, float(softmax_scale))
+    return launch.decode(step, query, c_kv, k_rope, weight, dim_nope, ranges, float(softmax_scale))
 
 
 def _step_of(
@@ -139,8 +139,8 @@ def _step_of(
     # asked after the choice, which imports plug-ins that a variable has held back
     if plan.forward_backend != _BACKEND or plan.request.batch_invariant or not get_manager().is_ours(_BACKEND):
         return None
-    from mla_plugin.kernels.decode import projected
+    from mla_plugin.kernels.decode.projected import launch
 
-    if batch * seqlen_q > projected.ROWS:
+    if batch * seqlen_q > launch.ROWS:
         return None
-    return projected.step_of(tensors, query, weight, dim_nope, dim_v, ranges)
+    return launch.step_of(tensors, query, weight, dim_nope, dim_v, ranges)

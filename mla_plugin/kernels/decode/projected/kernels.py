@@ -1,4 +1,4 @@
-"""The first and the last kernel of an absorbed decode with W_UK and W_UV; see ``projected.py``.
+"""The first and the last kernel of an absorbed decode with W_UK and W_UV; see ``launch.py``.
 
 Mathematics and notation: kernels/README.md.
 """

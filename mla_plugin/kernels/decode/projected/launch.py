@@ -16,7 +16,7 @@ import torch
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.device import device_of
 from mla_plugin.kernels.decode.launch import Launches, make_launches, options_of
-from mla_plugin.kernels.decode.projections import absorb_kernel, values_kernel
+from mla_plugin.kernels.decode.projected.kernels import absorb_kernel, values_kernel
 from mla_plugin.kernels.launch import Launch, compile_together, on_device_of
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
