@@ -5,10 +5,10 @@
 Keys are [c_kv | k_rope], values are c_kv. ``v in k`` is our attention on v = k[..., :512], which the Hopper kernel
 takes, ``v elsewhere`` the same with v in other memory, which the plain kernels take. The others: ``mla_plugin.decode``
 with all queries at once, by backends that take unpaged caches, and PyTorch's memory-efficient SDPA on expanded heads. A
-result whose error against float64, in the first and the last 64 queries of two heads, is more than twice that of plain
-PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short bursts, in shuffled turns.
-TFLOP/s count 2 H 1088 operations for each visible key of each query. Packed lengths are log-normal. Writes
-benchmarks/results/absorbed_prefill_<gpu>.json, prints a table last.
+result whose error against float64, in the first and the last 64 queries of the first sequence, in two heads, is more
+than twice that of plain PyTorch in bfloat16 is not timed. Milliseconds are of the GPU, from CUDA graphs in short
+bursts, in shuffled turns. TFLOP/s count 2 H 1088 operations for each visible key of each query. Packed lengths are
+log-normal. Writes benchmarks/results/absorbed_prefill_<gpu>.json, prints a table last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mla_plugin
 from benchmarks.common import error, in_shuffled_turns, parser, write
-from benchmarks.prefill_cases import Case as Lengths
+from benchmarks.prefill_cases import Case as PrefillCase
 from benchmarks.prefill_cases import lengths_of
 
 RANK, WIDTH = 512, 576
@@ -44,7 +44,7 @@ class Case(NamedTuple):
         """Of the sequences."""
         if self.batch == 1:
             return [self.seqlen]
-        return lengths_of(Lengths((WIDTH, RANK), self.heads, 1, self.batch, self.seqlen, packed=True))
+        return lengths_of(PrefillCase((WIDTH, RANK), self.heads, 1, self.batch, self.seqlen, packed=True))
 
 
 CASES = (
@@ -79,6 +79,7 @@ class Problem:
     def is_right(self, out: torch.Tensor) -> bool:
         """``out``: [T, H, 512]."""
         length = self.case.lengths[0]
+        assert length >= ROWS
         for rows in (slice(0, ROWS), slice(length - ROWS, length)):
             for head in (0, self.case.heads - 1):
                 exact = self._plain(rows, head, torch.float64)

@@ -168,11 +168,12 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 def measure_again(backend: str, options: argparse.Namespace) -> None:
     """Times in every shape, to be merged."""
     rows = []
+    cases = [case for case in (*CASES, *BETWEEN, *DRAWN) if re.search(options.only or "", case.name)]
+    if not cases:
+        raise SystemExit(f"--only {options.only!r} matches no shape")
     kinds = ("forward",) if options.forward_only else ("forward", "backward")
     with torch.no_grad():
-        for case in (*CASES, *BETWEEN, *DRAWN):
-            if not re.search(options.only, case.name):
-                continue
+        for case in cases:
             row: dict[str, Any] = {**case._asdict(), "refused": {}}
             for kind, calls in passes(Problem(case), row, kinds).items():
                 row[kind] = in_shuffled_turns(calls, options.rounds)
@@ -263,10 +264,14 @@ def main() -> None:
     arguments.add_argument("--check", action="store_true", help="exit 1 where the choice is below 0.95 of the best")
     arguments.add_argument("--again", choices=BACKENDS, help="in every shape, after a change of this backend's")
     arguments.add_argument("--forward-only", action="store_true", help="with --again")
-    arguments.add_argument("--only", metavar="RE", default="", help="with --again: shapes whose name this matches")
+    arguments.add_argument(
+        "--only", metavar="RE", help="with --again: shapes whose name this matches; then --merge with --rest-unchanged"
+    )
     arguments.add_argument("--merge", type=Path, metavar="FILE", help="put what --again wrote into the kept results")
     arguments.add_argument("--rest-unchanged", action="store_true", help="with --merge: keep times not taken again")
     options = arguments.parse_args()
+    if options.only is not None and not options.again:
+        arguments.error("--only needs --again")
     if options.merge:
         return merge(json.loads(options.merge.read_text()), rest_unchanged=options.rest_unchanged)
     if not torch.cuda.is_available():

@@ -52,8 +52,8 @@ class AttentionTensors:
     dropout_seed: torch.Tensor | None = None
 
     kept: ClassVar[dict[str, Any] | None] = None
-    """Cache of the backends, by their names, for calls that differ only in values and addresses; None if calls of this
-    kind are not cached. It must not hold a tensor of a call."""
+    """Cache of the backends, under keys that begin with their names, for calls that differ only in values and
+    addresses; None if calls of this kind are not cached. It must not hold a tensor of a call."""
 
     @property
     def needs_gradient(self) -> bool:

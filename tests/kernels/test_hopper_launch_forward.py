@@ -8,6 +8,7 @@ import torch
 from mla_plugin.arguments.mask import Band
 from mla_plugin.kernels.hopper import launch_forward, plan, tickets
 from mla_plugin.kernels.hopper.launch_forward import Forward
+from mla_plugin.kernels.hopper.rule import TILES
 from mla_plugin.kernels.hopper.tickets import heads_together
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 
@@ -106,6 +107,15 @@ def test_equally_long_tiles_need_no_counter(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         _, _, ((*_, counter, _, _, _, _), _) = launched("bshd", band, monkeypatch, has_lengths=has_lengths)
         assert (counter is not None) == has_counter
+
+
+@pytest.mark.parametrize("head_dims", TILES)
+def test_the_order_of_loads_is_that_of_the_table(head_dims: tuple[int, int]) -> None:
+    q, k, v = (torch.zeros(1, 8, 2, width, dtype=torch.float16) for width in (head_dims[0], *head_dims))
+    launch = Forward(Kind.of(q, k, v, 0.1, Packing("bshd", 8, 8)))._launch
+    found = dict(zip(launch.kernel.arg_names[-len(launch.arguments) :], launch.arguments, strict=True))
+    tile = TILES[head_dims]
+    assert (found["BLOCK_N"], found["STAGES"], found["AHEAD"]) == tile
 
 
 def test_calls_on_the_default_stream_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:

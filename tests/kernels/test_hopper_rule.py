@@ -11,7 +11,7 @@ import torch
 from mla_plugin import AttentionTensors, Plan, Platform
 from mla_plugin.arguments.mask import Band
 from mla_plugin.hooks.types import Accepted
-from mla_plugin.kernels.hopper import rule
+from mla_plugin.kernels.hopper import common, latent, rule
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.packing import Kind, Packing
 from mla_plugin.plugins import triton
@@ -122,6 +122,8 @@ def latents() -> tuple[torch.Tensor, torch.Tensor]:
 def test_over_latents_v_has_to_lie_in_k(hopper: None) -> None:
     q, k = latents()
     assert rule.plain_kernel_for(kind(q, k, k[..., :512])) is None
+    cache = torch.zeros(2, 8, 576, dtype=torch.bfloat16)  # a head of its own for each: strides of 576 and 512
+    assert rule.plain_kernel_for(kind(q, cache[:, :, None], cache[..., :512][:, :, None])) is None
     elsewhere = "v is not k[..., :512] in k's memory, as the Hopper kernel of 576/512 needs it"
     for v in (k[..., :512].clone(), k[..., 64:], k.clone()[..., :512], k[:, :, :, :512].contiguous()):
         assert rule.plain_kernel_for(kind(q, k, v)) == elsewhere
@@ -132,6 +134,28 @@ def test_over_latents_v_has_to_lie_in_k(hopper: None) -> None:
     for rule_of in (rule.plain_dkv_for, rule.plain_dq_for):
         found = rule_of(kind(q, k, k[..., :512]), q.stride())
         assert found == "the Hopper kernels have no backward for head dimensions 576/512"
+
+
+def test_the_kernel_over_latents_is_that_of_the_rule() -> None:
+    head_dim_qk, head_dim_v = rule.LATENT
+    assert head_dim_qk == latent.PANELS.value * common.PANEL.value
+    assert head_dim_v == 2 * latent.HALF.value
+    assert common.ROWS.value == rule.LATENT_QUERIES
+
+
+def test_v_stays_in_k_where_rows_are_copied(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that begin anywhere are copied to begin on 16 bytes, k and v together."""
+    launched = []
+    monkeypatch.setattr(launch_forward, "_hopper", lambda: lambda kind: lambda q, k, v, *_: launched.append((k, v)))
+    monkeypatch.setattr(launch_forward, "_forward_launch", None)
+    monkeypatch.setattr(launch_forward, "with_aligned_rows", lambda x: x.clone())
+    q, k = latents()
+    kept: dict = {}
+    launch_forward.forward(q, k, k[..., :512], 0.1, Packing("bshd", 8, 8), kept=kept)
+    ((copied, v),) = launched
+    assert copied.data_ptr() == v.data_ptr() != k.data_ptr()
+    assert v.shape[-1] == 512
+    assert kept == {}
 
 
 def test_kept_launches_of_v_in_k_are_not_those_of_v_elsewhere(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,9 @@ def product_layout(columns):
 
 
 @gluon.constexpr_function
-def _row_layout(adjacent, lanes, columns):
-    """[64, columns] with these columns of a thread beside each other, and these of the threads of a row."""
-    registers = [[0, column] for column in adjacent] + [[8, 0]]
+def _row_layout(registers, lanes, columns):
+    """[64, columns]: bits of the column that a thread's first registers, and the threads of a row, stand for."""
+    registers = [[0, column] for column in registers] + [[8, 0]]
     registers += [[0, 32 << i] for i in range((columns // 64).bit_length())]
     lanes = [[0, column] for column in lanes] + [[1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
@@ -92,8 +92,8 @@ def store_layout(columns):
 def as_stored(x):
     """x [64, columns] from ``product_layout`` to ``store_layout``, by shuffles between the four threads of a row.
 
-    In two steps: the compiler does it in one through 2 KB of shared memory for each warpgroup. Where there is room for
-    those, as at 192/128, the kernels are 1 % faster that way.
+    The compiler's single conversion uses 2 KB of shared memory for each warpgroup. Where these fit, as at 192/128, it
+    is 1 % faster.
     """
     between: gl.constexpr = _row_layout((1, 2, 16), (8, 4), x.shape[1])
     return gl.convert_layout(gl.convert_layout(x, between), store_layout(x.shape[1]))

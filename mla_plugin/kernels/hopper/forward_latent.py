@@ -53,7 +53,7 @@ def latent_forward_kernel(
     """Persistent: one program per SM takes query tiles of 64 rows until there are none left.
 
     Q, K: descriptors over [B, H, S, 576], packed over [1, H, T, 576], of tiles [1, 1, 64, 64]. Work: see plan.py; None
-    unless PACKED or DYNAMIC. Barriers of tiles: see ``hopper_decode_kernel``; q_full and q_empty are of a query tile.
+    unless PACKED or DYNAMIC. Tiles in shared memory and barriers: see ``latent.py``.
     """
     dtype: gl.constexpr = Q.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [PANELS, 1, 1, ROWS, PANEL], Q.layout)

@@ -5,8 +5,18 @@ memory. Both accumulate every tile, each for half of the columns of c_kv (as in 
 kernel and the forward of the same head dimensions share this; kernels/README.md says why it cannot deadlock.
 
 In all functions ``which`` is the warpgroup, 0 or 1: the stage of its own tiles, and its half of the columns. ``uses``
-is how many tiles the tile's stage held before; its parity is the phase of the stage's barriers. ``tiles`` and
-``barriers`` are those of ``hopper_decode_kernel``.
+is how many tiles the tile's stage held before; its parity is the phase of the stage's barriers.
+
+``tiles``, in shared memory: q_tiles [PANELS] and k_tiles [2 * PANELS], panels of 64 x 64, those of a key tile in one of
+two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [2, ROWS] and sums [4, ROWS]. ``barriers``,
+and who arrives at them:
+
+- q_full, q_empty: TMA has copied the queries of a piece, in the forward of a query tile; both warpgroups have read
+  them.
+- k_full[2 * stage + half], k_empty[...]: that half of a tile's c_kv has been written, with k_rope if half == stage; the
+  warpgroup of that half, which reads it last, has multiplied by it.
+- published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
+- finished: both warpgroups have written the sums of a piece's rows.
 """
 
 from __future__ import annotations
@@ -41,6 +51,23 @@ _ZEROED_ROWS = gl.constexpr(16)
 def panels_as_matrix(panels, first, COLUMNS: gl.constexpr):
     """COLUMNS columns of 64 rows, from panel ``first`` on."""
     return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
+
+
+@gluon.jit
+def steps_of(start_m, seqlen_q, seqlen_kv, window_right, BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """(key tiles that some row of a query tile sees, keys that all of its rows see, diagonal)."""
+    diagonal = 0
+    if BOTTOM_RIGHT:
+        diagonal = seqlen_kv - seqlen_q
+    last = seqlen_kv
+    seen_by_all = seqlen_kv
+    if HAS_RIGHT:
+        reach = start_m + diagonal + window_right + 1  # keys that the first row sees
+        seen_by_all = gl.minimum(seqlen_kv, reach)
+        last = gl.minimum(seqlen_kv, reach + ROWS - 1)
+    if start_m >= seqlen_q:  # rows of a dense batch past the end of their sequence
+        last = 0
+    return gl.cdiv(gl.maximum(last, 0), KEYS), seen_by_all, diagonal
 
 
 @gluon.jit
@@ -276,13 +303,13 @@ def fold_tiles(
 
 
 @gluon.jit
-def sum_of_both(row_sum, sums, finished, pieces, which: gl.constexpr):
-    """The sums of both warpgroups' tiles; ``pieces`` is how often they were exchanged before."""
+def sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
+    """The sums of both warpgroups' tiles; ``exchanges``: how often they were exchanged before."""
     # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
-    slot = 2 * (pieces & 1)
+    slot = 2 * (exchanges & 1)
     sums.index(slot + which).store(row_sum)
     synchronize()
     # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
     mbarrier.arrive(finished.index(0))
-    mbarrier.wait(finished.index(0), pieces & 1)
+    mbarrier.wait(finished.index(0), exchanges & 1)
     return row_sum + sums.index(slot + 1 - which).load(SCORES_ROWS)

@@ -7,25 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
-from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF
+from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF, steps_of
 from mla_plugin.kernels.hopper.loading import next_ticket, publish, sequence_of, work_of
-
-
-@gluon.jit
-def steps_of(start_m, seqlen_q, seqlen_kv, window_right, BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """(key tiles that some row of a query tile sees, keys that all of its rows see, diagonal)."""
-    diagonal = 0
-    if BOTTOM_RIGHT:
-        diagonal = seqlen_kv - seqlen_q
-    last = seqlen_kv
-    seen_by_all = seqlen_kv
-    if HAS_RIGHT:
-        reach = start_m + diagonal + window_right + 1  # keys that the first row sees
-        seen_by_all = gl.minimum(seqlen_kv, reach)
-        last = gl.minimum(seqlen_kv, reach + ROWS - 1)
-    if start_m >= seqlen_q:  # rows of a dense batch past the end of their sequence
-        last = 0
-    return gl.cdiv(gl.maximum(last, 0), KEYS), seen_by_all, diagonal
 
 
 @gluon.jit
@@ -47,7 +30,7 @@ def _load_half(k_source, k_tiles, k_full, k_empty, at, uses, stage: gl.constexpr
 
 @gluon.jit
 def _load_tile(k_source, k_tiles, k_full, k_empty, at, uses, stage: gl.constexpr):
-    """One key tile. The half of the stage's number first: the warpgroup that owns the tile releases it first."""
+    """One key tile. The half of the stage's number first: the scores of the tile begin with it."""
     _load_half(k_source, k_tiles, k_full, k_empty, at, uses, stage, stage)
     _load_half(k_source, k_tiles, k_full, k_empty, at, uses, stage, 1 - stage)
 
@@ -105,7 +88,7 @@ def load(
             start_n = start_kv + 2 * pair * KEYS
             _load_tile(k_source, k_tiles, k_full, k_empty, (row, head // group, start_n), even, 0)
             even += 1
-            if pair == 0:  # after the keys: their slots are released before the last ticket's queries are
+            if pair == 0:  # after the keys: their slots are released before the previous query tile's queries are
                 mbarrier.wait(q_empty.index(0), (tile & 1) ^ 1)
                 mbarrier.expect(q_full.index(0), ROWS * PANELS * PANEL * 2)
                 for panel in gl.static_range(PANELS):

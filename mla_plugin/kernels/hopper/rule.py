@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mla_plugin.kernels.prefill.packing import Kind
 
 QUERIES = 128
-"""Queries of a tile: two warpgroups of 64."""
+"""Queries of a tile: two warpgroups of 64. Over latents: ``LATENT_QUERIES``."""
 
 
 class Tile(NamedTuple):
@@ -23,8 +23,8 @@ class Tile(NamedTuple):
         keys: keys of a tile of K and V.
         stages: tiles of K, and of V, in shared memory.
         ahead: K of each tile is loaded before V of the previous one, the order in which they are used and released. On
-            an H100 that is 6 % faster at (1, 16, 8192), 128/128, causal, and 4 % at 64/64; but at 192/128 5 to 9 %
-            slower with 16,384 tokens and a causal mask, and at 256/256 2 %.
+            an H100 that is 6 % faster at (1, 16, 8192), 128/128, causal, and 4 % at (1, 32, 8192), 64/64; but at
+            192/128 5 to 9 % slower with 16,384 tokens and a causal mask, and at 256/256 2 %.
     """
 
     keys: int
@@ -37,14 +37,20 @@ TILES: dict[tuple[int, int], Tile] = {
     (128, 128): Tile(128, 2, ahead=True),
     (64, 64): Tile(128, 2, ahead=True),
     (256, 256): Tile(64, 2),
-    (96, 64): Tile(128, 2, ahead=True),
+    (96, 64): Tile(128, 2),
 }
 """The forward's, by head_dim_qk and head_dim_v; the backward takes the same pairs, see ``plain_dq_because``."""
 LATENT = (576, 512)
-"""head_dim_qk and head_dim_v over latents, with absorbed weights: a forward of its own, where v is in k."""
-V_IN_K = "k[..., :512] in k's memory"
+"""head_dim_qk and head_dim_v over latents, with absorbed weights, of ``latent_forward_kernel``."""
+_LATENT_NAME = "{}/{}".format(*LATENT)
+V_IN_K = f"k[..., :{LATENT[1]}] in k's memory"
 LATENT_QUERIES = 64
-"""Queries of a tile there: both warpgroups have the same."""
+"""Queries of a tile of ``latent_forward_kernel``: both warpgroups have the same."""
+
+
+def is_latent(head_dim_qk: int, head_dim_v: int) -> bool:
+    """These are the head dimensions of ``latent_forward_kernel``."""
+    return (head_dim_qk, head_dim_v) == LATENT
 
 
 def plain_kernel_because(
@@ -71,8 +77,8 @@ def plain_kernel_because(
     if (head_dim_qk, head_dim_v) not in (*TILES, LATENT):
         widths = ", ".join(f"{qk}/{v}" for qk, v in (*TILES, LATENT))
         return f"head dimensions {head_dim_qk}/{head_dim_v}, the Hopper kernel has {widths}"
-    if (head_dim_qk, head_dim_v) == LATENT and window_left >= 0:
-        return f"a window with left={window_left}, which the Hopper kernel of 576/512 does not have"
+    if is_latent(head_dim_qk, head_dim_v) and window_left >= 0:
+        return f"a window with left={window_left}, which the Hopper kernel of {_LATENT_NAME} does not have"
     if batch_invariant:
         return "batch_invariant=True: strides, which decide between the kernels, must not change the bits"
     return None
@@ -80,8 +86,8 @@ def plain_kernel_because(
 
 def plain_backward_because(head_dim_qk: int, head_dim_v: int) -> str | None:
     """Why the plain kernels compute the backward although the Hopper kernel computes the forward; None: they do not."""
-    if (head_dim_qk, head_dim_v) == LATENT:
-        return "the Hopper kernels have no backward for head dimensions 576/512"
+    if is_latent(head_dim_qk, head_dim_v):
+        return f"the Hopper kernels have no backward for head dimensions {_LATENT_NAME}"
     return None
 
 
@@ -104,7 +110,8 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
     """Why the plain kernel computes this kind of call; None: the Hopper kernel does.
 
-    Addresses do not matter: ``with_aligned_rows`` has copied tensors that are not aligned to 16 bytes.
+    Of the addresses it matters whether v is in k, at 576/512. ``with_aligned_rows`` has copied tensors that are not
+    aligned to 16 bytes.
     """
     import triton
 
@@ -123,8 +130,8 @@ def plain_kernel_for(kind: Kind, batch_invariant: bool = False) -> str | None:
             return f"{name} is empty: {tuple(shape)}"
         if not _can_be_copied(shape, strides):
             return f"{name} has strides {strides}, TMA needs positive multiples of 8 elements"
-    if head_dims == LATENT and not kind.v_is_in_k:
-        return f"v is not {V_IN_K}, as the Hopper kernel of 576/512 needs it"
+    if is_latent(*head_dims) and not kind.v_is_in_k:
+        return f"v is not {V_IN_K}, as the Hopper kernel of {_LATENT_NAME} needs it"
     return None
 
 

@@ -17,6 +17,7 @@ from mla_plugin.kernels.prefill.packing import (
     Kind,
     Packing,
     gpu_class_of,
+    is_in,
     l2_cache_bytes,
     launch_options,
     lse_like,
@@ -53,8 +54,8 @@ def _hopper() -> Callable[[Kind], Callable[..., None]]:
     return forward_of
 
 
-_KEPT, _KEPT_LATENT = "triton", "triton, v in k"
-"""The backend's name, under which it keeps its launch; another one where k and v have the same address."""
+_KEPT, _KEPT_SHARED = "triton", "triton, k and v at one address"
+"""Under which a launch is kept: the backend's name, or another one where v may lie in k."""
 
 
 def heads_together(batch_heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
@@ -85,11 +86,16 @@ def forward(
 
     q, k, v may have any strides. ``softmax_scale`` > 0. ``tuned``: the tile is measured at the first call of each kind,
     see tuning.py; otherwise it is the table's. ``kept``: cache of the launch, for calls that differ only in their
-    tensors' addresses. ``batch_invariant``: a row's bits are to depend on its keys alone.
+    tensors' addresses; one for k and v at one address, and one for others. ``batch_invariant``: a row's bits are to
+    depend on its keys alone.
     """
-    key = _KEPT_LATENT if k.data_ptr() == v.data_ptr() else _KEPT
-    known = None if kept is None or tuned else kept.get(key)
-    if known is not None and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0:
+    known = None
+    if kept is not None and not tuned:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        key = _KEPT_SHARED if addresses[1] == addresses[2] else _KEPT
+        if (addresses[0] | addresses[1] | addresses[2]) % 16 == 0:
+            known = kept.get(key)
+    if known is not None:
         launch, out_shape, lse_shape, fills_gaps = known
         out, lse = q.new_empty(out_shape), q.new_empty(lse_shape, dtype=torch.float32)
         if not fills_gaps:
@@ -101,7 +107,9 @@ def forward(
     if q.numel() == 0:
         return output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     given = (q, k, v)
-    q, k, v = with_aligned_rows(q), with_aligned_rows(k), with_aligned_rows(v)
+    is_shared = is_in(v, k)
+    q, k = with_aligned_rows(q), with_aligned_rows(k)
+    v = k[..., : v.shape[-1]] if is_shared and k is not given[1] else with_aligned_rows(v)
     kind = Kind.of(q, k, v, softmax_scale, packing)
     is_plain = plain_kernel_for(kind, batch_invariant) is not None
     fills_gaps = not (is_plain and packing.layout.is_packed)
@@ -113,7 +121,7 @@ def forward(
     arguments = (q, k, v, out, lse, *packing.offsets())
     with on_device_of(q):
         launch = _forward_launch(kind, None) if is_plain else _hopper()(kind)
-        if kept is not None and (q is given[0] and k is given[1] and v is given[2]):
+        if kept is not None and not tuned and (q is given[0] and k is given[1] and v is given[2]):
             kept[key] = launch, out.shape, lse.shape, fills_gaps
         if tuned and is_plain:
             tile = measured_tile("forward", q, v, packing, lambda tile: _forward_launch(kind, tile)(*arguments))

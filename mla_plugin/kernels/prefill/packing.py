@@ -170,12 +170,17 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def is_in(v: torch.Tensor, k: torch.Tensor) -> bool:
-    """v is the first columns of k, in the same memory; both have the same sizes but for columns."""
-    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    """v is the first columns of k, in the same memory. Both have equal sizes but for columns; v may not have more."""
+    if v.data_ptr() != k.data_ptr() or v.shape[-1] > k.shape[-1]:
+        return False
+    # the stride of a dimension of size 1 is arbitrary
+    return all(a == b for a, b, size in zip(v.stride(), k.stride(), k.shape, strict=True) if size > 1)
 
 
 class Kind(NamedTuple):
     """Everything that the launches of a prefill call depend on, except its tensors' addresses.
+
+    Of these only ``v_is_in_k`` matters.
 
     Attributes:
         dtype, device: of q, k and v.

@@ -84,8 +84,8 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     """Which kernels run, on GPUs for which there is more than one set."""
     from mla_plugin.kernels.hopper.device import CAPABILITY
     from mla_plugin.kernels.hopper.rule import (
-        LATENT,
         V_IN_K,
+        is_latent,
         plain_backward_because,
         plain_dq_because,
         plain_kernel_because,
@@ -99,7 +99,7 @@ def _kernel(request: AttentionRequest, platform: Platform) -> Iterator[str]:
     reason = plain_kernel_because(*given, window_left=window_left, batch_invariant=request.batch_invariant)
     if reason is not None:
         yield f"forward by the plain kernel: {reason}"
-    elif widths == LATENT:
+    elif is_latent(*widths):
         yield f"forward by the Hopper kernel if v is {V_IN_K}, otherwise by the plain kernel"
     else:
         yield "forward by the Hopper kernel"

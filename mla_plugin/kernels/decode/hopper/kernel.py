@@ -159,14 +159,7 @@ def hopper_decode_kernel(
     written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
     ``plan_chunks_kernel``; otherwise leftpad_kv is None.
 
-    Key tiles alternate between two stages, the even ones in stage 0. Barriers, and who arrives at them:
-
-    - q_full, q_empty: TMA has copied the queries of a piece; both warpgroups have read them.
-    - k_full[2 * stage + half], k_empty[...]: TMA has copied that half of a tile's c_kv, with k_rope if half == stage,
-      or the gathering warpgroup has written it; the warpgroup of that half, which reads it last, has multiplied by it.
-    - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
-    - finished: both warpgroups have written the sums of a piece's rows.
-
+    Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA.
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
     if DEPENDENT:

@@ -29,7 +29,7 @@ def _load_half(desc_c, desc_k, k_tiles, k_full, k_empty, block, row, free, stage
 
 @gluon.jit
 def _load_tile(desc_c, desc_k, k_tiles, k_full, k_empty, block, row, free, stage: gl.constexpr):
-    """One key tile. The half of the stage's number first: the warpgroup that owns the tile releases it first."""
+    """One key tile. The half of the stage's number first: the scores of the tile begin with it."""
     _load_half(desc_c, desc_k, k_tiles, k_full, k_empty, block, row, free, stage, stage)
     _load_half(desc_c, desc_k, k_tiles, k_full, k_empty, block, row, free, stage, 1 - stage)
 
