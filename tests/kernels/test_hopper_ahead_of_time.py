@@ -126,8 +126,8 @@ def q_loop(job: Job) -> tuple[int, int, int]:
 def test_every_column_is_copied_once(job: Job, compiled: dict[str, Any]) -> None:
     """For both warpgroups Q, of the backward Q and dO or K and V; then the tiles that they share. 64 columns a copy.
 
-    At 256 columns the first has K and the second V. Where the forward loads K ahead of V, the compiler copies the code of
-    K before the loop.
+    At 256 columns the first has K and the second V. Where the forward loads K ahead of V, the compiler copies the code
+    for K before the loop.
     """
     of_queries, of_values = list(range(0, job.head_dim_qk, 64)), list(range(0, job.head_dim_v, 64))
     is_ahead = job.kernel == "forward" and TILES[job.head_dim_qk, job.head_dim_v].ahead
