@@ -20,7 +20,7 @@ class Job:
     Attributes:
         head_dim_qk, head_dim_v: a pair of ``rule.TILES``, or ``rule.LATENT``.
         dtype: Triton's name.
-        call: ``full``, ``causal`` and ``window`` over dense batches, ``packed`` causal with lengths.
+        call: ``full``, ``causal`` and ``window`` over dense batches, ``lengths`` full with lengths, ``packed`` causal.
         kernel: ``forward``, ``backward_kv`` or ``backward_q``; over latents ``latent_forward``.
         sums: dk and dv are float32, as for copies of heads, see ``shared_heads.py``.
     """
@@ -40,7 +40,7 @@ class Job:
 
 
 JOBS = (
-    *(Job(call="full"), Job(call="window"), Job(call="packed")),
+    *(Job(call=call) for call in ("full", "window", "packed", "lengths")),
     *(Job(128, 128, "fp16"), Job(64, 64), Job(256, 256, call="packed"), Job(96, 64, "fp16", "full")),
     *(Job(call=call, kernel="backward_kv") for call in ("window", "packed")),
     *(Job(128, 128, "fp16", kernel="backward_kv"), Job(64, 64, call="full", kernel="backward_kv")),
@@ -53,7 +53,7 @@ JOBS = (
 
 LATENT_JOBS = tuple(
     Job(576, 512, dtype, call, "latent_forward")
-    for dtype, call in (("bf16", "full"), ("bf16", "causal"), ("fp16", "packed"))
+    for dtype, call in (("bf16", "full"), ("bf16", "causal"), ("fp16", "packed"), ("bf16", "lengths"))
 )
 
 
@@ -276,10 +276,10 @@ def program(job: Job | DecodeJob) -> Program:
     from mla_plugin.kernels.hopper.forward_latent import latent_forward_kernel
     from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 
-    packed = job.call == "packed"
+    packed, has_lengths = job.call == "packed", job.call in ("packed", "lengths")
     constants: dict[str, Any] = {"REGISTERS": LOADING_REGISTERS}
-    constants |= {"DYNAMIC": job.call != "full", "PACKED": packed, "HAS_LENGTHS": packed}
-    constants |= {"BOTTOM_RIGHT": True, "HAS_RIGHT": job.call != "full"}
+    constants |= {"DYNAMIC": job.call != "full", "PACKED": packed, "HAS_LENGTHS": has_lengths}
+    constants |= {"BOTTOM_RIGHT": True, "HAS_RIGHT": job.call not in ("full", "lengths")}
     if job.kernel != "latent_forward":
         constants["HAS_LEFT"] = job.call == "window"
     if job.kernel == "latent_forward":
@@ -294,7 +294,8 @@ def program(job: Job | DecodeJob) -> Program:
     types |= {"Work": "*i32", "softmax_scale": "fp32"}
     offsets = [name for name in kernel.arg_names if name.startswith("cu_seqlens")]
     types |= dict.fromkeys(offsets, "*i32")
-    constants |= own | ({} if packed else dict.fromkeys(offsets))
+    absent = [name for name in offsets if not has_lengths or (name.endswith("_padded") and not packed)]
+    constants |= own | dict.fromkeys(absent)
     if not (packed or constants["DYNAMIC"]):
         constants["Work"] = None
     return Program(90, kernel, types, constants, {"num_warps": 4})
