@@ -113,11 +113,11 @@ class Forward:
         )
 
 
-def _forward_launch(kind: Kind, variant: _Variant, tiles: int, heads: int, is_dynamic: bool) -> Launch:
+def _forward_launch(kind: Kind, variant: _Variant, tiles: int, heads: int, has_counter: bool) -> Launch:
     """``tiles``, ``heads``: packed at most those of all sequences, and H; dense those of one sequence, and B * H."""
     out_strides = kind.layout.contiguous_strides((*kind.q_shape[:-1], kind.v_shape[-1]))
     group = kind.num_heads // kind.num_kv_heads
-    columns = kind.q_shape[-1] + (kind.v_shape[-1] if len(variant.sources) == 3 else 0)  # read of each key
+    columns = sum(source.shape[-1] for source in variant.sources[1:])  # read of each key
     kv_bytes = kind.pick(kind.k_shape)[2] * columns * kind.dtype.itemsize
     fixed: dict[str, object] = {
         **named_strides("o", "bhm", out_strides),
@@ -131,7 +131,7 @@ def _forward_launch(kind: Kind, variant: _Variant, tiles: int, heads: int, is_dy
         "max_seqlen_kv": kind.seqlen_kv,
         "window_right": kind.band.right,
         "softmax_scale": kind.softmax_scale,
-        "DYNAMIC": is_dynamic,
+        "DYNAMIC": has_counter,
         "PACKED": kind.layout.is_packed,
         "HAS_LENGTHS": kind.has_lengths,
         "BOTTOM_RIGHT": kind.band.bottom_right,
