@@ -130,13 +130,16 @@ class Problem:
 
 
 def passes(
-    problem: Problem, row: dict[str, Any], kinds: Sequence[str] = ("forward", "backward")
+    problem: Problem,
+    row: dict[str, Any],
+    kinds: Sequence[str] = ("forward", "backward"),
+    backends: Sequence[str] = BACKENDS,
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """The calls of the passes that are right, by backend; why the others are not timed is noted in ``row``."""
     calls: dict[str, dict[str, Callable[[], Any]]] = {kind: {} for kind in kinds}
     residuals = None
     for kind, found in calls.items():
-        for name in BACKENDS:
+        for name in backends:
             try:
                 call = problem.call(name, kind, residuals)
                 result = call()

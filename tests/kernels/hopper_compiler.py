@@ -298,7 +298,8 @@ def program(job: Job | DecodeJob) -> Program:
     constants |= own | dict.fromkeys(absent)
     if not (packed or constants["DYNAMIC"]):
         constants["Work"] = None
-    return Program(90, kernel, types, constants, {"num_warps": 4})
+    options = {"num_warps": 4} | ({"launch_pdl": True} if job.kernel == "backward_q" else {})
+    return Program(90, kernel, types, constants, options)
 
 
 def _descriptor(job: Job, rows: int, columns: int) -> str:

@@ -20,7 +20,7 @@ KV_SHAPES = {"bshd": (2, 200, 2), "sbhd": (200, 2, 2), "bhsd": (2, 2, 200), "thd
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch_backward, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(launch_backward, "counter", lambda device, kernel: torch.zeros(1, dtype=torch.int32))
 
 
 class Given:

@@ -43,7 +43,7 @@ def launched(
     forward = Forward(Kind.of(q, k, v, 0.1, packing))
     plans: list[tuple] = []
     kernels: list[tuple] = []
-    monkeypatch.setattr(launch_forward, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(launch_forward, "counter", lambda device, kernel: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(forward, "_launch", lambda *arguments: kernels.append(arguments))
     if layout == "thd":
         monkeypatch.setattr(forward, "_plan", lambda *arguments: plans.append(arguments))
@@ -122,13 +122,14 @@ def test_calls_on_the_default_stream_share_a_counter(monkeypatch: pytest.MonkeyP
     stream = 0
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
     device = torch.device("cpu")
-    shared = tickets.counter(device)
+    shared = tickets.counter(device, "forward")
     assert shared.tolist() == [0]
-    assert tickets.counter(device) is shared
+    assert tickets.counter(device, "forward") is shared
+    assert tickets.counter(device, "dq") is not tickets.counter(device, "dkv")  # they run at the same time
     stream = 77
-    assert tickets.counter(device).tolist() == [0]
-    assert tickets.counter(device) is not shared
-    assert tickets.counter(device) is not tickets.counter(device)
+    assert tickets.counter(device, "forward").tolist() == [0]
+    assert tickets.counter(device, "forward") is not shared
+    assert tickets.counter(device, "forward") is not tickets.counter(device, "forward")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mla_plugin.kernels.hopper.common import (
     ROWS,
     STAGES,
     WIDE_STAGES,
+    gdc_launch_dependents,
     is_wide,
     matrix_layout,
     panels_of,
@@ -98,6 +99,7 @@ def attention_backward_kv_kernel(
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
+    gdc_launch_dependents()  # the kernel of dQ reads no result of this one
     panels: gl.constexpr = panels_of(QK0 + QK1)
     wide: gl.constexpr = is_wide(QK0)
     owners: gl.constexpr = 1 if wide else 2  # warpgroups that have separate keys

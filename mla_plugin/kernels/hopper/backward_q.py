@@ -9,7 +9,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.hopper.common import FIELDS, PANEL, RECORDS, ROWS, STAGES, WIDE_STAGES, is_wide, panels_of
+from mla_plugin.kernels.hopper.common import (
+    FIELDS,
+    PANEL,
+    RECORDS,
+    ROWS,
+    STAGES,
+    WIDE_STAGES,
+    gdc_wait,
+    is_wide,
+    panels_of,
+)
 from mla_plugin.kernels.hopper.computing_q import compute_q
 from mla_plugin.kernels.hopper.loading_backward import load_q
 
@@ -57,7 +67,8 @@ def attention_backward_q_kernel(
     """Persistent: one program per SM takes query tiles of 128 rows until there are none left.
 
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
-    Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
+    Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC. Programs begin on the SMs that the kernel of dK
+    and dV, of which they read no result, has left.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
     k_stages: gl.constexpr = WIDE_STAGES if is_wide(QK0) else STAGES
@@ -117,3 +128,4 @@ def attention_backward_q_kernel(
         [240, REGISTERS],
     )
     # fmt: on
+    gdc_wait()  # kernels after this one wait for it alone, and may read dk and dv

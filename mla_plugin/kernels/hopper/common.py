@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra import cuda
 
 from mla_plugin.kernels import tile_math
 
 _tile_bounds = gluon.jit(tile_math.tile_bounds.fn)
 rows_with_keys = gluon.jit(tile_math.rows_with_keys.fn)
+gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 PANEL = gl.constexpr(64)

@@ -1,4 +1,7 @@
-"""Launches the Hopper backward: the tile lists of packed sequences, then dK and dV, then dQ."""
+"""Launches the Hopper backward: the tile lists of packed sequences, then dK and dV, then dQ.
+
+dQ starts on the SMs that dK and dV have left, so nothing may be launched between the two.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class Backward:
             offsets: see ``Packing.offsets``.
         """
         found: list[_Call] = []
-        work = self._work(inputs[0], self._size_kv)
+        work = self._work(inputs[0], self._size_kv, "dkv")
         if self._is_packed:
             lengths_q, lengths_kv, _, starts_kv = offsets
             found.append((self._plan_kv, (work, *gradients, None, lengths_kv, lengths_q, starts_kv)))
@@ -71,16 +74,16 @@ class Backward:
     def calls_q(self, inputs: _Inputs, rows: _Pair, dq: torch.Tensor, offsets: _Offsets) -> list[_Call]:
         """The same for dq."""
         found: list[_Call] = []
-        work = self._work(inputs[0], self._size_q)
+        work = self._work(inputs[0], self._size_q, "dq")
         if self._is_packed:
             found.append((self._plan_q, (work, dq, None, None, *offsets[:3])))
         found.append((self._launch_q, (*self._described(inputs), *rows, dq, work, *offsets)))
         return found
 
-    def _work(self, q: torch.Tensor, size: int) -> torch.Tensor | None:
+    def _work(self, q: torch.Tensor, size: int, kernel: str) -> torch.Tensor | None:
         if self._is_packed:
             return q.new_empty(size, dtype=torch.int32)
-        return counter(q.device) if self._is_dynamic else None
+        return counter(q.device, kernel) if self._is_dynamic else None
 
     def _described(self, inputs: _Inputs) -> list[TensorDescriptor]:
         return [descriptor(x.data_ptr(), source) for x, source in zip(inputs, self._sources, strict=True)]
@@ -148,7 +151,8 @@ def _launch_q(kind: Kind, tiles: int) -> Launch:
     fixed |= named_strides("dq", "bhm", kind.layout.contiguous_strides(kind.q_shape))
     fixed |= {"together": heads_together(heads, group, kv_bytes, l2_cache_bytes(kind.device))}
     given = ("Q", "K", "V", "DOut", "Lse", "Delta", "DQ", "Work", *OFFSETS)
-    return Launch(attention_backward_q_kernel, _grid(kind, tiles * heads), given, fixed, {"num_warps": 4})
+    options: dict[str, int | None] = {"num_warps": 4, "launch_pdl": True}
+    return Launch(attention_backward_q_kernel, _grid(kind, tiles * heads), given, fixed, options)
 
 
 def _launch_kv(kind: Kind, tiles: int) -> Launch:

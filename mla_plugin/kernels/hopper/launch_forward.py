@@ -103,7 +103,7 @@ class Forward:
             work = q.new_empty(self._work_size, dtype=torch.int32)
             self._plan(work, out, None, lse, *offsets[:3])
         elif self._is_dynamic:
-            work = counter(q.device)
+            work = counter(q.device, "forward")
         self._launch(
             descriptor(q.data_ptr(), self._of_q),
             descriptor(k.data_ptr(), self._of_k),

@@ -58,13 +58,13 @@ def publish(records, record, r_full, r_empty, start_m, b, head, start_q, seqlen_
 @gluon.jit
 def next_ticket(ticket, Work, num_tickets, DYNAMIC: gl.constexpr):
     """The program's next ticket; ``num_tickets`` or more means that there is none."""
+    ticket += gl.num_programs(0)
     if DYNAMIC:
-        taken = gl.atomic_add(Work, 1)
-        if taken == num_tickets - 1:  # the last addition of this launch: reset the counter for the next one
-            gl.store(Work, 0)
-        ticket = gl.num_programs(0) + taken
-    else:
-        ticket += gl.num_programs(0)
+        if num_tickets > gl.num_programs(0):  # otherwise every program has had its only one
+            taken = gl.atomic_add(Work, 1)
+            if taken == num_tickets - 1:  # the last addition of this launch: reset the counter for the next one
+                gl.store(Work, 0)
+            ticket = gl.num_programs(0) + taken
     return ticket
 
 

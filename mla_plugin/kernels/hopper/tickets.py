@@ -46,16 +46,18 @@ def heads_together(heads: int, group: int, kv_bytes: int, l2_bytes: int) -> int:
 
 
 @functools.cache
-def _default_stream_counter(device: torch.device) -> torch.Tensor:
+def _default_stream_counter(device: torch.device, kernel: str) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def counter(device: torch.device) -> torch.Tensor:
-    """A ticket counter, int32, that is 0. The kernels reset it to 0, so all calls on the default stream share one.
+def counter(device: torch.device, kernel: str) -> torch.Tensor:
+    """A ticket counter, int32, that is 0. A kernel resets it to 0, so its calls on the default stream share one.
+
+    Each kernel has its own: dQ may begin before dK and dV end.
 
     A call on another stream gets a new one: it may run concurrently, or be captured in a CUDA graph whose memory is
     reused.
     """
     if torch._C._cuda_getCurrentRawStream(device.index) == 0:
-        return _default_stream_counter(device)
+        return _default_stream_counter(device, kernel)
     return torch.zeros(1, dtype=torch.int32, device=device)

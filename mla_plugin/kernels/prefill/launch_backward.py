@@ -163,13 +163,14 @@ def backward(
         if tuned:
             _run(*calls.pop())  # what is measured needs the row statistics
         if is_plain_kv:
-            calls.append(plain("backward_kv", call_kv))
+            *before_kv, last_kv = [plain("backward_kv", call_kv)]
         else:
-            calls += _hopper_launches(kind_kv).calls_kv(inputs_kv, rows, (dk, dv), offsets)
+            *before_kv, last_kv = _hopper_launches(kind_kv).calls_kv(inputs_kv, rows, (dk, dv), offsets)
         if is_plain_q:
-            calls.append(plain("backward_q", call_q))
+            *before_q, last_q = [plain("backward_q", call_q)]
         else:
-            calls += _hopper_launches(kind).calls_q(inputs, rows, dq, offsets)
+            *before_q, last_q = _hopper_launches(kind).calls_q(inputs, rows, dq, offsets)
+        calls += [*before_kv, *before_q, last_kv, last_q]  # the last two may overlap, so nothing between them
         if q.is_cuda and kind_kv.code not in _compiled:
             compile_together(calls, q.device)
             _compiled.add(kind_kv.code)

@@ -38,7 +38,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(decode_layout, "_known", {})
     for module in (launch_forward, launch_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: PROGRAMS)
-        monkeypatch.setattr(module, "counter", lambda device: torch.zeros(1, dtype=torch.int32))
+        monkeypatch.setattr(module, "counter", lambda device, kernel: torch.zeros(1, dtype=torch.int32))
     for cache in (*decisions, *prepared):
         cache.cache_clear()
     yield

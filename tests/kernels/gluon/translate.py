@@ -29,9 +29,10 @@ _CONVERSIONS = ("cvt.rn.bf16x2", "cvt.rn.f16x2", "shl.b32", "cvt.f32.f16")
 class Program:
     """One program of a launch: what the names in a kernel's functions stand for."""
 
-    def __init__(self, grid: tuple[int, ...], index: tuple[int, ...], seed: int, is_dependent: bool = False) -> None:
+    def __init__(self, grid: tuple[int, ...], index: tuple[int, ...], seed: int, previous: str | None = None) -> None:
+        """``previous``: with launch_pdl, whether the kernel reads what the one before it writes; None: without."""
         self._grid, self._index = grid, index
-        self._is_ordered = not is_dependent  # after whatever the previous kernel wrote
+        self._previous = previous  # None once it has ended
         self._scheduler = Scheduler(seed)
         self._allocations: list[Allocation] = []
         self._functions: dict[int, types.FunctionType] = {}
@@ -68,6 +69,8 @@ class Program:
     def run(self, kernel: Any, arguments: dict[str, Any]) -> None:
         """Run the kernel for this program."""
         self.translated(kernel)(**arguments)
+        if self._previous is not None:
+            raise RuntimeError("a launch with launch_pdl ends without gdc_wait: the next kernel would not wait either")
 
     def translated(self, value: Any) -> Any:
         """What a global of a kernel's module stands for here."""
@@ -106,10 +109,10 @@ class Program:
         self._scheduler.pause()
 
     def _wait_for_previous_kernel(self) -> None:
-        self._is_ordered = True
+        self._previous = None
 
     def _check_order(self) -> None:
-        if not self._is_ordered:
+        if self._previous == "read":
             raise RuntimeError("global memory is accessed before gdc_wait, in a launch with launch_pdl")
 
     def _load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:

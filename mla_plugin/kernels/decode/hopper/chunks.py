@@ -10,12 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import gdc_launch_dependents, key_range, tiles_between
+from mla_plugin.kernels.decode.hopper.common import key_range, tiles_between
 from mla_plugin.kernels.decode.hopper.computing import rows_of
 from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
-from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
 from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra import cuda
 
 from mla_plugin.kernels.decode import combine, plan
 from mla_plugin.kernels.hopper.common import ROWS
@@ -16,8 +15,6 @@ list_of_split = gluon.jit(combine.list_of_split.fn)
 lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
 key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
-
-gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
 
 
 @gluon.jit

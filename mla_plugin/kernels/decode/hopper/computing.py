@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import gdc_launch_dependents, load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
 from mla_plugin.kernels.decode.hopper.storing import list_sequence, store_piece
-from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
 from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 

@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_plugin.kernels.decode.hopper.chunks import compute_chunks
-from mla_plugin.kernels.decode.hopper.common import gdc_wait, list_of_split
+from mla_plugin.kernels.decode.hopper.common import list_of_split
 from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
-from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, gdc_wait, matrix_layout
 from mla_plugin.kernels.hopper.latent import KEYS, PANELS
 
 _REGISTERS = gl.constexpr(504)
