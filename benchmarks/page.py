@@ -178,6 +178,26 @@ queries at once.
         lambda record: {"absorbed": tables.absorbed(record)},
     ),
     Section(
+        ("prefill_limits",),
+        """\
+## What tiles and short calls cost
+
+{versions}
+
+`python -m benchmarks.prefill_limits`: microseconds of one SM for a tile of 128 keys, and for a tile of 128 queries
+beside its tiles of keys, fitted to the times of 16 heads of 16,384 tokens with windows of 128 to 4,096. The backward's
+kernels are fitted together.
+
+{tile_costs}
+
+Microseconds of short causal calls: from CUDA graphs, and of each kernel as the profiler sees it, the GPU otherwise
+idle. Those of `triton` are delta, then dK and dV, then dQ, and the last two overlap (not at 64/64).
+
+{short_calls}
+""",
+        lambda record: {"tile_costs": tables.tile_costs(record), "short_calls": tables.short_calls(record)},
+    ),
+    Section(
         ("dispatch",),
         """\
 ## Time on the host

@@ -87,6 +87,33 @@ def absorbed(record: Record) -> str:
     return markdown(["B,H,S", "mask", *names], rows)
 
 
+def tile_costs(record: Record) -> str:
+    """The fitted costs of tiles."""
+    rows = [
+        [f"{found['dims'][0]}/{found['dims'][1]}", kind, backend, f"{fit['slope']:.2f}", f"{fit['intercept']:.1f}"]
+        for found in record["windows"]
+        for kind, of_kind in found["fit_us"].items()
+        for backend, fit in of_kind.items()
+    ]
+    return markdown(["head dims", "pass", "backend", "tile of keys", "tile of queries beside"], rows)
+
+
+def short_calls(record: Record) -> str:
+    """Microseconds of short calls, and of their kernels alone in the order in which they begin."""
+    rows = [
+        [
+            f"{row['heads']},{row['seqlen']}" + (" deterministic" if row["deterministic"] else ""),
+            f"{row['dims'][0]}/{row['dims'][1]}",
+            *(kind, backend, f"{1e3 * row[kind][backend]:.1f}"),
+            ", ".join(f"{us:.1f}" for us in kernels.values() if us > 0),
+        ]
+        for row in record["short"]
+        for kind in ("forward", "backward")
+        for backend, kernels in row["kernels_us"][kind].items()
+    ]
+    return markdown(["H,S", "head dims", "pass", "backend", "call", "its kernels"], rows)
+
+
 def way_of_prefill(record: Record) -> str:
     """How the calls were timed, and which of our kernels the column of ours is."""
     text = (
