@@ -184,9 +184,9 @@ queries at once.
 
 {versions}
 
-`python -m benchmarks.prefill_limits`: microseconds of one SM for a tile of 128 keys, and for a tile of 128 queries
-beside its tiles of keys, fitted to the times of 16 heads of 16,384 tokens with windows of 128 to 4,096. The backward's
-kernels are fitted together.
+`python -m benchmarks.prefill_limits`: microseconds of one SM for each tile of 128 keys that a tile of 128 queries
+meets, and what is fixed for a tile of queries, fitted to the times of 16 heads of 16,384 tokens with windows of 128 to
+4,096; the residual is the largest deviation. The backward's kernels are fitted together.
 
 {tile_costs}
 

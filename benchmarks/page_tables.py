@@ -90,22 +90,25 @@ def absorbed(record: Record) -> str:
 def tile_costs(record: Record) -> str:
     """The fitted costs of tiles."""
     rows = [
-        [f"{found['dims'][0]}/{found['dims'][1]}", kind, backend, f"{fit['slope']:.2f}", f"{fit['intercept']:.1f}"]
+        [
+            *(f"{found['dims'][0]}/{found['dims'][1]}", kind, backend),
+            *(f"{fit['slope']:.2f}", f"{fit['intercept']:.1f}", f"{fit['residual']:.0%}"),
+        ]
         for found in record["windows"]
         for kind, of_kind in found["fit_us"].items()
         for backend, fit in of_kind.items()
     ]
-    return markdown(["head dims", "pass", "backend", "tile of keys", "tile of queries beside"], rows)
+    return markdown(["head dims", "pass", "backend", "per key tile", "fixed per query tile", "residual"], rows)
 
 
 def short_calls(record: Record) -> str:
     """Microseconds of short calls, and of their kernels alone in the order in which they begin."""
     rows = [
         [
-            f"{row['heads']},{row['seqlen']}" + (" deterministic" if row["deterministic"] else ""),
+            f"{row['heads']},{row['seqlen']}",
             f"{row['dims'][0]}/{row['dims'][1]}",
             *(kind, backend, f"{1e3 * row[kind][backend]:.1f}"),
-            ", ".join(f"{us:.1f}" for us in kernels.values() if us > 0),
+            ", ".join(f"{us:.1f}" for us in kernels.values()),
         ]
         for row in record["short"]
         for kind in ("forward", "backward")

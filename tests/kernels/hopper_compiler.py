@@ -142,6 +142,7 @@ class Found:
         columns: for each descriptor in the order of its first use, the first column of each copy.
         gathering: the gathering warpgroup's loops.
         loose_arrivals: arrivals at a barrier, by one thread for all its warps, before which they do not synchronise.
+        dependences: how it depends on the kernel before and lets the next one begin: PTX's griddepcontrol, in order.
     """
 
     shared: int
@@ -153,6 +154,7 @@ class Found:
     columns: list[list[int]]
     gathering: list[GatheringLoop]
     loose_arrivals: int
+    dependences: list[str]
 
 
 def _count(instructions: list[Instruction], *opcodes: str) -> int:
@@ -348,6 +350,7 @@ def measured(program: Program) -> Found:
         columns(compiled.asm["ptx"]),
         gathering(instructions),
         loose_arrivals(compiled.asm["ptx"]),
+        re.findall(r"griddepcontrol\.(\w+)", compiled.asm["ptx"]),
     )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode import e4m3
+from mla_plugin.kernels.hopper.common import gdc_wait
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler, StuckError
 from tests.kernels.gluon.translate import Program
@@ -18,6 +20,23 @@ from tests.kernels.gluon.values import Pointer, Value, torch_dtype
 
 PANELS = gl.NVMMASharedLayout(128, 16, 2)
 SEEDS = pytest.mark.parametrize("seed", range(8))
+
+
+@gluon.jit
+def waits_first(X: Any) -> None:
+    gdc_wait()
+    gl.store(X, gl.load(X) + 1)
+
+
+@gluon.jit
+def waits_last(X: Any) -> None:
+    gl.store(X, gl.load(X) + 1)
+    gdc_wait()
+
+
+@gluon.jit
+def never_waits(X: Any) -> None:
+    gl.store(X, gl.load(X) + 1)
 
 
 def shared(*shape: int) -> Shared:
@@ -234,3 +253,22 @@ def test_addresses() -> None:
             (pointer + wrong).load()
     with pytest.raises(RuntimeError, match="not aligned to 8 bytes"):
         (pointer + 1).to(SimpleNamespace(element_ty=gl.int64)).load()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "may_overlap", "error"),
+    [
+        *((waits_first, False, None), (waits_first, True, None), (waits_last, True, None)),
+        (waits_last, False, "before gdc_wait"),
+        *((never_waits, False, "before gdc_wait"), (never_waits, True, "ends without gdc_wait")),
+    ],
+)
+def test_a_dependent_launch_waits_for_the_kernel_before_it(kernel: Any, may_overlap: bool, error: str | None) -> None:
+    x = torch.ones(1, dtype=torch.int32)
+    interpreted = Program((1, 1, 1), (0, 0, 0), 0, is_dependent=True, may_overlap=may_overlap)
+    if error is None:
+        interpreted.run(kernel, {"X": Pointer.of(x)})
+        assert x.item() == 2
+    else:
+        with pytest.raises(RuntimeError, match=error):
+            interpreted.run(kernel, {"X": Pointer.of(x)})

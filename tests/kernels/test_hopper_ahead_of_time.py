@@ -57,6 +57,12 @@ def test_it_fits(job: Job, compiled: dict[str, Any]) -> None:
     assert found["undefined_reads"] == []
 
 
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_dq_may_begin_with_dk_and_dv(job: Job, compiled: dict[str, Any]) -> None:
+    expected = {"backward_kv": ["launch_dependents"], "backward_q": ["wait"]}
+    assert compiled[job.name]["dependences"] == expected.get(job.kernel, [])
+
+
 @pytest.mark.parametrize("job", [*JOBS, *LATENT_JOBS, *DECODE_JOBS], ids=lambda job: job.name)
 def test_what_is_released_has_been_read(job: Job | DecodeJob, compiled: dict[str, Any]) -> None:
     """One thread arrives for all warps of its group, after these have synchronised."""

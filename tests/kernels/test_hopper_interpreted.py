@@ -56,7 +56,7 @@ def _launched(
         interpreted(self, *arguments)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    q, k, v, dout = (torch.randn(*leading, 1, width, dtype=torch.float16) for width in (64, 64, 64, 64))
+    q, k, v, dout = (torch.randn(*leading, 1, 64, dtype=torch.float16) for _ in range(4))
     out, lse = forward(q, k, v, 0.1, packing)
     gradients = backward(q, k, v, out, lse, dout, None, 0.1, packing)
     return names, [out, lse, *gradients]

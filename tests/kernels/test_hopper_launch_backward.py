@@ -173,3 +173,12 @@ def test_equally_long_tiles_need_no_counter() -> None:
             found = by_name(*call)
             assert (found["Work"] is not None) == has_counter
             assert found["DYNAMIC"] == has_counter
+
+
+def test_dq_alone_overlaps_the_kernel_before_it() -> None:
+    """What it reads must be complete before dK and dV begin."""
+    given = Given("thd", CAUSAL)
+    *plans, (dkv, _) = given.kv()
+    *more, (dq, _) = given.q()
+    assert dq.options["launch_pdl"]
+    assert not any(launch.options.get("launch_pdl") for launch in (dkv, *(plan for plan, _ in (*plans, *more))))

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import prefill_backends
 from benchmarks.prefill_backends import merge, shares, table
 from benchmarks.prefill_cases import Case
+from benchmarks.prefill_limits import TILE, TOKENS, WINDOWS, fitted, key_tiles
 
 FORWARD, BOTH, BACKWARD, SINGLE = "forward", "training forward", "backward", "of the best single one"
 
@@ -98,3 +99,18 @@ def test_the_last_time_that_was_set_aside_leaves_nothing_behind(results: Path) -
     results.write_text(json.dumps(record))
     merge(again(forward={"triton": 2.0, "fa3": 1.0}), rest_unchanged=True)
     assert "superseded" not in json.loads(results.read_text())["rows"][0]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_key_tiles_of_a_window_are_counted(window: int) -> None:
+    counts = [1 + min(tile, window // TILE) for tile in range(TOKENS // TILE)]
+    assert key_tiles(window) == sum(counts) / len(counts)
+
+
+def test_costs_of_tiles_are_those_that_the_times_were_made_of() -> None:
+    ms = {window: 2.0 + 0.5 * key_tiles(window) for window in WINDOWS}
+    found = fitted(ms, share=0.25)
+    assert found["slope"] == pytest.approx(125)
+    assert found["intercept"] == pytest.approx(500)
+    assert found["residual"] < 1e-9
+    assert fitted(ms | {128: 1.1 * ms[128]}, share=0.25)["residual"] > 0.03

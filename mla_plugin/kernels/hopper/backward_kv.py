@@ -99,7 +99,7 @@ def attention_backward_kv_kernel(
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
     Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC.
     """
-    gdc_launch_dependents()  # the kernel of dQ reads no result of this one
+    gdc_launch_dependents()  # dQ, which reads no result of this kernel, may start on SMs that this one leaves
     panels: gl.constexpr = panels_of(QK0 + QK1)
     wide: gl.constexpr = is_wide(QK0)
     owners: gl.constexpr = 1 if wide else 2  # warpgroups that have separate keys

@@ -67,8 +67,8 @@ def attention_backward_q_kernel(
     """Persistent: one program per SM takes query tiles of 128 rows until there are none left.
 
     Q, K, V, DOut: descriptors over [B, H, S, D], packed over [1, H, T, D], of tiles [1, 1, 64, 64]. Lse, in log2, and
-    Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC. Programs begin on the SMs that the kernel of dK
-    and dV, of which they read no result, has left.
+    Delta: float32. Work: see plan.py; None unless PACKED or DYNAMIC. A program begins when one of the kernel of dK and
+    dV, of which it reads no result, has left its SM.
     """
     panels: gl.constexpr = panels_of(QK0 + QK1)
     k_stages: gl.constexpr = WIDE_STAGES if is_wide(QK0) else STAGES
@@ -128,4 +128,4 @@ def attention_backward_q_kernel(
         [240, REGISTERS],
     )
     # fmt: on
-    gdc_wait()  # kernels after this one wait for it alone, and may read dk and dv
+    gdc_wait()  # for dK and dV: kernels after this one wait for this one alone

@@ -1,4 +1,4 @@
-"""Shared by the Hopper kernels: sizes, layouts, and which key tiles a query tile needs."""
+"""Shared by the Hopper kernels: sizes, layouts, waiting for other kernels, and which key tiles a query tile needs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Launches the Hopper backward: the tile lists of packed sequences, then dK and dV, then dQ.
 
-dQ starts on the SMs that dK and dV have left, so nothing may be launched between the two.
+dQ starts on the SMs that dK and dV have left. Its inputs must be complete before dK and dV begin, so those are launched
+without launch_pdl. A kernel launched between the two would wait for dK and dV, and dQ for it.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -80,7 +82,7 @@ class Backward:
         found.append((self._launch_q, (*self._described(inputs), *rows, dq, work, *offsets)))
         return found
 
-    def _work(self, q: torch.Tensor, size: int, kernel: str) -> torch.Tensor | None:
+    def _work(self, q: torch.Tensor, size: int, kernel: Literal["dkv", "dq"]) -> torch.Tensor | None:
         if self._is_packed:
             return q.new_empty(size, dtype=torch.int32)
         return counter(q.device, kernel) if self._is_dynamic else None

@@ -60,7 +60,7 @@ def next_ticket(ticket, Work, num_tickets, DYNAMIC: gl.constexpr):
     """The program's next ticket; ``num_tickets`` or more means that there is none."""
     ticket += gl.num_programs(0)
     if DYNAMIC:
-        if num_tickets > gl.num_programs(0):  # otherwise every program has had its only one
+        if num_tickets > gl.num_programs(0):  # otherwise each program had its only one: nothing to count or to reset
             taken = gl.atomic_add(Work, 1)
             if taken == num_tickets - 1:  # the last addition of this launch: reset the counter for the next one
                 gl.store(Work, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -50,10 +50,10 @@ def _default_stream_counter(device: torch.device, kernel: str) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def counter(device: torch.device, kernel: str) -> torch.Tensor:
+def counter(device: torch.device, kernel: Literal["forward", "dkv", "dq"]) -> torch.Tensor:
     """A ticket counter, int32, that is 0. A kernel resets it to 0, so its calls on the default stream share one.
 
-    Each kernel has its own: dQ may begin before dK and dV end.
+    dQ has a counter of its own because it begins before dK and dV end.
 
     A call on another stream gets a new one: it may run concurrently, or be captured in a CUDA graph whose memory is
     reused.

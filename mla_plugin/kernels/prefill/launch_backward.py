@@ -170,7 +170,7 @@ def backward(
             *before_q, last_q = [plain("backward_q", call_q)]
         else:
             *before_q, last_q = _hopper_launches(kind).calls_q(inputs, rows, dq, offsets)
-        calls += [*before_kv, *before_q, last_kv, last_q]  # the last two may overlap, so nothing between them
+        calls += [*before_kv, *before_q, last_kv, last_q]  # with a kernel between the last two they would not overlap
         if q.is_cuda and kind_kv.code not in _compiled:
             compile_together(calls, q.device)
             _compiled.add(kind_kv.code)

@@ -11,8 +11,10 @@ What it finds, besides wrong results (``test_gluon_interpreter.py``):
 - a product's result that is read, and operands that are overwritten, before it has been waited for;
 - a product over what threads wrote or copied without ``fence_async_shared`` since;
 - copies by threads that nobody waits for, which end as late as they may;
-- addresses outside of a tensor, and not aligned to the element.
+- addresses outside of a tensor, and not aligned to the element;
+- in a launch with launch_pdl, loads, stores and TMA copies before ``gdc_wait``, and an end without it.
 
 What it cannot find: a missing ``synchronize`` between the threads of a warpgroup, which are one here; layouts and
-swizzles that do not fit together; a kernel that reads before ``gdc_wait``; registers and time.
+swizzles that do not fit together; atomic additions and copies by threads before ``gdc_wait``, and whether a kernel
+that overlaps the one before it (``launching.py``) reads what that one writes; registers and time.
 """

@@ -34,10 +34,8 @@ def run(launch: Launch, *given: object, seed: int = 0) -> None:
     values = dict(zip(kernel.arg_names, (*given, *launch.arguments), strict=True))
     for n, index in enumerate(itertools.product(*(range(size) for size in launch.grid))):
         arguments = {name: _argument(x, name in constants) for name, x in values.items()}
-        previous = None
-        if launch.options.get("launch_pdl"):
-            previous = "not read" if kernel.__name__ in _OVERLAPPING else "read"
-        Program(launch.grid, index, 1000 * seed + n, previous).run(kernel, arguments)
+        is_dependent, may_overlap = bool(launch.options.get("launch_pdl")), kernel.__name__ in _OVERLAPPING
+        Program(launch.grid, index, 1000 * seed + n, is_dependent, may_overlap).run(kernel, arguments)
 
 
 def interpreting(seed: int) -> Callable[..., None]:

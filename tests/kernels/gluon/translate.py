@@ -29,10 +29,18 @@ _CONVERSIONS = ("cvt.rn.bf16x2", "cvt.rn.f16x2", "shl.b32", "cvt.f32.f16")
 class Program:
     """One program of a launch: what the names in a kernel's functions stand for."""
 
-    def __init__(self, grid: tuple[int, ...], index: tuple[int, ...], seed: int, previous: str | None = None) -> None:
-        """``previous``: with launch_pdl, whether the kernel reads what the one before it writes; None: without."""
+    def __init__(
+        self,
+        grid: tuple[int, ...],
+        index: tuple[int, ...],
+        seed: int,
+        is_dependent: bool = False,
+        may_overlap: bool = False,
+    ) -> None:
+        """``is_dependent``: launched with launch_pdl; ``may_overlap``: reads nothing that the kernel before writes."""
         self._grid, self._index = grid, index
-        self._previous = previous  # None once it has ended
+        self._has_waited = not is_dependent
+        self._may_overlap = may_overlap
         self._scheduler = Scheduler(seed)
         self._allocations: list[Allocation] = []
         self._functions: dict[int, types.FunctionType] = {}
@@ -69,7 +77,7 @@ class Program:
     def run(self, kernel: Any, arguments: dict[str, Any]) -> None:
         """Run the kernel for this program."""
         self.translated(kernel)(**arguments)
-        if self._previous is not None:
+        if not self._has_waited:
             raise RuntimeError("a launch with launch_pdl ends without gdc_wait: the next kernel would not wait either")
 
     def translated(self, value: Any) -> Any:
@@ -109,10 +117,10 @@ class Program:
         self._scheduler.pause()
 
     def _wait_for_previous_kernel(self) -> None:
-        self._previous = None
+        self._has_waited = True
 
     def _check_order(self) -> None:
-        if self._previous == "read":
+        if not (self._has_waited or self._may_overlap):
             raise RuntimeError("global memory is accessed before gdc_wait, in a launch with launch_pdl")
 
     def _load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
