@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,8 @@ from tests.kernels.gluon.memory import Descriptor
 from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import Pointer, as_value
 
-_OVERLAPPING = ("attention_backward_q_kernel",)
-"""Kernels that read nothing that the one before them in the stream writes."""
+_OVERLAPPING = {"attention_backward_q_kernel": "attention_backward_kv_kernel"}
+"""Kernels that read nothing that the one before them in the stream writes, and that one."""
 
 
 def _argument(x: Any, is_constant: bool) -> Any:
@@ -38,14 +39,32 @@ def run(launch: Launch, *given: object, seed: int = 0) -> None:
         Program(launch.grid, index, 1000 * seed + n, is_dependent, may_overlap).run(kernel, arguments)
 
 
+def _launch(launch: Launch, arguments: tuple[object, ...], seed: int) -> None:
+    if isinstance(launch.kernel, GluonJITFunction):
+        run(launch, *arguments, seed=seed)
+    else:
+        launch.kernel[launch.grid](*arguments, *launch.arguments, **launch.options)
+
+
 def interpreting(seed: int) -> Callable[..., None]:
-    """``Launch.__call__``, with Gluon kernels here, in an order of partitions by ``seed``, others in Triton's."""
+    """``Launch.__call__``, with Gluon kernels here, in an order of partitions by ``seed``, others in Triton's.
+
+    A kernel that another one may overlap runs after that one for every second seed.
+    """
     seeds = itertools.count(seed)
+    held: list[Callable[[], None]] = []
 
     def call(self: Launch, *arguments: object) -> None:
-        if isinstance(self.kernel, GluonJITFunction):
-            run(self, *arguments, seed=next(seeds))
-        else:
-            self.kernel[self.grid](*arguments, *self.arguments, **self.options)
+        name, number = self.kernel.__name__, next(seeds)
+        launched = functools.partial(_launch, self, arguments, number)
+        if name in _OVERLAPPING.values():
+            held.append(launched)
+            return
+        calls = [*held, launched]
+        held.clear()
+        if name in _OVERLAPPING and number % 2:
+            calls.reverse()
+        for each in calls:
+            each()
 
     return call
