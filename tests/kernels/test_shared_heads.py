@@ -144,10 +144,10 @@ class Memory:
         for x in gradients:
             x.zero_()
         self.hopper.setdefault(self.asked, set()).update(x.dtype for x in gradients)
-        return []
+        return [(lambda: None, ())]
 
     def calls_q(self, *_: object) -> list:
-        return []
+        return [(lambda: None, ())]
 
 
 @pytest.mark.parametrize("runs_hopper", [False, True])
