@@ -25,6 +25,7 @@ from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import TILE as TILE_KEYS
 from mla_plugin.kernels.decode.tiles import DECODE
 from mla_plugin.variables import CHUNKS
 from tests.kernels.decode_cases import (
@@ -38,6 +39,7 @@ from tests.kernels.decode_cases import (
 )
 from tests.kernels.test_decode import describe_for_the_interpreter
 
+TILE = TILE_KEYS.value
 CHUNK = 128  # here; two tiles, so that the interpreter has less to do
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -221,7 +223,19 @@ def test_any_number_of_programs(parts: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(known.kept[invariant.kept_as(CHUNK)].rounds) == rounds
 
 
-def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
+def size_of(chunk: int) -> int:
+    """In CHUNK keys."""
+    return 1 if chunk < 32 else 2 if chunk < 80 else 4
+
+
+def first_of(chunk: int) -> int:
+    """The first key of a chunk."""
+    return CHUNK * sum(size_of(n) for n in range(chunk))
+
+
+def plan(
+    lengths: list[int], parts: int, begin: int, size: int, slots: int, *, is_only_round: bool
+) -> tuple[list[list[int]], list[list[int]]]:
     """The list of sequences, and the numbers of each part."""
     batch = len(lengths)
     workspace = torch.full((2 * slots + 2 * batch + NUMBERS * parts,), -1, dtype=torch.float32, device=DEVICE)
@@ -238,34 +252,45 @@ def plan(lengths: list[int], parts: int, begin: int, size: int, slots: int) -> t
         num_rows=1,
         R=1,
         CHUNK=CHUNK,
+        SINGLE_ROUND=is_only_round,
         DEPENDENT=False,
     )
     numbers = workspace.view(torch.int32)[slots + slots % 2 + slots :]
-    listed, of_parts = numbers[: 2 * batch].view(batch, 2), numbers[2 * batch :][: NUMBERS * parts].view(parts, NUMBERS)
-    return listed.tolist(), of_parts.tolist()
+    listed, of_parts = numbers[: 2 * batch].view(batch, 2), numbers[2 * batch :]
+    return listed.tolist(), of_parts[: NUMBERS * parts].view(parts, NUMBERS).tolist()
 
 
 def check_rounds(draw: random.Random) -> None:
-    """Every chunk has one part of one round, and in that round its own slot, as listed."""
+    """Every chunk has one share of one round, and in that round its own slot, as listed; shares are equal."""
     batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30, 300])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
     counts = [most_chunks(length, CHUNK) for length in lengths]
-    parts, size = draw.choice([1, 2, 13]), -(-batch * max(counts) // draw.choice([1, 3, 7]))
+    parts = draw.choice([1, 2, 13])
+    rounds = draw.choice([1, 3, 7])
+    size = -(-batch * max(counts) // rounds)
     slots = size + max(counts) + (size + max(counts)) % 2
     seen: list[list[int]] = [[] for _ in lengths]
     for begin in range(0, batch * max(counts), size):
-        listed, of_parts = plan(lengths, parts, begin, size, slots)
+        listed, of_parts = plan(lengths, parts, begin, size, slots, is_only_round=size == batch * max(counts))
+        starts = [sum(counts[:b]) for b in range(batch)]
+        in_round = [begin <= at < begin + size for at in starts]
+        assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
+        largest = CHUNK // TILE * size_of(max(counts) - 1)
+        in_whole_chunks = CHUNK // TILE
+        share = -(-sum(-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held) // parts)
+        if share <= 2 * in_whole_chunks:
+            share = -(-share // in_whole_chunks) * in_whole_chunks
         for first, last, slot, start, end in of_parts:
+            tiles = 0
             for b in range(first, last):
                 chunks = range(max(start - slot, 0), min(end - slot, counts[b]))
                 seen[b] += chunks
                 if chunks:
                     assert listed[b] == [slot, counts[b]]
                     assert 0 <= slot <= slot + counts[b] <= slots
+                tiles += sum(-(-max(min(CHUNK * size_of(n), lengths[b] - first_of(n)), 1) // TILE) for n in chunks)
                 slot += counts[b]
-        starts = [sum(counts[:b]) for b in range(batch)]
-        in_round = [begin <= at < begin + size for at in starts]
-        assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
+            assert tiles < share + largest
     assert [sorted(chunks) for chunks in seen] == [list(range(count)) for count in counts]
 
 
@@ -326,10 +351,9 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
     """The launch chooses them by the number of rows of the batch."""
     inputs = paged((2, 2, 3, 64, 16, 5 * CHUNK), 16, torch.float16, [5 * CHUNK, CHUNK + 1])
     found = []
-    for sizes in ((64, 32), (64, 1), (32, 2), (512, 8)):
+    for sizes in ((1, 64, 16), (4, 64, 1), (2, 32, 2), (1, 512, 8), (8, 512, 4)):
         monkeypatch.setattr(decode_layout, "_known", {})
-        for name in ("_COMBINE_FEW", "_COMBINE_MANY"):
-            monkeypatch.setattr(invariant, name, sizes)
+        monkeypatch.setattr(invariant, "combine_sizes", lambda *_, sizes=sizes: sizes)
         found.append(run(inputs))
         assert_same(found[-1], found[0])
     assert_as_good_as_pytorch(*found[0], inputs, is_causal=True)
@@ -343,11 +367,11 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return x[..., places.to(x.device)]
 
 
-@pytest.mark.parametrize("block", [(32, 1), (64, 32), (512, 8)])
+@pytest.mark.parametrize("block", [(1, 32, 1), (4, 64, 32), (8, 512, 4)])
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int]) -> None:
+def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int, int]) -> None:
     """Of sequences of 2 to 40 chunks, some of which a row does not see, against float64."""
-    counts, heads, seqlen_q, rank = [2, 40, 17, 3], 2, 3, 128
+    counts, heads, seqlen_q, rank = [2, 80, 17, 3], 2, 3, 128
     rows, slots, generator = heads * seqlen_q, sum(counts), torch.Generator().manual_seed(1)
     parts = torch.randn(slots, rows, rank, generator=generator).half()
     lse_log2 = 8 * torch.randn(slots, rows, generator=generator)
@@ -361,8 +385,8 @@ def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int]) -> None:
     workspace = torch.cat(words).to(DEVICE)
     out = torch.full((len(counts), seqlen_q, heads, rank), torch.nan, dtype=torch.float16, device=DEVICE)
     lse = torch.full((len(counts), heads, seqlen_q), torch.nan, device=DEVICE)
-    columns, chunks = min(rank, block[0]), block[1]
-    combine_chunks_kernel[(len(counts) * rows, rank // columns)](
+    columns = min(rank, block[1])
+    combine_chunks_kernel[(len(counts) * -(-rows // block[0]), rank // columns)](
         workspace,
         out,
         lse,
@@ -370,8 +394,9 @@ def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int]) -> None:
         seqlen_q=seqlen_q,
         slots=slots,
         R=rank,
+        BLOCK_ROWS=block[0],
         BLOCK_R=columns,
-        BLOCK_CHUNKS=chunks,
+        BLOCK_CHUNKS=block[2],
         MIXED=is_mixed,
         DEPENDENT=False,
         enable_fp_fusion=False,

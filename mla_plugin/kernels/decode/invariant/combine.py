@@ -24,6 +24,9 @@ def list_of_sequences(Parts, slots, num_rows, R: tl.constexpr):
     return (lse_of_slots(Parts, slots, num_rows, R) + slots.to(tl.int64) * num_rows).to(tl.pointer_type(tl.int32))
 
 
+LSE_BLOCK = tl.constexpr(64)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def combine_chunks_kernel(
     Parts,
@@ -33,16 +36,17 @@ def combine_chunks_kernel(
     seqlen_q,
     slots,
     R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     MIXED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program combines the chunks of one row of one sequence, for BLOCK_R columns.
+    """One program combines the chunks of a sequence, for BLOCK_R columns of BLOCK_ROWS rows.
 
-    Grid: (sequences x rows, column blocks). Chunk after chunk is added, so the order of the sum is that of the chunks
-    whatever the block sizes are; BLOCK_CHUNKS are loaded at a time. A chunk that a row does not see has weight 0 and
-    changes no bit. Parts is the workspace of ``chunks_kernel``:
+    Grid: (sequences x row blocks, column blocks). Chunk after chunk is added, so the order of the sum is that of the
+    chunks whatever the block sizes are; BLOCK_CHUNKS are loaded at a time. A chunk that a row does not see has weight 0
+    and changes no bit. Parts is the workspace of ``chunks_kernel``:
 
     - the chunks' results [slots, S_q * H, R], those of a sequence one after the other;
     - their lse in log2, float32 [slots, S_q * H];
@@ -57,39 +61,50 @@ def combine_chunks_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     num_rows = seqlen_q * num_heads
-    b = tl.program_id(0) // num_rows
-    row = tl.program_id(0) % num_rows
+    row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
+    b = tl.program_id(0) // row_blocks
     found = list_of_sequences(Parts, slots, num_rows, R) + 2 * b
     first, count = tl.load(found), tl.load(found + 1)
     if count < 2:
         return
+    rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = rows < num_rows
+    stored = exists[:, None] & (columns < R)[None, :]
     chunks_lse = lse_of_slots(Parts, slots, num_rows, R)
-    highest = tl.cast(LOWEST_FLOAT32, tl.float32)
-    total = tl.cast(0.0, tl.float32)
-    out = tl.zeros([BLOCK_R], tl.float32)
+    parts = first.to(tl.int64) * num_rows + rows
+    # the maximum first: so weights do not depend on each other, and only the sums form a chain from chunk to chunk
+    highest_by_place = tl.full([BLOCK_ROWS, LSE_BLOCK], LOWEST_FLOAT32, tl.float32)
+    for chunk in range(0, count, LSE_BLOCK):
+        some = chunk + tl.arange(0, LSE_BLOCK)
+        lse_log2 = tl.load(
+            chunks_lse + parts[:, None] + (some.to(tl.int64) * num_rows)[None, :],
+            mask=exists[:, None] & (some < count)[None, :],
+            other=float("-inf"),
+        )
+        highest_by_place = tl.maximum(highest_by_place, lse_log2)
+    highest = tl.max(highest_by_place, 1)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
     for chunk in range(0, count, BLOCK_CHUNKS):
         for i in tl.static_range(BLOCK_CHUNKS):
-            exists = chunk + i < count
-            part = (first + chunk + i).to(tl.int64) * num_rows + row
-            lse_log2 = tl.load(chunks_lse + part, mask=exists, other=float("-inf"))
+            is_chunk = chunk + i < count
+            lse_log2 = tl.load(chunks_lse + parts, mask=exists & is_chunk, other=float("-inf"))
             # not masked by the lse: the load would have to wait for it
-            x = tl.load(Parts + part * R + columns, mask=exists & (columns < R), other=0.0)
-            higher = tl.maximum(highest, lse_log2)
-            weight = tl.exp2(lse_log2 - higher)
-            rescale = tl.exp2(highest - higher)
-            total = total * rescale + weight
-            out = out * rescale + x.to(tl.float32) * weight
-            highest = higher
+            x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=stored & is_chunk, other=0.0)
+            weights = tl.exp2(lse_log2 - highest)
+            total += weights
+            out += x.to(tl.float32) * weights[:, None]
+            parts += num_rows
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    out_row = b.to(tl.int64) * num_rows + row
     # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
-    out = out * tl.div_rn(tl.cast(1.0, tl.float32), total) + 0.0  # -0 would depend on how many chunks were added
+    out = out * tl.div_rn(tl.full([BLOCK_ROWS], 1.0, tl.float32), total)[:, None] + 0.0  # -0 would depend on the chunks
     if MIXED:
-        out = out.reshape(BLOCK_R // 32, 4, 4, 2).permute(0, 2, 1, 3).reshape(BLOCK_R)
-    tl.store(Out + out_row * R + columns, out.to(Out.dtype.element_ty), mask=columns < R)
+        out = out.reshape(BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_ROWS, BLOCK_R)
+    out_rows = b.to(tl.int64) * num_rows + rows
+    tl.store(Out + out_rows[:, None] * R + columns[None, :], out.to(Out.dtype.element_ty), mask=stored)
     if (Lse is not None) and tl.program_id(1) == 0:
         lse_log2 = tl.where(total == 1.0, highest, highest + tl.log2(total))
         lse = tl.where(empty, float("-inf"), lse_log2 * LN_2)
-        tl.store(Lse + (b.to(tl.int64) * num_heads + row % num_heads) * seqlen_q + row // num_heads, lse)
+        tl.store(Lse + (b.to(tl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads, lse, mask=exists)

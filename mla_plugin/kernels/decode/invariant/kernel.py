@@ -241,6 +241,7 @@ def chunks_kernel(
     CONVERSION: tl.constexpr,
     PLANNED: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINGLE_ROUND: tl.constexpr,
 ):
     """One program computes BLOCK_M (query, head) rows over one part of the chunks (``chunks.py``).
 
@@ -255,13 +256,14 @@ def chunks_kernel(
     tile = tl.program_id(0) % row_tiles
     part = tl.program_id(0) // row_tiles
     listed = list_of_sequences(Parts, slots, seqlen_q * num_heads, R)
+    # fmt: off
     if PLANNED:
         first_b, last_b, slot, start, end = load_chunk_range(listed, part, batch)
     else:
         first_b, last_b, slot, start, end = chunk_range(
-            part, tl.program_id(0) == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK
+            part, tl.program_id(0) == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK,
+            SINGLE_ROUND,
         )
-    # fmt: off
     for sequence in range(first_b, last_b):
         b = tl.cast(sequence, tl.int32)  # a Python number in the interpreter
         slot += _attend(

@@ -15,7 +15,7 @@ from mla_plugin.kernels.decode.hopper import launch as hopper
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import NUMBERS, TILE, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
@@ -23,9 +23,18 @@ from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
 WORKSPACE_BYTES = 512 << 20
 """Most memory for chunk results at a time, unless two sequences need more."""
-_COMBINE_FEW_ROWS = 2048  # of all sequences
-_COMBINE_FEW, _COMBINE_MANY = (64, 32), (512, 8)
-"""Columns and chunks at a time of a program of the combine kernel."""
+
+
+def combine_sizes(rows: int, rounds: int) -> tuple[int, int, int]:
+    """Rows, columns and chunks at a time of a program of the combine kernel, for so many rows of all sequences.
+
+    With several rounds, of which some may have no sequence, few programs: those of an empty round end at once.
+    """
+    if rounds > 1:
+        return 4, 512, 4
+    if rows <= 512:
+        return 1, 128, 8
+    return (1, 256, 8) if rows <= 2048 else (1, 512, 4)
 
 
 def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
@@ -44,17 +53,21 @@ _ROUNDED = {"enable_fp_fusion": False}
 """No fused multiply-adds, so that all code paths of a kernel round equally."""
 
 
-def _combine_launch(tensors: DecodeTensors, device: launch.Device, slots: int, *, is_mixed: bool) -> Launch:
+def _combine_launch(
+    tensors: DecodeTensors, device: launch.Device, slots: int, rounds: int, *, is_mixed: bool
+) -> Launch:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    columns, chunks = _COMBINE_FEW if batch * seqlen_q * heads <= _COMBINE_FEW_ROWS else _COMBINE_MANY
+    num_rows = seqlen_q * heads
+    rows, columns, chunks = combine_sizes(batch * num_rows, rounds)
     columns = min(next_power_of_2(rank), columns)
     return Launch(
         combine_chunks_kernel,
-        (batch * seqlen_q * heads, ceil_div(rank, columns), 1),
+        (batch * ceil_div(num_rows, rows), ceil_div(rank, columns), 1),
         ("Parts", "Out", "Lse"),
-        {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank, "BLOCK_R": columns}
-        | {"BLOCK_CHUNKS": chunks, "MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
-        launch.options_of(device, 1, **_ROUNDED),
+        {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_CHUNKS": chunks}
+        | {"MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
+        launch.options_of(device, rows, **_ROUNDED),
     )
 
 
@@ -90,7 +103,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     device = launch.device_of(tensors.q_nope_abs.device)
     is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
-    launch.count_tiles(batch, tensors.capacity, chunk)  # fewer than the plan can count
+    launch.count_tiles(batch, tensors.capacity, TILE.value)  # fewer than the plan can count
     chunks, row_tiles = (
         most_chunks(tensors.capacity, chunk),
         ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),
@@ -107,10 +120,10 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         described = hopper.Descriptors(tensors)
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
-    combine = _combine_launch(tensors, device, slots, is_mixed=is_hopper) if chunks > 1 else None
+    combine = _combine_launch(tensors, device, slots, rounds, is_mixed=is_hopper) if chunks > 1 else None
     found = []
     for n in range(rounds):
-        fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size}
+        fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size, "SINGLE_ROUND": rounds == 1}
         if is_hopper:
             attend = hopper.attend_launch(
                 tensors,
@@ -136,7 +149,11 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         found.append(launch.Round(plan, attend, combine))
     code = (chunk, rank, heads, tensors.causal, tile, page_size, by_descriptors, is_hopper)
     return launch.launches_of(
-        tensors, described, _workspace(tensors, slots, parts), tuple(found), (*code, combine and combine.arguments[-4:])
+        tensors,
+        described,
+        _workspace(tensors, slots, parts),
+        tuple(found),
+        (*code, rounds == 1, combine and combine.arguments[-5:]),
     )
 
 

@@ -14,78 +14,104 @@ from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
 NUMBERS = tl.constexpr(5)
 """int32 values per part in the plan."""
+TILE = tl.constexpr(64)
+"""Keys in which shares are counted; a chunk has a multiple of them."""
+_FEW_CHUNKS = tl.constexpr(2)
+"""A share of up to so many chunks is rounded up to whole ones: otherwise some parts have a chunk more than others."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK: tl.constexpr):
-    """Keys of each sequence of ``b`` in units of CHUNK, rounded up, at least one; 0 from ``batch`` on."""
+def _tiles(seqlens_kv, leftpad_kv, b, batch, capacity):
+    """Tiles of each sequence of ``b``, at least one; 0 from ``batch`` on."""
     exists = b < batch
     origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, 1)
-    return tl.where(exists, tiles_between(origin, length, CHUNK), 0)
+    return tl.where(exists, tiles_between(origin, length, TILE), 0)
 
 
 @triton.jit
-def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr):
-    """The sequences of a round, those whose first chunk is in begin .. begin + size - 1.
+def _chunks_before(tiles, CHUNK: tl.constexpr):
+    """How many chunks of a sequence begin within its first ``tiles``."""
+    return chunks_from(tl.cdiv(tiles, CHUNK // TILE))
+
+
+@triton.jit
+def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr, SINGLE_ROUND: tl.constexpr):
+    """The sequences of a round, those whose first chunk is in begin .. begin + size - 1; all of them if SINGLE_ROUND.
 
     Returns:
-        (low, high, low_unit, high_unit): their chunks are low .. high - 1, and their units low_unit .. high_unit - 1.
+        (low, high, low_tile, high_tile): their chunks are low .. high - 1, and their tiles low_tile .. high_tile - 1.
     """
     before = tl.cast(0, tl.int32)
-    before_units = before
-    low, high, low_unit, high_unit = before + _NONE, before + _NONE, before + _NONE, before + _NONE
+    before_tiles = before
+    low, high, low_tile, high_tile = before + _NONE, before + _NONE, before + _NONE, before + _NONE
+    if SINGLE_ROUND:
+        low, low_tile = before, before
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        units = _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
-        counts = chunks_from(units)
-        starts = before + tl.cumsum(counts) - counts
-        first_units = before_units + tl.cumsum(units) - units
-        is_later = (b < batch) & (starts >= begin)
-        is_after = (b < batch) & (starts - begin >= size)
-        low = tl.minimum(low, tl.min(tl.where(is_later, starts, _NONE)))
-        low_unit = tl.minimum(low_unit, tl.min(tl.where(is_later, first_units, _NONE)))
-        high = tl.minimum(high, tl.min(tl.where(is_after, starts, _NONE)))
-        high_unit = tl.minimum(high_unit, tl.min(tl.where(is_after, first_units, _NONE)))
-        before += tl.sum(counts)
-        before_units += tl.sum(units)
-    return (
-        tl.minimum(low, before),
-        tl.minimum(high, before),
-        tl.minimum(low_unit, before_units),
-        tl.minimum(high_unit, before_units),
-    )
+        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
+        if not SINGLE_ROUND:
+            counts = _chunks_before(tiles, CHUNK)
+            starts = before + tl.cumsum(counts) - counts
+            first_tiles = before_tiles + tl.cumsum(tiles) - tiles
+            is_later = (b < batch) & (starts >= begin)
+            is_after = (b < batch) & (starts - begin >= size)
+            low = tl.minimum(low, tl.min(tl.where(is_later, starts, _NONE)))
+            low_tile = tl.minimum(low_tile, tl.min(tl.where(is_later, first_tiles, _NONE)))
+            high = tl.minimum(high, tl.min(tl.where(is_after, starts, _NONE)))
+            high_tile = tl.minimum(high_tile, tl.min(tl.where(is_after, first_tiles, _NONE)))
+            before += tl.sum(counts)
+        before_tiles += tl.sum(tiles)
+    if not SINGLE_ROUND:
+        low, high = tl.minimum(low, before), tl.minimum(high, before)
+    return low, high, tl.minimum(low_tile, before_tiles), tl.minimum(high_tile, before_tiles)
 
 
 @triton.jit
 def chunk_range(
-    part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr
+    part,
+    writes,
+    listed,
+    num_parts,
+    seqlens_kv,
+    leftpad_kv,
+    batch,
+    capacity,
+    begin,
+    size,
+    CHUNK: tl.constexpr,
+    SINGLE_ROUND: tl.constexpr,
 ):
     """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
-    A part has the chunks that begin within an equal share of the round's keys. The program with ``writes`` set also
-    writes the list of sequences that ``combine_chunks_kernel`` describes.
+    A part has the chunks that begin within its share of the round's tiles; shares are equal but for rounding. The
+    program with ``writes`` set also writes the list of sequences that ``combine_chunks_kernel`` describes.
 
     Returns:
         (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
         one's first chunk in the round, and the part is the chunks [start, end) of the round.
     """
-    low, high, low_unit, high_unit = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
-    share = tl.cdiv(high_unit - low_unit, num_parts)
-    start_unit = tl.minimum(low_unit + part * share, high_unit)
-    end_unit = tl.minimum(start_unit + share, high_unit)
+    low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK, SINGLE_ROUND)
+    tiles_of_round = high_tile - low_tile
+    share = tl.cdiv(tiles_of_round, num_parts)
+    start_tile = low_tile + (tiles_of_round.to(tl.int64) * part // num_parts).to(tl.int32)
+    end_tile = low_tile + (tiles_of_round.to(tl.int64) * (part + 1) // num_parts).to(tl.int32)
+    if share <= _FEW_CHUNKS * (CHUNK // TILE):
+        share = tl.cdiv(share, CHUNK // TILE) * (CHUNK // TILE)
+        start_tile = low_tile + tl.minimum(part * share, tiles_of_round)
+        end_tile = tl.minimum(start_tile + share, high_tile)
     zero = low * 0
-    first, last, slot, start, end, before, before_units = zero, zero, zero, zero, zero, zero, zero
+    first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        units = _units(seqlens_kv, leftpad_kv, b, batch, capacity, CHUNK)
-        counts = chunks_from(units)
+        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
+        counts = _chunks_before(tiles, CHUNK)
         starts = before + tl.cumsum(counts) - counts
-        first_units = before_units + tl.cumsum(units) - units
+        first_tiles = before_tiles + tl.cumsum(tiles) - tiles
         exists = b < batch
-        # chunks of each sequence that begin before the part does, and before it ends
-        earlier = chunks_from(tl.minimum(tl.maximum(start_unit - first_units, 0), units))
-        reached = chunks_from(tl.minimum(tl.maximum(end_unit - first_units, 0), units))
+        # chunks of each sequence that begin before the share does, and before it ends
+        earlier = _chunks_before(tl.minimum(tl.maximum(start_tile - first_tiles, 0), tiles), CHUNK)
+        reached = _chunks_before(tl.minimum(tl.maximum(end_tile - first_tiles, 0), tiles), CHUNK)
         is_earlier = exists & (earlier == counts)
         first += tl.sum(is_earlier.to(tl.int32))
         slot += tl.sum(tl.where(is_earlier, counts, 0))
@@ -96,7 +122,7 @@ def chunk_range(
         in_round = (starts >= low) & (starts < high)
         tl.store(listed + 2 * b + 1, tl.where(in_round, counts, 0), mask=exists & writes)
         before += tl.sum(counts)
-        before_units += tl.sum(units)
+        before_tiles += tl.sum(tiles)
     return first, last, slot - low, start - low, end - low
 
 
@@ -121,6 +147,7 @@ def plan_chunks_kernel(
     num_rows,
     R: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINGLE_ROUND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Writes the plan of ``chunks_kernel`` and the list: ``chunk_range`` of each part. Grid: (parts,).
@@ -133,7 +160,7 @@ def plan_chunks_kernel(
     part = tl.program_id(0)
     listed = list_of_sequences(Parts, slots, num_rows, R)
     first, last, slot, start, end = chunk_range(
-        part, part == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK
+        part, part == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK, SINGLE_ROUND
     )
     plan = listed + 2 * batch + NUMBERS * part
     tl.store(plan, first)
