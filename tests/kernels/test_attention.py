@@ -129,14 +129,47 @@ def test_how_many_heads_go_together_changes_no_bit(layout: str, monkeypatch: pyt
     q, k, v, _ = draw((2, 150, 150, 4, 2, 24, 16), layout)
     found, asked = [], []
     for together in (1, 4, 8):
-        prefill._forward_launch.cache_clear()
+        for cache in (prefill._forward_launch, attention._kept):
+            cache.cache_clear()
         monkeypatch.setattr(prefill, "heads_together", lambda *a, together=together: asked.append(a) or together)
         found.append(mla_attention(q, k, v, is_causal=True, qkv_format=layout))
-    prefill._forward_launch.cache_clear()
+    for cache in (prefill._forward_launch, attention._kept):
+        cache.cache_clear()
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     kv_bytes = 150 * (24 + 16) * 4
     assert asked == [(2 * 4, 2, kv_bytes, l2_cache_bytes(q.device))] * 3
+
+
+def test_what_decides_about_a_kept_launch() -> None:
+    """Each argument that a launch depends on, changed alone after a call that was kept, gives the right result."""
+    q, k, v, _ = draw((2, 40, 40, 4, 2, 24, 16))
+    calls: list[tuple[tuple[torch.Tensor, ...], dict]] = [((q, k, v), {})]
+    calls += [((q, k, v), {"is_causal": True}), ((q, k, v), {"softmax_scale": 0.5})]
+    calls += [((q[:, :39], k, v), {}), ((q, k[:, :39], v[:, :39]), {}), ((q, k, v[..., :8]), {})]
+    calls += [((q.half(), k.half(), v.half()), {}), ((q[..., :8], k[..., :8], v), {}), ((q[:1], k[:1], v[:1]), {})]
+    calls += [((q, k[:, :, :1], v[:, :, :1]), {})]
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    calls += [((*(strided[i] if i == n else x for i, x in enumerate((q, k, v))),), {}) for n in range(3)]
+    calls += [((k, k, k[..., :16]), {}), ((k, k, k[..., :16].clone()), {})]
+    attention._kept.cache_clear()
+    found = [mla_attention(*given, **options) for given, options in calls * 2]
+    assert attention._kept.cache_info().currsize == len(calls)
+    for (given, options), out, again in zip(calls, found[: len(calls)], found[len(calls) :], strict=True):
+        attention._kept.cache_clear()
+        prefill._forward_launch.cache_clear()
+        assert torch.equal(out, mla_attention(*given, **options))
+        assert torch.equal(out, again)
+
+
+def test_the_format_decides_about_a_kept_launch() -> None:
+    """Square shapes, so that only the name of the layout tells them apart."""
+    q, k, v = (torch.randn(4, 4, 4, 16, device=DEVICE) for _ in range(3))
+    found = [mla_attention(q, k, v, qkv_format=layout) for layout in [*LAYOUTS] * 2]
+    for layout, out in zip([*LAYOUTS] * 2, found, strict=True):
+        attention._kept.cache_clear()
+        assert torch.equal(out, mla_attention(q, k, v, qkv_format=layout))
+    assert not torch.equal(found[0], found[1])
 
 
 def test_two_backwards_agree_bit_for_bit() -> None:

@@ -26,12 +26,21 @@ def _packing(seqlen_q: int, seqlen_kv: int, is_causal: bool, qkv_format: str) ->
     return Packing(qkv_format, seqlen_q, seqlen_kv, mask=Band(-1, 0 if is_causal else -1, bottom_right=is_causal))
 
 
+@functools.lru_cache(maxsize=1024)
+def _kept(*_: object) -> dict[str, Any]:
+    """What ``launch_forward.forward`` keeps for calls of one layout."""
+    return {}
+
+
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, is_causal: bool, qkv_format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = LAYOUTS[qkv_format].tokens
     packing = _packing(q.shape[tokens], k.shape[tokens], is_causal, qkv_format)
-    return launch_forward.forward(q, k, v, softmax_scale, packing)
+    # k's shape follows from those of q and v, its dtype and device are theirs
+    layout = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device)
+    kept = _kept(*layout, softmax_scale, is_causal, qkv_format)
+    return launch_forward.forward(q, k, v, softmax_scale, packing, kept=kept)
 
 
 def _backward(

@@ -15,6 +15,7 @@ from mla_plugin.kernels.decode.hopper import rule as decode_rule
 from mla_plugin.kernels.hopper import launch_backward, launch_forward, rule
 from mla_plugin.kernels.hopper.device import CAPABILITY
 from mla_plugin.kernels.launch import Launch
+from mla_plugin.kernels.prefill import attention
 from tests.kernels.gluon.launching import interpreting
 
 PROGRAMS = 3
@@ -24,7 +25,7 @@ PROGRAMS = 3
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU with three multiprocessors; the CPU is taken for one of compute capability 9.0."""
     decisions = (rule.plain_kernel_for, rule.plain_dkv_for, rule.plain_dq_for)
-    prepared = (launch_forward.forward_of, launch_backward.backward_of)
+    prepared = (launch_forward.forward_of, launch_backward.backward_of, attention._kept)
     monkeypatch.setattr(Launch, "__call__", interpreting(zlib.crc32(request.node.name.encode())))
     monkeypatch.setattr(rule, "_capability", lambda device: CAPABILITY)
     monkeypatch.setattr(
