@@ -265,21 +265,22 @@ def check_rounds(draw: random.Random) -> None:
     batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30, 300])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
     counts = [most_chunks(length, CHUNK) for length in lengths]
-    parts = draw.choice([1, 2, 13])
+    parts = draw.choice([1, 2, 13, 200])
     rounds = draw.choice([1, 3, 7])
     size = -(-batch * max(counts) // rounds)
     slots = size + max(counts) + (size + max(counts)) % 2
     seen: list[list[int]] = [[] for _ in lengths]
     for begin in range(0, batch * max(counts), size):
-        listed, of_parts = plan(lengths, parts, begin, size, slots, is_only_round=size == batch * max(counts))
+        listed, of_parts = plan(lengths, parts, begin, size, slots, is_only_round=rounds == 1)
         starts = [sum(counts[:b]) for b in range(batch)]
         in_round = [begin <= at < begin + size for at in starts]
         assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
         largest = CHUNK // TILE * size_of(max(counts) - 1)
-        in_whole_chunks = CHUNK // TILE
-        share = -(-sum(-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held) // parts)
-        if share <= 2 * in_whole_chunks:
-            share = -(-share // in_whole_chunks) * in_whole_chunks
+        tiles_of_all = [-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held]
+        share, in_chunk = -(-sum(tiles_of_all) // parts), CHUNK // TILE
+        chunks_of_all = sum(-(-n // in_chunk) for n in tiles_of_all)
+        if rounds == 1 and chunks_of_all <= 2 * parts:
+            share = -(-chunks_of_all // parts) * in_chunk
         for first, last, slot, start, end in of_parts:
             tiles = 0
             for b in range(first, last):

@@ -17,7 +17,7 @@ NUMBERS = tl.constexpr(5)
 TILE = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _FEW_CHUNKS = tl.constexpr(2)
-"""A share of up to so many chunks is rounded up to whole ones: otherwise some parts have a chunk more than others."""
+"""Shares of up to so many chunks are whole ones, all sequences rounded up: otherwise some parts have a chunk more."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -36,8 +36,20 @@ def _chunks_before(tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr, SINGLE_ROUND: tl.constexpr):
-    """The sequences of a round, those whose first chunk is in begin .. begin + size - 1; all of them if SINGLE_ROUND.
+def _all(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
+    """Tiles of all sequences, and tiles if each is rounded up to whole chunks of CHUNK keys."""
+    total = tl.cast(0, tl.int32)
+    rounded = tl.cast(0, tl.int64)
+    for b0 in range(0, batch, SEQUENCES):
+        tiles = _tiles(seqlens_kv, leftpad_kv, b0 + tl.arange(0, SEQUENCES), batch, capacity)
+        total += tl.sum(tiles)
+        rounded += tl.sum(tl.cdiv(tiles, CHUNK // TILE) * (CHUNK // TILE))
+    return total, rounded
+
+
+@triton.jit
+def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.constexpr):
+    """The sequences of a round, those whose first chunk is in begin .. begin + size - 1.
 
     Returns:
         (low, high, low_tile, high_tile): their chunks are low .. high - 1, and their tiles low_tile .. high_tile - 1.
@@ -45,26 +57,26 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
     before = tl.cast(0, tl.int32)
     before_tiles = before
     low, high, low_tile, high_tile = before + _NONE, before + _NONE, before + _NONE, before + _NONE
-    if SINGLE_ROUND:
-        low, low_tile = before, before
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
         tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
-        if not SINGLE_ROUND:
-            counts = _chunks_before(tiles, CHUNK)
-            starts = before + tl.cumsum(counts) - counts
-            first_tiles = before_tiles + tl.cumsum(tiles) - tiles
-            is_later = (b < batch) & (starts >= begin)
-            is_after = (b < batch) & (starts - begin >= size)
-            low = tl.minimum(low, tl.min(tl.where(is_later, starts, _NONE)))
-            low_tile = tl.minimum(low_tile, tl.min(tl.where(is_later, first_tiles, _NONE)))
-            high = tl.minimum(high, tl.min(tl.where(is_after, starts, _NONE)))
-            high_tile = tl.minimum(high_tile, tl.min(tl.where(is_after, first_tiles, _NONE)))
-            before += tl.sum(counts)
+        counts = _chunks_before(tiles, CHUNK)
+        starts = before + tl.cumsum(counts) - counts
+        first_tiles = before_tiles + tl.cumsum(tiles) - tiles
+        is_later = (b < batch) & (starts >= begin)
+        is_after = (b < batch) & (starts - begin >= size)
+        low = tl.minimum(low, tl.min(tl.where(is_later, starts, _NONE)))
+        low_tile = tl.minimum(low_tile, tl.min(tl.where(is_later, first_tiles, _NONE)))
+        high = tl.minimum(high, tl.min(tl.where(is_after, starts, _NONE)))
+        high_tile = tl.minimum(high_tile, tl.min(tl.where(is_after, first_tiles, _NONE)))
+        before += tl.sum(counts)
         before_tiles += tl.sum(tiles)
-    if not SINGLE_ROUND:
-        low, high = tl.minimum(low, before), tl.minimum(high, before)
-    return low, high, tl.minimum(low_tile, before_tiles), tl.minimum(high_tile, before_tiles)
+    return (
+        tl.minimum(low, before),
+        tl.minimum(high, before),
+        tl.minimum(low_tile, before_tiles),
+        tl.minimum(high_tile, before_tiles),
+    )
 
 
 @triton.jit
@@ -91,20 +103,28 @@ def chunk_range(
         (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
         one's first chunk in the round, and the part is the chunks [start, end) of the round.
     """
-    low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK, SINGLE_ROUND)
-    tiles_of_round = high_tile - low_tile
-    share = tl.cdiv(tiles_of_round, num_parts)
-    start_tile = low_tile + (tiles_of_round.to(tl.int64) * part // num_parts).to(tl.int32)
-    end_tile = low_tile + (tiles_of_round.to(tl.int64) * (part + 1) // num_parts).to(tl.int32)
-    if share <= _FEW_CHUNKS * (CHUNK // TILE):
-        share = tl.cdiv(share, CHUNK // TILE) * (CHUNK // TILE)
-        start_tile = low_tile + tl.minimum(part * share, tiles_of_round)
+    low, low_tile = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
+    high = low + _NONE
+    grain, share = low + 1, low  # a sequence's tiles are rounded up to a multiple of the first
+    if SINGLE_ROUND:
+        high_tile, rounded = _all(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * (CHUNK // TILE)):
+            grain = low + CHUNK // TILE
+            high_tile = rounded.to(tl.int32)
+            share = tl.cdiv(high_tile // grain, num_parts) * grain
+    else:
+        low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
+    tiles_of_round = (high_tile - low_tile).to(tl.int64)
+    start_tile = low_tile + (tiles_of_round * part // num_parts).to(tl.int32)
+    end_tile = low_tile + (tiles_of_round * (part + 1) // num_parts).to(tl.int32)
+    if grain > 1:
+        start_tile = tl.minimum(part * share, high_tile)
         end_tile = tl.minimum(start_tile + share, high_tile)
     zero = low * 0
     first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
+        tiles = tl.cdiv(_tiles(seqlens_kv, leftpad_kv, b, batch, capacity), grain) * grain
         counts = _chunks_before(tiles, CHUNK)
         starts = before + tl.cumsum(counts) - counts
         first_tiles = before_tiles + tl.cumsum(tiles) - tiles
