@@ -151,10 +151,12 @@ def test_what_decides_about_a_kept_launch() -> None:
     calls += [((q, k[:, :, :1], v[:, :, :1]), {})]
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     calls += [((*(strided[i] if i == n else x for i, x in enumerate((q, k, v))),), {}) for n in range(3)]
-    calls += [((k, k, k[..., :16]), {}), ((k, k, k[..., :16].clone()), {})]
+    calls += [((k, k, k[..., :16]), {}), ((k, k, torch.randn_like(k)[..., :16]), {})]
+    distinct = len(calls) - 1  # but for the address of v
+    calls += [((torch.cat([q.flatten()[:3], q.flatten()])[3:].view(q.shape), k, v), {})]  # not aligned
     attention._kept.cache_clear()
     found = [mla_attention(*given, **options) for given, options in calls * 2]
-    assert attention._kept.cache_info().currsize == len(calls)
+    assert attention._kept.cache_info().currsize == distinct
     for (given, options), out, again in zip(calls, found[: len(calls)], found[len(calls) :], strict=True):
         attention._kept.cache_clear()
         prefill._forward_launch.cache_clear()

@@ -261,7 +261,7 @@ def plan(
 
 
 def check_rounds(draw: random.Random) -> None:
-    """Every chunk has one share of one round, and in that round its own slot, as listed; shares are equal."""
+    """Every chunk has one part of one round, and in that round its own slot; no part has much more than its share."""
     batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30, 300])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
     counts = [most_chunks(length, CHUNK) for length in lengths]
@@ -293,6 +293,21 @@ def check_rounds(draw: random.Random) -> None:
                 slot += counts[b]
             assert tiles < share + largest
     assert [sorted(chunks) for chunks in seen] == [list(range(count)) for count in counts]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "parts", "expected"),
+    [
+        ([1.1, 1.1, 0.1, 1.1], 7, [1, 1, 1, 1, 1, 1, 1]),
+        ([1.1, 0.5, 2.1, 0], 4, [2, 2, 2, 1]),
+        ([40], 21, [2] * 16 + [1] * 4 + [0]),  # the last four have 2 * CHUNK keys
+    ],
+)
+def test_parts_of_up_to_two_chunks_are_whole_ones(chunks: list[float], parts: int, expected: list[int]) -> None:
+    lengths = [round(CHUNK * n) for n in chunks]
+    most = sum(most_chunks(n, CHUNK) for n in lengths)
+    _, of_parts = plan(lengths, parts, 0, most, most + most % 2, is_only_round=True)
+    assert [end - start for *_, start, end in of_parts] == expected
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -337,7 +352,7 @@ def test_chunks_grow_and_are_counted_alike_everywhere() -> None:
     """On the device, by the host, and by adding up their sizes: 32 of CHUNK keys, 48 of 2 * CHUNK, then 4 * CHUNK."""
     first, chunk = [0], 0
     while len(first) < 400:
-        first.append(first[-1] + CHUNK * (1 if chunk < 32 else 2 if chunk < 80 else 4))
+        first.append(first[-1] + CHUNK * size_of(chunk))
         chunk += 1
     units = torch.arange(400, dtype=torch.int32, device=DEVICE)
     counts, found = torch.empty_like(units), torch.empty_like(units)
@@ -371,7 +386,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("block", [(1, 32, 1), (4, 64, 32), (8, 512, 4)])
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int, int]) -> None:
-    """Of sequences of 2 to 40 chunks, some of which a row does not see, against float64."""
+    """Of sequences of 2 to 80 chunks, some of which a row does not see, against float64."""
     counts, heads, seqlen_q, rank = [2, 80, 17, 3], 2, 3, 128
     rows, slots, generator = heads * seqlen_q, sum(counts), torch.Generator().manual_seed(1)
     parts = torch.randn(slots, rows, rank, generator=generator).half()

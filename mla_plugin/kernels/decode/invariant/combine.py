@@ -24,7 +24,8 @@ def list_of_sequences(Parts, slots, num_rows, R: tl.constexpr):
     return (lse_of_slots(Parts, slots, num_rows, R) + slots.to(tl.int64) * num_rows).to(tl.pointer_type(tl.int32))
 
 
-LSE_BLOCK = tl.constexpr(64)
+_LSE_BLOCK = tl.constexpr(64)
+"""Log-sum-exps per step of the search for the maximum."""
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -74,16 +75,16 @@ def combine_chunks_kernel(
     chunks_lse = lse_of_slots(Parts, slots, num_rows, R)
     parts = first.to(tl.int64) * num_rows + rows
     # the maximum first: so weights do not depend on each other, and only the sums form a chain from chunk to chunk
-    highest_by_place = tl.full([BLOCK_ROWS, LSE_BLOCK], LOWEST_FLOAT32, tl.float32)
-    for chunk in range(0, count, LSE_BLOCK):
-        some = chunk + tl.arange(0, LSE_BLOCK)
+    running_max = tl.full([BLOCK_ROWS, _LSE_BLOCK], LOWEST_FLOAT32, tl.float32)
+    for chunk in range(0, count, _LSE_BLOCK):
+        offsets = chunk + tl.arange(0, _LSE_BLOCK)
         lse_log2 = tl.load(
-            chunks_lse + parts[:, None] + (some.to(tl.int64) * num_rows)[None, :],
-            mask=exists[:, None] & (some < count)[None, :],
+            chunks_lse + parts[:, None] + (offsets.to(tl.int64) * num_rows)[None, :],
+            mask=exists[:, None] & (offsets < count)[None, :],
             other=float("-inf"),
         )
-        highest_by_place = tl.maximum(highest_by_place, lse_log2)
-    highest = tl.max(highest_by_place, 1)
+        running_max = tl.maximum(running_max, lse_log2)
+    highest = tl.max(running_max, 1)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
     for chunk in range(0, count, BLOCK_CHUNKS):
@@ -99,7 +100,7 @@ def combine_chunks_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
-    out = out * tl.div_rn(tl.full([BLOCK_ROWS], 1.0, tl.float32), total)[:, None] + 0.0  # -0 would depend on the chunks
+    out *= tl.div_rn(tl.full([BLOCK_ROWS], 1.0, tl.float32), total)[:, None]
     if MIXED:
         out = out.reshape(BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_ROWS, BLOCK_R)
     out_rows = b.to(tl.int64) * num_rows + rows

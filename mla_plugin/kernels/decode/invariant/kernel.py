@@ -246,8 +246,8 @@ def chunks_kernel(
     """One program computes BLOCK_M (query, head) rows over one part of the chunks (``chunks.py``).
 
     Grid: (row tiles x parts,). A round takes the sequences whose first chunk has an index in begin .. begin + size - 1
-    among the chunks of all sequences, and divides their chunks into equal parts (``chunk_range``; PLANNED:
-    ``plan_chunks_kernel`` has done so). A sequence of one chunk is written to Out and Lse (None: not wanted). Other
+    among the chunks of all sequences, and shares their chunks out (``chunk_range``; PLANNED: ``plan_chunks_kernel``
+    has done so). A sequence of one chunk is written to Out and Lse (None: not wanted). Other
     sequences' chunk results go to Parts, the workspace that ``combine_chunks_kernel`` describes.
     """
     if DEPENDENT:

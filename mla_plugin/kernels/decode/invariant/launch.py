@@ -28,7 +28,8 @@ WORKSPACE_BYTES = 512 << 20
 def combine_sizes(rows: int, rounds: int) -> tuple[int, int, int]:
     """Rows, columns and chunks at a time of a program of the combine kernel, for so many rows of all sequences.
 
-    With several rounds, of which some may have no sequence, few programs: those of an empty round end at once.
+    A row takes a warp. With several rounds four rows a program: a round may have no sequence, and fewer programs start
+    faster.
     """
     if rounds > 1:
         return 4, 512, 4
@@ -111,7 +112,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
     rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
     if chunks == 1:
-        slots = 0  # results are written directly to out
+        rounds, slots = 1, 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
     page_size = launch.page_size_of(tensors)
     by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
@@ -147,7 +148,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
             )
         plan = _plan_launch(tensors, device, chunk, fixed) if is_hopper or tile.planned else None
         found.append(launch.Round(plan, attend, combine))
-    code = (chunk, rank, heads, tensors.causal, tile, page_size, by_descriptors, is_hopper)
+    code = (chunk, rank, heads, tensors.causal and seqlen_q > 1, tile, page_size, by_descriptors, is_hopper)
     return launch.launches_of(
         tensors,
         described,

@@ -17,7 +17,7 @@ NUMBERS = tl.constexpr(5)
 TILE = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _FEW_CHUNKS = tl.constexpr(2)
-"""Shares of up to so many chunks are whole ones, all sequences rounded up: otherwise some parts have a chunk more."""
+"""Up to so many units of CHUNK keys for each part, shares are whole units: otherwise some parts have a chunk more."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -36,7 +36,7 @@ def _chunks_before(tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _all(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
+def _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
     """Tiles of all sequences, and tiles if each is rounded up to whole chunks of CHUNK keys."""
     total = tl.cast(0, tl.int32)
     rounded = tl.cast(0, tl.int64)
@@ -96,8 +96,9 @@ def chunk_range(
 ):
     """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
-    A part has the chunks that begin within its share of the round's tiles; shares are equal but for rounding. The
-    program with ``writes`` set also writes the list of sequences that ``combine_chunks_kernel`` describes.
+    A part has the chunks that begin within its share of the round's tiles. Shares are equal but for rounding; if there
+    are few chunks, the last ones may be empty. The program with ``writes`` set also writes the list of sequences that
+    ``combine_chunks_kernel`` describes.
 
     Returns:
         (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
@@ -105,12 +106,13 @@ def chunk_range(
     """
     low, low_tile = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     high = low + _NONE
-    grain, share = low + 1, low  # a sequence's tiles are rounded up to a multiple of the first
+    grain, share = low + 1, low  # a sequence's tiles are rounded up to a multiple of grain
     if SINGLE_ROUND:
-        high_tile, rounded = _all(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        high_tile, rounded = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
         if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * (CHUNK // TILE)):
             grain = low + CHUNK // TILE
             high_tile = rounded.to(tl.int32)
+            # all but the last ones equally long, so that they cut no chunk of two units if they have two
             share = tl.cdiv(high_tile // grain, num_parts) * grain
     else:
         low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
