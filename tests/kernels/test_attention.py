@@ -164,6 +164,12 @@ def test_what_decides_about_a_kept_launch() -> None:
         assert torch.equal(out, again)
 
 
+def test_an_empty_query_needs_no_memory() -> None:
+    """Under vmap a tensor has no address."""
+    q, k, v = torch.randn(3, 2, 0, 4, 16), torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4, 8)
+    assert torch.vmap(mla_attention)(q, k, v).shape == (3, 2, 0, 4, 8)
+
+
 def test_the_format_decides_about_a_kept_launch() -> None:
     """Square shapes, so that only the name of the layout tells them apart."""
     q, k, v = (torch.randn(4, 4, 4, 16, device=DEVICE) for _ in range(3))

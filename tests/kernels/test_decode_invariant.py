@@ -310,6 +310,16 @@ def test_parts_of_up_to_two_chunks_are_whole_ones(chunks: list[float], parts: in
     assert [end - start for *_, start, end in of_parts] == expected
 
 
+def test_a_plan_of_as_many_tiles_as_int32_counts() -> None:
+    """Tiles times parts are more."""
+    lengths, parts = [2**25 - 3] * 64, 132
+    chunks = most_chunks(lengths[0], CHUNK) * len(lengths)
+    _, of_parts = plan(lengths, parts, 0, chunks, chunks, is_only_round=True)
+    starts, ends = [start for *_, start, _ in of_parts], [end for *_, end in of_parts]
+    assert [0, *ends] == [*starts, chunks]
+    assert max(end - start for start, end in zip(starts, ends, strict=True)) <= -(-chunks // parts) + 90
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_rounds_and_parts_hold_every_chunk_once(seed: int) -> None:
     check_rounds(random.Random(seed))
@@ -393,6 +403,7 @@ def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int, int]) -> Non
     lse_log2 = 8 * torch.randn(slots, rows, generator=generator)
     lse_log2[torch.rand(slots, rows, generator=generator) < 0.2] = -torch.inf
     lse_log2[slots - counts[-1] :, -1] = -torch.inf  # a row that sees nothing
+    lse_log2[counts[0] + 70, 0] = 300.0  # the maximum, found in a later step than the first
     parts[lse_log2 == -torch.inf] = 0
     firsts = [sum(counts[:b]) for b in range(len(counts))]
     listed = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32)
@@ -448,6 +459,10 @@ def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.Mo
 def test_a_capacity_that_int32_cannot_count_is_refused() -> None:
     with pytest.raises(ValueError, match="up to 2147483600 keys, expected at most 2147450880"):
         decode_launch.count_tiles(1, 2147483600, CHUNK)
+    q = torch.empty(200, 1, 2, 64, dtype=torch.float16, device=DEVICE)
+    row = torch.empty(1, 1, 80, dtype=torch.float16, device=DEVICE).expand(200, 2**30, 80)
+    with pytest.raises(ValueError, match="200"):
+        invariant.make_launches(DecodeTensors(q, q[..., :16], row[..., :64], row[..., 64:], 1.0), CHUNK)
 
 
 @pytest.mark.parametrize("batch", [1, 64, 256])

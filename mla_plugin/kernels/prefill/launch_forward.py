@@ -89,6 +89,8 @@ def forward(
     tensors' addresses; one for k and v at one address, and one for others. ``batch_invariant``: a row's bits are to
     depend on its keys alone.
     """
+    if q.numel() == 0:
+        return output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     known = None
     if kept is not None and not tuned:
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -104,8 +106,6 @@ def forward(
         with on_device_of(q):
             launch(q, k, v, out, lse, *packing.offsets())
         return out, lse
-    if q.numel() == 0:
-        return output_like(q, v.shape[-1], packing.layout), lse_like(q, packing.layout)
     given = (q, k, v)
     is_shared = is_in(v, k)
     q, k = with_aligned_rows(q), with_aligned_rows(k)
