@@ -48,6 +48,20 @@ def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescripto
     return descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), strides_of(cache), (1, block_n, width))
 
 
+def plain_arguments(
+    tensors: DecodeTensors,
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    described: tuple[TensorDescriptor | None, ...] = (None, None, None),
+) -> tuple[object, ...]:
+    """The arguments of each call of ``decode_kernel``; without descriptors it reads the cache by pointers."""
+    inputs = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
+    keys = (tensors.page_table, tensors.seqlens_kv, tensors.leftpad_kv, tensors.kv_scale)
+    return (*inputs, *keys, parts, out, lse, *described, scale)
+
+
 class CacheDescriptors:
     """Descriptors of c_kv's two column blocks and of k_rope, over [pages or B, page_size or S_kv, columns].
 
@@ -71,3 +85,9 @@ class CacheDescriptors:
                 self.made.clear()
             self.made[key] = found
         return found
+
+    def arguments(
+        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> tuple[object, ...]:
+        """Those of a call, see ``plain_arguments``."""
+        return plain_arguments(tensors, parts, out, lse, scale, self.of(tensors))

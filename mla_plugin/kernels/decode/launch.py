@@ -14,7 +14,7 @@ from mla_plugin.arguments.decode_checks import check_query_strides, check_tensor
 from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
-from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors, strides_of
+from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors, plain_arguments, strides_of
 from mla_plugin.kernels.decode.device import Device as Device
 from mla_plugin.kernels.decode.device import device_of as device_of
 from mla_plugin.kernels.decode.hopper import launch as hopper
@@ -22,6 +22,8 @@ from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.kernel import decode_kernel
 from mla_plugin.kernels.decode.plan import plan_kernel
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
+from mla_plugin.kernels.decode.transposed import launch as transposed
+from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
@@ -36,7 +38,6 @@ _GIVEN = (
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
-_NO_DESCRIPTORS = (None, None, None)
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_PIECES = 64
 _COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
@@ -45,6 +46,9 @@ _COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some
 _TILES_FOR_DESCRIPTORS = 8
 _MOST_KEYS = 2**31 - 2**15  # two of the largest chunks of a batch-invariant call may reach beyond the last key
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
+
+
+Described = CacheDescriptors | hopper.Descriptors | transposed.Descriptors
 
 
 class Round(NamedTuple):
@@ -78,7 +82,7 @@ class Launches:
     lse_shape: tuple[int, ...]
     workspace: int
     rounds: tuple[Round, ...]
-    described: CacheDescriptors | hopper.Descriptors | None
+    described: Described | None
     cuda_index: int | None
     code: tuple[object, ...]
 
@@ -259,7 +263,7 @@ def attend_launch(
 
 def launches_of(
     tensors: DecodeTensors,
-    described: CacheDescriptors | hopper.Descriptors | None,
+    described: Described | None,
     workspace: int,
     rounds: tuple[Round, ...],
     code: tuple[object, ...],
@@ -281,21 +285,27 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     """The launches of the kernels that divide the tiles of all sequences evenly."""
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
-    tile = tile_of(tensors, device, rows)
+    is_transposed = transposed.takes(tensors, device)
+    tile = transposed_rule.TILES if is_transposed else tile_of(tensors, device, rows)
     key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
     row_tiles: int = ceil_div(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
-    can_describe = can_use_descriptors(tensors, device, tile, page_size_of(tensors))
+    page_size = page_size_of(tensors)
+    can_describe = not is_transposed and can_use_descriptors(tensors, device, tile, page_size)
     few = hopper_rule.few_tiles_because(batch * key_tiles, slots)
-    is_hopper = few is None and hopper.takes(tensors, device, can_describe)
+    is_hopper = not is_transposed and few is None and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
-    described: CacheDescriptors | hopper.Descriptors | None = None
-    if is_hopper:
+    described: Described | None = None
+    if is_transposed:
+        described = transposed.Descriptors(tensors)
+        options = options_of(device, 4)
+        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD)
+    elif is_hopper:
         described = hopper.Descriptors(tensors)
         attend = hopper.attend_launch(
-            tensors, row_tiles * parts, parts, page_size_of(tensors), options_of(device, 4), overhead=_OVERHEAD
+            tensors, row_tiles * parts, parts, page_size, options_of(device, 4), overhead=_OVERHEAD
         )
     else:
         if by_descriptors:
@@ -308,8 +318,8 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     if parts > 1 and key_tiles > 1:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank)
     workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
-    constants = _constants(tensors, device, tile, page_size_of(tensors), by_descriptors)
-    code = (is_hopper, combine and combine.arguments[-4:-1], *constants.values())
+    constants = _constants(tensors, device, tile, page_size, by_descriptors)
+    code = (is_hopper, is_transposed, combine and combine.arguments[-4:-1], *constants.values())
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
 
 
@@ -323,7 +333,7 @@ def decode(
 
     ``known`` is of their layout; under the name ``kept`` it holds the launches that ``make`` makes.
     """
-    q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, _, return_lse, page_table, seqlens_kv, leftpad_kv, _ = tensors[:11]
+    q_nope_abs, softmax_scale, return_lse = tensors.q_nope_abs, tensors.softmax_scale, tensors.return_lse
     launches = known.kept.get(kept)
     if launches is None:
         check_tensors(tensors, DTYPES)
@@ -337,25 +347,10 @@ def decode(
     if known.has_no_query:
         return out, lse
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
-    inputs = (q_nope_abs, q_rope, c_kv, k_rope, page_table, seqlens_kv, leftpad_kv, tensors.kv_scale)
     parts = q_nope_abs.new_empty(launches.workspace)
-    descriptors = _NO_DESCRIPTORS if launches.described is None else launches.described.of(tensors)
-    if isinstance(launches.described, hopper.Descriptors):
-        cache = (c_kv, k_rope, tensors.kv_scale) if launches.described.gathers else (None, None, None)
-        attended: tuple[object, ...] = (
-            parts,
-            out,
-            lse,
-            *cache,
-            page_table,
-            seqlens_kv,
-            leftpad_kv,
-            *descriptors,
-            scale,
-        )
-    else:
-        attended = (*inputs, parts, out, lse, *descriptors, scale)
-    given = ((parts, seqlens_kv, leftpad_kv), attended, (parts, out, lse))
+    arguments_of = plain_arguments if launches.described is None else launches.described.arguments
+    attended = arguments_of(tensors, parts, out, lse, scale)
+    given = ((parts, tensors.seqlens_kv, tensors.leftpad_kv), attended, (parts, out, lse))
     calls = [pair for of_round in launches.rounds for pair in zip(of_round, given, strict=True)]
     wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
     first = launches.rounds[0]

@@ -14,6 +14,7 @@ from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.kernels.decode.hopper import rule
 from mla_plugin.kernels.decode.tiles import choose_parts
+from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.hopper.device import CAPABILITY, unfit_device_because
 from mla_plugin.plugins.triton import needs
 
@@ -62,16 +63,36 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 
 
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
-    """Which kernel runs, on GPUs for which there are two.
+    """Which kernel runs, on GPUs for which there are several.
 
     Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
     """
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
+    if _is_transposed(request, platform):
+        yield "by the transposed kernel"
+        return
     reason = plain_kernel_because(request, platform)
     if reason is None and not request.batch_invariant:
         reason = _few_tiles_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
+
+
+def _is_transposed(request: DecodeRequest, platform: Platform) -> bool:
+    if unfit_device_because(platform.compute_capability, platform.version("triton")) is not None:
+        return False
+    reason = transposed_rule.other_kernel_because(
+        request.dtype,
+        request.kv_lora_rank,
+        request.qk_rope_head_dim,
+        request.seqlen_q * request.num_heads,
+        request.page_size,
+        kv_cache_format=request.kv_cache_format,
+        has_leftpad_kv=request.has_leftpad_kv,
+        has_aligned_rows=request.has_aligned_rows,
+        batch_invariant=request.batch_invariant,
+    )
+    return reason is None
 
 
 def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:

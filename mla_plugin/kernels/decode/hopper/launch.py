@@ -55,7 +55,8 @@ def _gathers(tensors: DecodeTensors) -> bool:
     return _must_gather(tensors) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
 
 
-def _has_aligned_rows(tensors: DecodeTensors) -> bool:
+def has_aligned_rows(tensors: DecodeTensors) -> bool:
+    """Whether the rows of the cache start on 16 bytes."""
     caches = (tensors.c_kv, tensors.k_rope)
     return starts_aligned(*caches) and all(
         stride * x.element_size() % 16 == 0 for x in caches for stride in strides_of(x)
@@ -74,7 +75,7 @@ def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool
         None if tensors.page_table is None else tensors.c_kv.shape[1],
         kv_cache_format=tensors.kv_cache_format,
         has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=_has_aligned_rows(tensors),
+        has_aligned_rows=has_aligned_rows(tensors),
         batch_invariant=batch_invariant,
     )
     return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
@@ -116,11 +117,15 @@ class Descriptors:
         memory: Any = Address(address, self._dtype)
         return TensorDescriptor(memory, list(shape), [*strides, 1], [1, ROWS.value, PANEL.value], self._layout)
 
-    def of(self, tensors: DecodeTensors) -> tuple[TensorDescriptor | None, ...]:
-        """Those of q_nope_abs, q_rope, c_kv and k_rope; None for a cache that is gathered."""
+    def arguments(
+        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> tuple[object, ...]:
+        """Those of a call, by ``GIVEN``: descriptors of q_nope_abs, q_rope, and the cache, or what is gathered."""
         given = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
         made = [self._made(which, x.data_ptr()) for which, x in enumerate(given[: len(self._shapes)])]
-        return (*made, *_NO_CACHE) if self.gathers else tuple(made)
+        cache = (tensors.c_kv, tensors.k_rope, tensors.kv_scale) if self.gathers else (None, None, None)
+        keys = (tensors.page_table, tensors.seqlens_kv, tensors.leftpad_kv)
+        return (parts, out, lse, *cache, *keys, *made, *(_NO_CACHE if self.gathers else ()), scale)
 
 
 def attend_launch(

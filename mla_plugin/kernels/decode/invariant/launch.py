@@ -116,7 +116,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
     page_size = launch.page_size_of(tensors)
     by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
-    described: CacheDescriptors | hopper.Descriptors | None = None
+    described: launch.Described | None = None
     if is_hopper:
         described = hopper.Descriptors(tensors)
     elif by_descriptors:

@@ -1,0 +1,247 @@
+"""The computing warpgroup of the transposed decode kernel: every piece of a part, with its keys as rows."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.storing import list_sequence
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
+from mla_plugin.kernels.decode.transposed.operands import (
+    STEP,
+    as_columns,
+    as_operand_of_scores,
+    in_order_of_keys,
+    key_of_rows,
+    keys_of_panel,
+    keys_of_rope,
+    result_layout,
+    values_of_step,
+    zero_rows,
+)
+from mla_plugin.kernels.hopper.common import gdc_launch_dependents, synchronize
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
+
+_QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _load_rows(base, num_rows, num_heads, stride_s, stride_h, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Queries of a sequence in float32: [ROWS, COLUMNS]; rows that do not exist are 0."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, _QUERIES))
+    offsets = (rows // num_heads).to(gl.int64) * stride_s + (rows % num_heads) * stride_h
+    exists = (rows < num_rows)[:, None] & (columns >= 0)[None, :]
+    return gl.load(base + offsets[:, None] + columns[None, :], mask=exists, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _load_queries(
+    q, r, q_tile, r_tile, num_rows, num_heads, stride_qs, stride_qh, stride_rs, stride_rh, ROWS: gl.constexpr
+):
+    """Write a sequence's queries to shared memory in float16, each row times a power of 2; returns its inverse.
+
+    The largest number of a row comes to lie between 2^14 and 2^15, so that bfloat16 loses no bit of numbers down to
+    2^-28 of that.
+    """
+    nope = _load_rows(q, num_rows, num_heads, stride_qs, stride_qh, ROWS, RANK)
+    rope = _load_rows(r, num_rows, num_heads, stride_rs, stride_rh, ROWS, ROPE)
+    largest = gl.maximum(gl.max(gl.abs(nope), 1), gl.max(gl.abs(rope), 1))
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
+    exponent = gl.minimum(268 - exponent, 253)
+    factor = (exponent << 23).to(gl.float32, bitcast=True)
+    q_tile.store(as_operand_of_scores((nope * factor[:, None]).to(gl.float16)))
+    r_tile.store(as_operand_of_scores((rope * factor[:, None]).to(gl.float16)))
+    fence_async_shared()
+    synchronize()
+    return ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
+    """keys q^T of a tile: [KEYS, ROWS]. While a product runs, the next panel is converted."""
+    s = gl.zeros([KEYS, ROWS], gl.float32, product_layout(ROWS))
+    s = warpgroup_mma(keys_of_rope(r_tiles, stage, ROWS), r_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    for panel in gl.static_range(PANELS):
+        keys = keys_of_panel(c_tiles, stage, panel, ROWS)
+        q = q_tile.slice(panel * PANEL, PANEL, 1)
+        s = warpgroup_mma_wait(0, [s])
+        s = warpgroup_mma(keys, q.permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def _added_in_thread(p):
+    """The weights [KEYS, ROWS] of two keys that a thread holds, added: [KEYS / 2, ROWS]."""
+    return gl.sum(p.reshape([KEYS // 16, 2, 8, p.shape[1]]), 1).reshape([KEYS // 2, p.shape[1]])
+
+
+@gluon.jit
+def _store_weights(p, p_tile):
+    """Weights [KEYS, ROWS] to shared memory, for a product. The last one has read the previous ones."""
+    p_tile.store(in_order_of_keys(p.to(gl.float16)))
+    fence_async_shared()
+    synchronize()
+
+
+@gluon.jit
+def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
+    """A tile's keys from ``start`` on into acc [RANK, ROWS], the maximum [ROWS], and the sums [KEYS / 2, ROWS]."""
+    q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
+    s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
+    if start + KEYS > seen_by_all:
+        s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 0) * scale)
+    p = gl.exp2(s * scale[None, :] - new_max[None, :])
+    rescale = gl.exp2(row_max - new_max)
+    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(0, sums.type.layout))[None, :] + _added_in_thread(p)
+    _store_weights(p, p_tile)
+    if start + KEYS > length:
+        zero_rows(c_tiles, stage, length - start)
+        fence_async_shared()
+        synchronize()
+    acc = acc * rescale[None, :]
+    for step in gl.static_range(KEYS // STEP):
+        values = values_of_step(c_tiles, stage, step, ROWS)
+        if step > 0:
+            acc = warpgroup_mma_wait(0, [acc])
+        acc = warpgroup_mma(values, p_tile.slice(step * STEP, STEP, 0), acc, is_async=True)
+    return acc, new_max, sums
+
+
+@gluon.jit
+def _store_piece(
+    Parts,
+    parts_lse,
+    Out,
+    Lse,
+    acc,
+    row_max,
+    row_sum,
+    kv_scale,
+    b,
+    slot,
+    is_written,
+    is_whole,
+    num_heads,
+    seqlen_q,
+    ROWS: gl.constexpr,
+):
+    """Write the results of a piece, if ``is_written``: of all keys of its sequence (``is_whole``), or to ``slot``."""
+    num_rows = seqlen_q * num_heads
+    empty = row_sum == 0.0
+    inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * kv_scale
+    lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
+    out = as_columns((acc * inverse[None, :]).to(Out.dtype.element_ty))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, result_layout(ROWS)))
+    columns = gl.arange(0, RANK, gl.SliceLayout(0, result_layout(ROWS)))
+    base = Out + gl.cast(b, gl.int64) * num_rows * RANK
+    if not is_whole:
+        base = Parts + slot.to(gl.int64) * num_rows * RANK
+    gl.store(base + rows[:, None] * RANK + columns[None, :], out, mask=((rows < num_rows) & is_written)[:, None])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(0, product_layout(ROWS)))
+    exists = (rows < num_rows) & is_written
+    if not is_whole:
+        gl.store(parts_lse + slot.to(gl.int64) * num_rows + rows, lse_log2, mask=exists)
+    elif Lse is not None:
+        lse_rows = (gl.cast(b, gl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
+        gl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
+
+
+@gluon.jit
+def compute(
+    Q_nope_abs,
+    Q_rope,
+    seqlens_kv,
+    KV_scale,
+    Parts,
+    Out,
+    Lse,
+    tiles,
+    barriers,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_rb,
+    stride_rs,
+    stride_rh,
+    ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Every piece of this program's part."""
+    q_tile, r_tile, _c_tiles, _r_tiles, _p_tile = tiles
+    full, empty = barriers
+    num_rows = seqlen_q * num_heads
+    part = gl.program_id(0)
+    kv_scale = gl.load(KV_scale)
+    scale_log2 = softmax_scale * LOG2_E * kv_scale
+    product: gl.constexpr = product_layout(ROWS)
+    row: gl.constexpr = gl.SliceLayout(0, product)
+    rows = gl.arange(0, ROWS, row)
+    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, RANK)
+    used = 0
+    for b in range(first_b, last_b):
+        at += overhead
+        length, sequence_tiles, low, high, steps = piece_of(
+            seqlens_kv, b, 0, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
+        )
+        first_part = at // size
+        count = (at + sequence_tiles - 1) // size - first_part + 1
+        visible = gl.full([ROWS], 0, gl.int32, row) + length
+        seen_by_all = length
+        if CAUSAL:
+            visible += rows // num_heads + 1 - seqlen_q
+            seen_by_all += 1 - seqlen_q
+        acc = gl.zeros([RANK, ROWS], gl.float32, product)
+        row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
+        sums = _added_in_thread(gl.zeros([KEYS, ROWS], gl.float32, product))
+        if steps > 0:
+            b64 = gl.cast(b, gl.int64)
+            # fmt: off
+            inverse = _load_queries(
+                Q_nope_abs + b64 * stride_qb, Q_rope + b64 * stride_rb, q_tile, r_tile, num_rows, num_heads,
+                stride_qs, stride_qh, stride_rs, stride_rh, ROWS,
+            )
+            # fmt: on
+            scale = gl.convert_layout(inverse, row) * scale_log2
+            for n in range(steps):
+                stage = used % STAGES
+                mbarrier.wait(full.index(stage), used // STAGES & 1)
+                # fmt: off
+                acc, row_max, sums = _fold_tile(
+                    acc, row_max, sums, (low + n) * KEYS, length, seen_by_all, visible, scale, stage, tiles, ROWS
+                )
+                # fmt: on
+                synchronize()  # all warps have read the tile; its last product runs from registers
+                mbarrier.arrive(empty.index(stage))
+                acc = warpgroup_mma_wait(0, [acc])
+                used += 1
+        if DEPENDENT:
+            if b == last_b - 1:
+                gdc_launch_dependents()
+        row_sum = gl.convert_layout(gl.sum(sums, 0), row)
+        slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
+        # fmt: off
+        _store_piece(
+            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, row_max, row_sum, kv_scale, b,
+            slot, low < high, count == 1, num_heads, seqlen_q, ROWS,
+        )
+        # fmt: on
+        is_listed = (low == 0) & (high > 0)
+        list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num_rows, RANK)
+        at += sequence_tiles

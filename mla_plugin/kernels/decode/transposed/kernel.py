@@ -1,0 +1,140 @@
+"""The transposed decode kernel: the same parts and pieces as ``decode_kernel``, in Gluon, for few rows over e4m3.
+
+Mathematics, the roles of the warps, and why it cannot deadlock: kernels/README.md.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from mla_plugin.kernels.decode.hopper.common import list_of_split, load_plan, piece_of
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES
+from mla_plugin.kernels.decode.transposed.computing import compute
+from mla_plugin.kernels.hopper.common import gdc_wait
+
+
+@gluon.jit
+def _load(
+    desc_c,
+    desc_k,
+    page_table,
+    seqlens_kv,
+    Parts,
+    tiles,
+    barriers,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_pt,
+    PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """The loading warp: the key tiles of every piece of this program's part, in the order of the computing warps."""
+    _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
+    full, empty = barriers
+    part = gl.program_id(0)
+    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, RANK)
+    used = 0
+    for b in range(first_b, last_b):
+        at += overhead
+        _, sequence_tiles, low, _, steps = piece_of(
+            seqlens_kv, b, 0, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
+        )
+        for n in range(steps):
+            key = (low + n) * KEYS
+            block, row = b, key
+            if PAGE_SIZE > 0:
+                block = gl.load(page_table + gl.cast(b, gl.int64) * stride_pt + key // PAGE_SIZE)
+                row = key % PAGE_SIZE
+            stage = used % STAGES
+            mbarrier.wait(empty.index(stage), (used // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), KEYS * (RANK + ROPE))
+            tma.async_copy_global_to_shared(desc_k, [block, row, 0], full.index(stage), r_tiles.index(stage))
+            for panel in gl.static_range(PANELS):
+                target = c_tiles.index(stage * PANELS + panel)
+                tma.async_copy_global_to_shared(desc_c, [block, row, panel * PANEL], full.index(stage), target)
+            used += 1
+        at += sequence_tiles
+
+
+@gluon.jit(
+    do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"],
+)
+def transposed_decode_kernel(
+    Parts,
+    Out,
+    Lse,
+    Q_nope_abs,
+    Q_rope,
+    KV_scale,
+    page_table,
+    seqlens_kv,
+    desc_c,
+    desc_k,
+    softmax_scale,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_rb,
+    stride_rs,
+    stride_rh,
+    stride_pt,
+    PAGE_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """One program computes all rows of each sequence, at most ROWS, over one part of the key tiles. Grid: (parts,).
+
+    Descriptors of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles
+    [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. REGISTERS is what a thread of the loading warp has. The
+    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+    """
+    if DEPENDENT:
+        gdc_wait()
+    q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
+    r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
+    p_tile = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
+    c_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PANELS, 1, KEYS, PANEL], desc_c.layout)
+    r_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, KEYS, ROPE], desc_k.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
+    entry = list_of_split(Parts, num_parts, seqlen_q * num_heads, RANK) + 2 * gl.program_id(0)
+    gl.store(entry + 1, 0, mask=batch > num_parts)
+    tiles = (q_tile, r_tile, c_tiles, r_tiles, p_tile)
+    barriers = (full, empty)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (compute, (
+                Q_nope_abs, Q_rope, seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch,
+                num_heads, seqlen_q, capacity, num_parts, overhead, stride_qb, stride_qs, stride_qh, stride_rb,
+                stride_rs, stride_rh, ROWS, CAUSAL, DEPENDENT,
+            )),
+            (_load, (
+                desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
+                num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL,
+            )),
+        ],
+        [1],
+        [REGISTERS],
+    )
+    # fmt: on

@@ -1,0 +1,91 @@
+"""Launches the transposed decode kernel; which calls it takes is in rule.py, and for their strides here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
+from mla_plugin.kernels.decode.device import Device
+from mla_plugin.kernels.decode.hopper.launch import has_aligned_rows
+from mla_plugin.kernels.decode.transposed import rule
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE
+from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
+from mla_plugin.kernels.descriptors import Address
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+from mla_plugin.kernels.launch import Launch, named_strides
+
+GIVEN = (
+    *("Parts", "Out", "Lse", "Q_nope_abs", "Q_rope", "KV_scale", "page_table", "seqlens_kv"),
+    *("desc_c", "desc_k", "softmax_scale"),
+)
+_REGISTERS = 128
+"""Of a thread on average, so that a multiprocessor holds two programs of eight warps, three of which do not run."""
+
+
+def takes(tensors: DecodeTensors, device: Device) -> bool:
+    """Whether the kernel computes such calls."""
+    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    caches = (tensors.c_kv, tensors.k_rope)
+    reason = rule.other_kernel_because(
+        tensors.q_nope_abs.dtype,
+        rank,
+        tensors.q_rope.shape[-1],
+        seqlen_q * heads,
+        None if tensors.page_table is None else tensors.c_kv.shape[1],
+        kv_cache_format=tensors.kv_cache_format,
+        has_leftpad_kv=tensors.leftpad_kv is not None,
+        has_aligned_rows=has_aligned_rows(tensors),
+        batch_invariant=False,
+    )
+    return device.has_gluon and reason is None and tensors.c_kv.numel() > 0 and all(map(can_read, caches))
+
+
+class Descriptors:
+    """The descriptors of the caches of calls of one layout, by their addresses."""
+
+    def __init__(self, tensors: DecodeTensors) -> None:
+        self._shapes = [(tuple(x.shape), strides_of(x)) for x in (tensors.c_kv, tensors.k_rope)]
+        self._made = functools.lru_cache(2 * MAX_CACHES)(self._make)
+
+    def _make(self, which: int, address: int) -> TensorDescriptor:
+        shape, strides = self._shapes[which]
+        memory: Any = Address(address, torch.uint8)
+        columns = (PANEL.value, ROPE.value)[which]
+        layout = gl.NVMMASharedLayout(columns, 8, 3)
+        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, KEYS.value, columns], layout)
+
+    def arguments(
+        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> tuple[object, ...]:
+        """Those of a call, by ``GIVEN``."""
+        described = (self._made(0, tensors.c_kv.data_ptr()), self._made(1, tensors.k_rope.data_ptr()))
+        queries = (tensors.q_nope_abs, tensors.q_rope, tensors.kv_scale)
+        return (parts, out, lse, *queries, tensors.page_table, tensors.seqlens_kv, *described, scale)
+
+
+def attend_launch(
+    tensors: DecodeTensors, parts: int, page_size: int, options: dict[str, int | None], *, overhead: int
+) -> Launch:
+    """The launch of the kernel; the arguments of each call are ``GIVEN``.
+
+    Args:
+        page_size: 0: contiguous.
+        options: of ``options_of``.
+        overhead: of a sequence, in tiles, as for ``plan_kernel``.
+    """
+    q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
+    batch, seqlen_q, heads, _ = q_nope_abs.shape
+    fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
+    fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
+    fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
+    fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    fixed |= {"PAGE_SIZE": page_size, "ROWS": 16 if seqlen_q * heads <= 16 else 32}
+    fixed |= {"CAUSAL": tensors.causal and seqlen_q > 1, "DEPENDENT": bool(options.get("launch_pdl"))}
+    fixed |= {"REGISTERS": LOADING_REGISTERS}
+    return Launch(transposed_decode_kernel, (parts, 1, 1), GIVEN, fixed, {**options, "maxnreg": _REGISTERS})

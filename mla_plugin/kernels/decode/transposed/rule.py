@@ -1,0 +1,51 @@
+"""Which decode calls the transposed kernel takes. Does not import Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_plugin.arguments.cache_format import FP8
+from mla_plugin.kernels.decode.hopper.rule import DTYPES, RANK, ROPE, TILE
+from mla_plugin.kernels.decode.tiles import DecodeTile
+
+MAX_ROWS = 32
+TILES = DecodeTile(MAX_ROWS, TILE, 4, 2, 2, 2, 2, planned=True)
+"""Of two programs that a multiprocessor runs at a time."""
+
+
+def other_kernel_because(
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    rows: int,
+    page_size: int | None,
+    *,
+    kv_cache_format: str,
+    has_leftpad_kv: bool,
+    has_aligned_rows: bool,
+    batch_invariant: bool,
+) -> str | None:
+    """Why another kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
+
+    Args:
+        rows: (query, head) pairs of a sequence.
+        dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
+    """
+    if kv_cache_format != FP8:
+        return f"{kv_cache_format=}, the transposed kernel needs {FP8!r}"
+    if dtype not in DTYPES:
+        return f"{dtype}, the transposed kernel needs bfloat16 or float16"
+    if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
+        widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
+        return f"{widths}, the transposed kernel needs {RANK} and {ROPE}"
+    if rows > MAX_ROWS:
+        return f"{rows} (query, head) pairs of a sequence, the transposed kernel needs at most {MAX_ROWS}"
+    if page_size is not None and page_size % TILE != 0:
+        return f"{page_size=}, the transposed kernel needs a multiple of {TILE}"
+    if has_leftpad_kv:
+        return "leftpad_kv, which the transposed kernel does not take"
+    if batch_invariant:
+        return "batch_invariant=True, which the transposed kernel does not take"
+    if not has_aligned_rows:
+        return "rows of the cache that do not start on 16 bytes, the transposed kernel needs them to"
+    return None
