@@ -59,18 +59,23 @@ LATENT_JOBS = tuple(
 
 @dataclass(frozen=True)
 class DecodeJob:
-    """One kind of call of the decode kernel; page_size 0: contiguous, ``invariant``: for ``batch_invariant``."""
+    """One kind of call of the decode kernel; page_size 0: contiguous.
+
+    ``invariant``: for ``batch_invariant``, where a kernel before it writes its plan if it ``is_planned``.
+    """
 
     dtype: str = "bf16"
     page_size: int = 64
     is_causal: bool = False
     kv_cache_format: str = "plain"
     invariant: bool = False
+    is_planned: bool = True
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
         kind = "invariant decode" if self.invariant else "decode"
+        kind += "" if self.is_planned else " of few"
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         if self.kv_cache_format != "plain":
             cache = f"{self.kv_cache_format} {cache}"
@@ -90,6 +95,8 @@ DECODE_JOBS = (
     *(DecodeJob("bf16", 1, True, kv_cache_format="fp8_ds_mla"), DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla")),
     *(DecodeJob(invariant=True), DecodeJob("fp16", 0, True, invariant=True), DecodeJob(page_size=16, invariant=True)),
     *(DecodeJob("bf16", page_size, True, kv_cache_format="fp8", invariant=True) for page_size in (0, 64)),
+    DecodeJob(invariant=True, is_planned=False),
+    DecodeJob("bf16", 0, True, kv_cache_format="fp8", invariant=True, is_planned=False),
 )
 
 
@@ -243,7 +250,7 @@ def decode_program(job: DecodeJob) -> Program:
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
     registers = registers_of(job.kv_cache_format, gathers=job.gathers)
-    constants |= {"CHUNK": environment.batch_invariant_chunk() if job.invariant else 0}
+    constants |= {"CHUNK": environment.batch_invariant_chunk() if job.invariant else 0, "PLANNED": job.is_planned}
     if job.invariant and not job.page_size:
         types["leftpad_kv"] = "*i32"
     else:

@@ -20,6 +20,7 @@ from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, no_keys, sum_of_b
 from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
+_chunk_range_of_few = gluon.jit(invariant_plan.chunk_range_of_few.fn)
 _list_of_sequences = gluon.jit(combine.list_of_sequences.fn)
 _lse_of_slots = gluon.jit(combine.lse_of_slots.fn)
 first_key = gluon.jit(chunks.first_key.fn)
@@ -27,9 +28,27 @@ _chunks_from = gluon.jit(chunks.chunks_from.fn)
 
 
 @gluon.jit
-def load_share(Parts, slots, part, batch, num_rows, R: gl.constexpr):
-    """(first, last, slot, start, end) of a part, see ``chunk_range``."""
-    return _load_chunk_range(_list_of_sequences(Parts, slots, num_rows, R), part, batch)
+def share_of_chunks(
+    Parts,
+    seqlens_kv,
+    leftpad_kv,
+    part,
+    writes,
+    batch,
+    capacity,
+    num_parts,
+    slots,
+    num_rows,
+    R: gl.constexpr,
+    CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
+):
+    """(first, last, slot, start, end) of a part, see ``chunk_range``; ``writes``: the list as well, without a plan."""
+    listed = _list_of_sequences(Parts, slots, num_rows, R)
+    if PLANNED:
+        return _load_chunk_range(listed, part, batch)
+    else:
+        return _chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
 
 
 @gluon.jit
@@ -89,6 +108,7 @@ def compute_chunks(
     num_heads,
     seqlen_q,
     capacity,
+    num_parts,
     slots,
     which: gl.constexpr,
     R: gl.constexpr,
@@ -96,6 +116,7 @@ def compute_chunks(
     DEPENDENT: gl.constexpr,
     FORMAT: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """As ``compute``, with a result for each chunk of the part."""
     # otherwise a chunk could begin in stage 1, where the loading warp does not expect it
@@ -108,7 +129,13 @@ def compute_chunks(
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
         scale_log2 *= gl.load(KV_scale)
-    first_b, last_b, slot, start, end = load_share(Parts, slots, gl.program_id(0) // row_tiles, batch, num_rows, R)
+    writes = (gl.program_id(0) == 0) & (which == 0)
+    # fmt: off
+    first_b, last_b, slot, start, end = share_of_chunks(
+        Parts, seqlens_kv, leftpad_kv, gl.program_id(0) // row_tiles, writes, batch, capacity, num_parts, slots,
+        num_rows, R, CHUNK, PLANNED,
+    )
+    # fmt: on
     sequences = 0
     exchanges = 0
     even = 0

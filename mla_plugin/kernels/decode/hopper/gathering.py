@@ -248,6 +248,7 @@ def gather(
     CAUSAL: gl.constexpr,
     FORMAT: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """As ``load``: the queries and key tiles of every piece of this program's part."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
@@ -256,7 +257,11 @@ def gather(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    first_b, last_b, at, start, end = share_of(Parts, part, batch, num_parts, slots, num_rows, R, CHUNK)
+    # fmt: off
+    first_b, last_b, at, start, end = share_of(
+        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, slots, num_rows, R, CHUNK, PLANNED
+    )
+    # fmt: on
     pieces = 0
     even = 0
     odd = 0

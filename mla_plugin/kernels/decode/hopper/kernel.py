@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_plugin.kernels.decode.hopper.chunks import compute_chunks
-from mla_plugin.kernels.decode.hopper.common import list_of_split
 from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
@@ -51,21 +50,26 @@ def _produce(
     R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
     FORMAT: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """The loading warp, or the gathering warpgroup."""
+    if DEPENDENT:
+        gdc_wait()
     # fmt: off
     if C_kv is None:
         load(
             desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
             batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, R, PAGE_SIZE, CAUSAL, CHUNK,
+            PLANNED,
         )
     else:
         gather(
             desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
             batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, stride_cb, stride_cn,
-            stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
+            stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
 
@@ -94,8 +98,11 @@ def _consume(
     DEPENDENT: gl.constexpr,
     FORMAT: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """A computing warpgroup."""
+    if DEPENDENT:
+        gdc_wait()
     # fmt: off
     if CHUNK == 0:
         compute(
@@ -105,7 +112,7 @@ def _consume(
     else:
         compute_chunks(
             seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
-            seqlen_q, capacity, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+            seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
 
@@ -149,6 +156,7 @@ def hopper_decode_kernel(
     FORMAT: gl.constexpr,
     REGISTERS: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
@@ -157,13 +165,12 @@ def hopper_decode_kernel(
     C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
     are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
     written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
-    ``plan_chunks_kernel``; otherwise leftpad_kv is None.
+    ``plan_chunks_kernel`` if PLANNED; otherwise leftpad_kv is None.
 
     Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA.
+    Every warp that reads what the previous kernels wrote waits for them by itself, after all this has been set up.
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
-    if DEPENDENT:
-        gdc_wait()
     dtype: gl.constexpr = desc_q.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
@@ -187,13 +194,6 @@ def hopper_decode_kernel(
     for i in gl.static_range(2):
         mbarrier.init(published.index(i), count=1)
     fence_async_shared()
-    num_rows = seqlen_q * num_heads
-    row_tiles = gl.cdiv(num_rows, ROWS)
-    if CHUNK == 0:
-        # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
-        unlisted = (batch > num_parts) & (gl.program_id(0) % row_tiles == 0)
-        entry = list_of_split(Parts, num_parts, num_rows, R) + 2 * (gl.program_id(0) // row_tiles)
-        gl.store(entry + 1, 0, mask=unlisted)
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
@@ -202,15 +202,18 @@ def hopper_decode_kernel(
             (_consume, (
                 seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
                 seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+                PLANNED,
             )),
             (_consume, (
                 seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
                 seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+                PLANNED,
             )),
             (_produce, (
                 desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts,
                 tiles, barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt,
-                stride_cb, stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK,
+                stride_cb, stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+                PLANNED,
             )),
         ],
         [4, 1 if C_kv is None else 4],

@@ -138,6 +138,7 @@ def attend_launch(
     overhead: int = 0,
     slots: int = 0,
     chunk: int = 0,
+    is_planned: bool = True,
 ) -> Launch:
     """The launch of the kernel; the arguments of each call are ``GIVEN``.
 
@@ -147,6 +148,7 @@ def attend_launch(
         options: of ``options_of``.
         overhead: of a sequence, in tiles, as for ``plan_kernel``.
         slots, chunk: of the batch-invariant kernels; a ``chunk`` of 0 is another call's.
+        is_planned: another kernel has written the plan.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
@@ -158,4 +160,5 @@ def attend_launch(
     fixed |= {"R": rank, "PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
     fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "FORMAT": tensors.kv_cache_format}
     fixed |= {"REGISTERS": registers_of(tensors.kv_cache_format, gathers=_gathers(tensors)), "CHUNK": chunk}
+    fixed |= {"PLANNED": is_planned}
     return Launch(hopper_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)

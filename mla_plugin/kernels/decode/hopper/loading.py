@@ -78,6 +78,7 @@ def load(
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """Loads the queries and key tiles of every piece of this program's part, in the order of the computing warps."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
@@ -86,7 +87,11 @@ def load(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    first_b, last_b, at, start, end = share_of(Parts, part, batch, num_parts, slots, num_rows, R, CHUNK)
+    # fmt: off
+    first_b, last_b, at, start, end = share_of(
+        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, slots, num_rows, R, CHUNK, PLANNED
+    )
+    # fmt: on
     pieces = 0
     even = 0
     odd = 0

@@ -5,19 +5,36 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_plugin.kernels.decode.hopper.chunks import chunks_of, first_key, load_share, steps_between
+from mla_plugin.kernels.decode.hopper.chunks import chunks_of, first_key, share_of_chunks, steps_between
 from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
 from mla_plugin.kernels.hopper.latent import KEYS
 
 
 @gluon.jit
-def share_of(Parts, part, batch, num_parts, slots, num_rows, R: gl.constexpr, CHUNK: gl.constexpr):
+def share_of(
+    Parts,
+    seqlens_kv,
+    leftpad_kv,
+    part,
+    batch,
+    capacity,
+    num_parts,
+    slots,
+    num_rows,
+    R: gl.constexpr,
+    CHUNK: gl.constexpr,
+    PLANNED: gl.constexpr,
+):
     """(first, last, at, start, end): the part's sequences are first .. last - 1; the others are for ``next_piece``."""
     if CHUNK == 0:
         first, last, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
         return first, last, at, size, size
     else:
-        return load_share(Parts, slots, part, batch, num_rows, R)
+        # fmt: off
+        return share_of_chunks(
+            Parts, seqlens_kv, leftpad_kv, part, False, batch, capacity, num_parts, slots, num_rows, R, CHUNK, PLANNED
+        )
+        # fmt: on
 
 
 @gluon.jit

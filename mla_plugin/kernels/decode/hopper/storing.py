@@ -93,6 +93,12 @@ def store_piece(
 
 
 @gluon.jit
+def list_nothing(Parts, part, is_listed_by_part, num_parts, num_rows, R: gl.constexpr):
+    """With more sequences than parts the list is indexed by part: default to "no sequence is split here"."""
+    gl.store(list_of_split(Parts, num_parts, num_rows, R) + 2 * part + 1, 0, mask=is_listed_by_part)
+
+
+@gluon.jit
 def list_sequence(Parts, b, first_part, count, is_listed, batch, num_parts, num_rows, R: gl.constexpr):
     """Enter a sequence into the list that ``combine_kernel`` reads, where ``is_listed``."""
     entry, other = b, first_part

@@ -15,7 +15,7 @@ from mla_plugin.kernels.decode.hopper import launch as hopper
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import NUMBERS, TILE, plan_chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import FEW_SEQUENCES, NUMBERS, TILE, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
@@ -122,6 +122,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
     combine = _combine_launch(tensors, device, slots, rounds, is_mixed=is_hopper) if chunks > 1 else None
+    is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned
     found = []
     for n in range(rounds):
         fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size, "SINGLE_ROUND": rounds == 1}
@@ -134,6 +135,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
                 launch.options_of(device, 4, **_ROUNDED),
                 slots=slots,
                 chunk=chunk,
+                is_planned=is_planned,
             )
         else:
             attend = launch.attend_launch(
@@ -146,7 +148,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
                 fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
                 **_ROUNDED,
             )
-        plan = _plan_launch(tensors, device, chunk, fixed) if is_hopper or tile.planned else None
+        plan = _plan_launch(tensors, device, chunk, fixed) if is_planned else None
         found.append(launch.Round(plan, attend, combine))
     code = (chunk, rank, heads, tensors.causal and seqlen_q > 1, tile, page_size, by_descriptors, is_hopper)
     return launch.launches_of(
@@ -154,7 +156,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
         described,
         _workspace(tensors, slots, parts),
         tuple(found),
-        (*code, rounds == 1, combine and combine.arguments[-5:]),
+        (*code, rounds == 1, is_planned, combine and combine.arguments[-5:]),
     )
 
 

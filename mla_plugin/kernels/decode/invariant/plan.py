@@ -18,6 +18,8 @@ TILE = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _FEW_CHUNKS = tl.constexpr(2)
 """Up to so many units of CHUNK keys for each part, shares are whole units: otherwise some parts have a chunk more."""
+FEW_SEQUENCES = 4
+"""Up to so many, the Hopper kernel works out its parts by itself (``chunk_range_of_few``)."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -80,6 +82,78 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
 
 
 @triton.jit
+def _shares(total, rounded, num_parts, CHUNK: tl.constexpr):
+    """How a single round of ``total`` tiles, ``rounded`` if each sequence counts as whole units, is divided.
+
+    Returns:
+        (tiles, grain, share): the tiles that are divided; a sequence's are rounded up to a multiple of ``grain``; tiles
+        of each part but the last ones, 0: equal parts but for rounding.
+    """
+    unit: tl.constexpr = CHUNK // TILE
+    grain, share = total * 0 + 1, total * 0
+    if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * unit):
+        grain += unit - 1
+        total = rounded.to(tl.int32)
+        # all but the last ones equally long, so that they cut no chunk of two units if they have two
+        share = tl.cdiv(total // grain, num_parts) * grain
+    return total, grain, share
+
+
+@triton.jit
+def _share_of(part, num_parts, low_tile, high_tile, share):
+    """(first tile, end) of a part of the tiles low_tile .. high_tile - 1."""
+    tiles = (high_tile - low_tile).to(tl.int64)
+    start = low_tile + (tiles * part // num_parts).to(tl.int32)
+    end = low_tile + (tiles * (part + 1) // num_parts).to(tl.int32)
+    if share > 0:
+        start = tl.minimum(part * share, high_tile)
+        end = tl.minimum(start + share, high_tile)
+    return start, end
+
+
+@triton.jit
+def _reached(tile, first_tile, tiles, CHUNK: tl.constexpr):
+    """How many chunks of a sequence begin before ``tile``; its ``tiles`` begin at ``first_tile``."""
+    return _chunks_before(tl.minimum(tl.maximum(tile - first_tile, 0), tiles), CHUNK)
+
+
+@triton.jit
+def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
+    """As ``chunk_range`` in a single round of at most ``FEW_SEQUENCES``, one after the other.
+
+    Without operations across threads, so that every warp of the attention kernel can do it by itself: for so few
+    sequences that takes less time than another kernel.
+    """
+    total = capacity * 0
+    rounded = total.to(tl.int64)
+    unit: tl.constexpr = CHUNK // TILE
+    for b in range(batch):
+        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
+        total += tiles
+        rounded += tl.cdiv(tiles, unit) * unit
+    total, grain, share = _shares(total, rounded, num_parts, CHUNK)
+    zero = total * 0
+    start_tile, end_tile = _share_of(part, num_parts, zero, total, share)
+    first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
+    for b in range(batch):
+        tiles = tl.cdiv(_tiles(seqlens_kv, leftpad_kv, b, batch, capacity), grain) * grain
+        count = _chunks_before(tiles, CHUNK)
+        earlier = _reached(start_tile, before_tiles, tiles, CHUNK)
+        reached = _reached(end_tile, before_tiles, tiles, CHUNK)
+        is_earlier = (earlier == count).to(tl.int32)
+        first += is_earlier
+        slot += is_earlier * count
+        last += (reached > 0).to(tl.int32)
+        start += earlier
+        end += reached
+        tl.store(listed + 2 * b, before, mask=writes)
+        tl.store(listed + 2 * b + 1, count, mask=writes)
+        before += count
+        before_tiles += tiles
+    return first, last, slot, start, end
+
+
+@triton.jit
 def chunk_range(
     part,
     writes,
@@ -106,22 +180,13 @@ def chunk_range(
     """
     low, low_tile = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     high = low + _NONE
-    grain, share = low + 1, low  # a sequence's tiles are rounded up to a multiple of grain
+    grain, share = low + 1, low
     if SINGLE_ROUND:
-        high_tile, rounded = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
-        if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * (CHUNK // TILE)):
-            grain = low + CHUNK // TILE
-            high_tile = rounded.to(tl.int32)
-            # all but the last ones equally long, so that they cut no chunk of two units if they have two
-            share = tl.cdiv(high_tile // grain, num_parts) * grain
+        total, rounded = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        high_tile, grain, share = _shares(total, rounded, num_parts, CHUNK)
     else:
         low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
-    tiles_of_round = (high_tile - low_tile).to(tl.int64)
-    start_tile = low_tile + (tiles_of_round * part // num_parts).to(tl.int32)
-    end_tile = low_tile + (tiles_of_round * (part + 1) // num_parts).to(tl.int32)
-    if grain > 1:
-        start_tile = tl.minimum(part * share, high_tile)
-        end_tile = tl.minimum(start_tile + share, high_tile)
+    start_tile, end_tile = _share_of(part, num_parts, low_tile, high_tile, share)
     zero = low * 0
     first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b0 in range(0, batch, SEQUENCES):
@@ -132,8 +197,8 @@ def chunk_range(
         first_tiles = before_tiles + tl.cumsum(tiles) - tiles
         exists = b < batch
         # chunks of each sequence that begin before the share does, and before it ends
-        earlier = _chunks_before(tl.minimum(tl.maximum(start_tile - first_tiles, 0), tiles), CHUNK)
-        reached = _chunks_before(tl.minimum(tl.maximum(end_tile - first_tiles, 0), tiles), CHUNK)
+        earlier = _reached(start_tile, first_tiles, tiles, CHUNK)
+        reached = _reached(end_tile, first_tiles, tiles, CHUNK)
         is_earlier = exists & (earlier == counts)
         first += tl.sum(is_earlier.to(tl.int32))
         slot += tl.sum(tl.where(is_earlier, counts, 0))

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
-from mla_plugin.kernels.decode.hopper.storing import list_sequence
+from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
 from mla_plugin.kernels.decode.transposed.operands import (
     STEP,
@@ -26,7 +26,7 @@ from mla_plugin.kernels.decode.transposed.operands import (
     values_of_step,
     zero_rows,
 )
-from mla_plugin.kernels.hopper.common import gdc_launch_dependents, synchronize
+from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -184,6 +184,8 @@ def compute(
     DEPENDENT: gl.constexpr,
 ):
     """Every piece of this program's part."""
+    if DEPENDENT:
+        gdc_wait()
     q_tile, r_tile, _c_tiles, _r_tiles, _p_tile = tiles
     full, empty = barriers
     num_rows = seqlen_q * num_heads
@@ -193,6 +195,7 @@ def compute(
     product: gl.constexpr = product_layout(ROWS)
     row: gl.constexpr = gl.SliceLayout(0, product)
     rows = gl.arange(0, ROWS, row)
+    list_nothing(Parts, part, batch > num_parts, num_parts, num_rows, RANK)
     first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, RANK)
     used = 0
     for b in range(first_b, last_b):

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from mla_plugin.kernels.decode.hopper.common import list_of_split, load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES
 from mla_plugin.kernels.decode.transposed.computing import compute
 from mla_plugin.kernels.hopper.common import gdc_wait
@@ -33,8 +33,11 @@ def _load(
     stride_pt,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """The loading warp: the key tiles of every piece of this program's part, in the order of the computing warps."""
+    if DEPENDENT:
+        gdc_wait()
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
@@ -100,10 +103,9 @@ def transposed_decode_kernel(
 
     Descriptors of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles
     [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. REGISTERS is what a thread of the loading warp has. The
-    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before.
+    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before, and the warps
+    wait for it after all else has been set up.
     """
-    if DEPENDENT:
-        gdc_wait()
     q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
     r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
     p_tile = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
@@ -116,9 +118,6 @@ def transposed_decode_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    # with more sequences than parts the list is indexed by part: default to "no sequence is split here"
-    entry = list_of_split(Parts, num_parts, seqlen_q * num_heads, RANK) + 2 * gl.program_id(0)
-    gl.store(entry + 1, 0, mask=batch > num_parts)
     tiles = (q_tile, r_tile, c_tiles, r_tiles, p_tile)
     barriers = (full, empty)
     # fmt: off
@@ -131,7 +130,7 @@ def transposed_decode_kernel(
             )),
             (_load, (
                 desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
-                num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL,
+                num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, DEPENDENT,
             )),
         ],
         [1],
