@@ -67,7 +67,7 @@ def test_no_entry_behind_the_last_page_is_read(kv_format: str, dtype: torch.dtyp
 
 def test_tiles_behind_the_longest_sequence_do_not_exist() -> None:
     """The next tile of one of 2^31 - 1 keys begins beyond int32."""
-    exist = Program((1,), (0,), 0).translated(gathering._exist)
+    exist = Program((1,), (0,), 0).translated(gathering.keys_before)
     last = as_value(2**31 - 64)
     assert exist(last, as_value(2**31 - 1), None).data.sum() == 63
     for start in (last + 64, last + 128):

@@ -31,23 +31,23 @@ _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _exist(start, end, LAYOUT: gl.constexpr):
+def keys_before(start, end, LAYOUT: gl.constexpr):
     """Which keys of the tile from ``start`` on lie before ``end``, also where ``start`` has left int32."""
     return gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)) < end - start
 
 
 @gluon.jit
-def _blocks_of(pages, b, start, end, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+def blocks_of_keys(pages, b, start, end, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """The page of each key of a tile, or the sequence of a contiguous cache; entries from ``end`` on are not read."""
     keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     if PAGE_SIZE == 0:
         return gl.full([KEYS], 0, gl.int32, gl.SliceLayout(1, LAYOUT)) + b
     else:
-        return gl.load(pages + keys // PAGE_SIZE, mask=_exist(start, end, LAYOUT), other=0)
+        return gl.load(pages + keys // PAGE_SIZE, mask=keys_before(start, end, LAYOUT), other=0)
 
 
 @gluon.jit
-def _places(blocks, start, stride_block, stride_row, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+def places_of(blocks, start, stride_block, stride_row, PAGE_SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the rows of the tile from key ``start`` on begin, in units: int64 [KEYS]."""
     keys = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
     rows = keys
@@ -93,15 +93,15 @@ def _copy_piece(
     PAGE_SIZE: gl.constexpr,
 ):
     """The tiles of a piece, copied as they are. A half is published after the next one has been issued."""
-    blocks = _blocks_of(pages, b, first, end, PAGE_SIZE, _COPIED)
+    blocks = blocks_of_keys(pages, b, first, end, PAGE_SIZE, _COPIED)
     for n in range(steps):
         stage = n & 1
         free = ((gl.where(stage == 0, even, odd) + n // 2) & 1) ^ 1
         start = first + n * KEYS
-        exists = _exist(start, end, _COPIED)
-        places = _places(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _COPIED)
-        rope = _places(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _COPIED)
-        blocks = _blocks_of(pages, b, start + KEYS, end, PAGE_SIZE, _COPIED)
+        exists = keys_before(start, end, _COPIED)
+        places = places_of(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _COPIED)
+        rope = places_of(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _COPIED)
+        blocks = blocks_of_keys(pages, b, start + KEYS, end, PAGE_SIZE, _COPIED)
         for i in gl.static_range(2):
             half = stage ^ i
             mbarrier.wait(k_empty.index(2 * stage + half), free)
@@ -180,14 +180,14 @@ def _convert_piece(
 ):
     """The tiles of a piece, converted. A chunk of the next half is loaded where one of this half has been written."""
     ROPE_WORDS: gl.constexpr = PANEL // 4 if FORMAT == "fp8" else PANEL // 2
-    exists = _exist(first, end, _WORDS)
-    blocks = _blocks_of(pages, b, first, end, PAGE_SIZE, _WORDS)
-    places = _places(blocks, first, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
+    exists = keys_before(first, end, _WORDS)
+    blocks = blocks_of_keys(pages, b, first, end, PAGE_SIZE, _WORDS)
+    places = places_of(blocks, first, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
     c0, scale0 = _load_chunk(C_kv, KV_scale, places, exists, 0, FORMAT)
     c1, scale1 = _load_chunk(C_kv, KV_scale, places, exists, 1, FORMAT)
-    places = _places(blocks, first, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
+    places = places_of(blocks, first, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
     rope = _load_words(K_rope, places, exists, 0, ROPE_WORDS)
-    following = _blocks_of(pages, b, first + KEYS, end, PAGE_SIZE, _WORDS)
+    following = blocks_of_keys(pages, b, first + KEYS, end, PAGE_SIZE, _WORDS)
     for n in range(steps):
         stage = n & 1
         free = ((gl.where(stage == 0, even, odd) + n // 2) & 1) ^ 1
@@ -197,9 +197,9 @@ def _convert_piece(
             if i == 1:  # the next half is the next tile's
                 start += KEYS
                 blocks = following
-                following = _blocks_of(pages, b, start + KEYS, end, PAGE_SIZE, _WORDS)
-            exists = _exist(start, end, _WORDS)
-            places = _places(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
+                following = blocks_of_keys(pages, b, start + KEYS, end, PAGE_SIZE, _WORDS)
+            exists = keys_before(start, end, _WORDS)
+            places = places_of(blocks, start, stride_cb, stride_cn, PAGE_SIZE, _WORDS)
             mbarrier.wait(k_empty.index(2 * stage + half), free)
             panel = stage * PANELS + half * PANELS_OF_HALF
             chunk = (stage ^ 1) * (HALF // _CHUNK)
@@ -213,7 +213,7 @@ def _convert_piece(
                 else:
                     _store_words(rope, k_tiles, stage * PANELS + PANELS - 1)
             else:
-                places = _places(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
+                places = places_of(blocks, start, stride_kb, stride_kn, PAGE_SIZE, _WORDS)
                 rope = _load_words(K_rope, places, exists, 0, ROPE_WORDS)
             _publish(k_full, stage, half)
 

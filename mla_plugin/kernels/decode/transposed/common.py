@@ -23,3 +23,9 @@ STAGES = gl.constexpr(2)
 def product_layout(rows):
     """The layout of a WGMMA accumulator with ``rows`` (query, head) pairs as its columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def bytes_layout(columns):
+    """The layout of a panel [1, KEYS, columns] of e4m3, as TMA writes it."""
+    return gl.NVMMASharedLayout(columns, 8, 3)

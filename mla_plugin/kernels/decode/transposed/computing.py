@@ -78,12 +78,6 @@ def _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _added_in_thread(p):
-    """The weights [KEYS, ROWS] of two keys that a thread holds, added: [KEYS / 2, ROWS]."""
-    return gl.sum(p.reshape([KEYS // 16, 2, 8, p.shape[1]]), 1).reshape([KEYS // 2, p.shape[1]])
-
-
-@gluon.jit
 def _store_weights(p, p_tile):
     """Weights [KEYS, ROWS] to shared memory, for a product. The last one has read the previous ones."""
     p_tile.store(in_order_of_keys(p.to(gl.float16)))
@@ -93,7 +87,7 @@ def _store_weights(p, p_tile):
 
 @gluon.jit
 def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
-    """A tile's keys from ``start`` on into acc [RANK, ROWS], the maximum [ROWS], and the sums [KEYS / 2, ROWS]."""
+    """A tile's keys from ``start`` on into acc [RANK, ROWS], the maximum [ROWS], and a thread's sums [KEYS, ROWS]."""
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
@@ -101,7 +95,7 @@ def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, s
     new_max = gl.maximum(row_max, gl.max(s, 0) * scale)
     p = gl.exp2(s * scale[None, :] - new_max[None, :])
     rescale = gl.exp2(row_max - new_max)
-    sums = sums * gl.convert_layout(rescale, gl.SliceLayout(0, sums.type.layout))[None, :] + _added_in_thread(p)
+    sums = sums * rescale[None, :] + p
     _store_weights(p, p_tile)
     if start + KEYS > length:
         zero_rows(c_tiles, stage, length - start)
@@ -212,7 +206,7 @@ def compute(
             seen_by_all += 1 - seqlen_q
         acc = gl.zeros([RANK, ROWS], gl.float32, product)
         row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
-        sums = _added_in_thread(gl.zeros([KEYS, ROWS], gl.float32, product))
+        sums = gl.zeros([KEYS, ROWS], gl.float32, product)
         if steps > 0:
             b64 = gl.cast(b, gl.int64)
             # fmt: off
@@ -237,7 +231,7 @@ def compute(
         if DEPENDENT:
             if b == last_b - 1:
                 gdc_launch_dependents()
-        row_sum = gl.convert_layout(gl.sum(sums, 0), row)
+        row_sum = gl.sum(sums, 0)
         slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
         _store_piece(

@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, bytes_layout
 from mla_plugin.kernels.decode.transposed.computing import compute
+from mla_plugin.kernels.decode.transposed.gathering import gather
 from mla_plugin.kernels.hopper.common import gdc_wait
 
 
@@ -33,11 +34,8 @@ def _load(
     stride_pt,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
-    DEPENDENT: gl.constexpr,
 ):
     """The loading warp: the key tiles of every piece of this program's part, in the order of the computing warps."""
-    if DEPENDENT:
-        gdc_wait()
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
@@ -65,8 +63,51 @@ def _load(
         at += sequence_tiles
 
 
+@gluon.jit
+def _produce(
+    desc_c,
+    desc_k,
+    C_kv,
+    K_rope,
+    page_table,
+    seqlens_kv,
+    Parts,
+    tiles,
+    barriers,
+    batch,
+    num_heads,
+    seqlen_q,
+    capacity,
+    num_parts,
+    overhead,
+    stride_pt,
+    stride_cb,
+    stride_cn: gl.constexpr,
+    stride_kb,
+    stride_kn: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """The loading warp, or the gathering warps."""
+    if DEPENDENT:
+        gdc_wait()
+    # fmt: off
+    if C_kv is None:
+        _load(
+            desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
+            num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL,
+        )
+    else:
+        gather(
+            C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
+            num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn, PAGE_SIZE, CAUSAL,
+        )
+    # fmt: on
+
+
 @gluon.jit(
-    do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"],
+    do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt", "stride_cb", "stride_kb"],
 )
 def transposed_decode_kernel(
     Parts,
@@ -74,6 +115,8 @@ def transposed_decode_kernel(
     Lse,
     Q_nope_abs,
     Q_rope,
+    C_kv,
+    K_rope,
     KV_scale,
     page_table,
     seqlens_kv,
@@ -93,6 +136,10 @@ def transposed_decode_kernel(
     stride_rs,
     stride_rh,
     stride_pt,
+    stride_cb,
+    stride_cn: gl.constexpr,
+    stride_kb,
+    stride_kn: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     ROWS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -102,20 +149,21 @@ def transposed_decode_kernel(
     """One program computes all rows of each sequence, at most ROWS, over one part of the key tiles. Grid: (parts,).
 
     Descriptors of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles
-    [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. REGISTERS is what a thread of the loading warp has. The
+    [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. With C_kv and K_rope in place of both their rows are
+    gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The
     other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before, and the warps
     wait for it after all else has been set up.
     """
     q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
     r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
     p_tile = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
-    c_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PANELS, 1, KEYS, PANEL], desc_c.layout)
-    r_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, KEYS, ROPE], desc_k.layout)
+    c_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PANELS, 1, KEYS, PANEL], bytes_layout(PANEL))
+    r_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, KEYS, ROPE], bytes_layout(ROPE))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 if C_kv is None else 128)  # each thread that copies arrives
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     tiles = (q_tile, r_tile, c_tiles, r_tiles, p_tile)
@@ -128,12 +176,13 @@ def transposed_decode_kernel(
                 num_heads, seqlen_q, capacity, num_parts, overhead, stride_qb, stride_qs, stride_qh, stride_rb,
                 stride_rs, stride_rh, ROWS, CAUSAL, DEPENDENT,
             )),
-            (_load, (
-                desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
-                num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, DEPENDENT,
+            (_produce, (
+                desc_c, desc_k, C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads,
+                seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn,
+                PAGE_SIZE, CAUSAL, DEPENDENT,
             )),
         ],
-        [1],
+        [1 if C_kv is None else 4],
         [REGISTERS],
     )
     # fmt: on

@@ -6,32 +6,38 @@ import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
+from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.launch import has_aligned_rows
+from mla_plugin.kernels.decode.hopper.rule import must_gather
 from mla_plugin.kernels.decode.transposed import rule
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 
 GIVEN = (
-    *("Parts", "Out", "Lse", "Q_nope_abs", "Q_rope", "KV_scale", "page_table", "seqlens_kv"),
+    *("Parts", "Out", "Lse", "Q_nope_abs", "Q_rope", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_c", "desc_k", "softmax_scale"),
 )
 _REGISTERS = 128
-"""Of a thread on average, so that a multiprocessor holds two programs of eight warps, three of which do not run."""
+"""Of a thread on average, so that a multiprocessor holds two programs of eight warps.
+
+Where TMA loads the tiles, three of the eight do not run.
+"""
+_GATHERING_REGISTERS = 56
+_NONE = (None, None)
 
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
     """Whether the kernel computes such calls."""
     _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    caches = (tensors.c_kv, tensors.k_rope)
     reason = rule.other_kernel_because(
         tensors.q_nope_abs.dtype,
         rank,
@@ -43,13 +49,24 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
         has_aligned_rows=has_aligned_rows(tensors),
         batch_invariant=False,
     )
-    return device.has_gluon and reason is None and tensors.c_kv.numel() > 0 and all(map(can_read, caches))
+    return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
+
+
+def _gathers(tensors: DecodeTensors) -> bool:
+    """Whether TMA cannot load the key tiles: they lie in several pages, or sequences share a cache."""
+    page_size = None if tensors.page_table is None else tensors.c_kv.shape[1]
+    return must_gather(PLAIN, page_size) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
 
 
 class Descriptors:
-    """The descriptors of the caches of calls of one layout, by their addresses."""
+    """The descriptors of the caches of calls of one layout, by their addresses.
+
+    Attributes:
+        gathers: the kernel gets the cache's addresses instead.
+    """
 
     def __init__(self, tensors: DecodeTensors) -> None:
+        self.gathers = _gathers(tensors)
         self._shapes = [(tuple(x.shape), strides_of(x)) for x in (tensors.c_kv, tensors.k_rope)]
         self._made = functools.lru_cache(2 * MAX_CACHES)(self._make)
 
@@ -57,16 +74,20 @@ class Descriptors:
         shape, strides = self._shapes[which]
         memory: Any = Address(address, torch.uint8)
         columns = (PANEL.value, ROPE.value)[which]
-        layout = gl.NVMMASharedLayout(columns, 8, 3)
-        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, KEYS.value, columns], layout)
+        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, KEYS.value, columns], bytes_layout(columns))
 
     def arguments(
         self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
         """Those of a call, by ``GIVEN``."""
-        described = (self._made(0, tensors.c_kv.data_ptr()), self._made(1, tensors.k_rope.data_ptr()))
-        queries = (tensors.q_nope_abs, tensors.q_rope, tensors.kv_scale)
-        return (parts, out, lse, *queries, tensors.page_table, tensors.seqlens_kv, *described, scale)
+        read: tuple[object, ...] = (tensors.c_kv, tensors.k_rope)
+        described: tuple[object, ...] = _NONE
+        if not self.gathers:
+            described = (self._made(0, tensors.c_kv.data_ptr()), self._made(1, tensors.k_rope.data_ptr()))
+            read = _NONE
+        queries = (tensors.q_nope_abs, tensors.q_rope)
+        keys = (tensors.kv_scale, tensors.page_table, tensors.seqlens_kv)
+        return (parts, out, lse, *queries, *read, *keys, *described, scale)
 
 
 def attend_launch(
@@ -85,7 +106,11 @@ def attend_launch(
     fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
     fixed |= named_strides("q", "bsh", q_nope_abs.stride()[:3]) | named_strides("r", "bsh", q_rope.stride()[:3])
     fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    gathers = _gathers(tensors)
+    for letter, x in (("c", tensors.c_kv), ("k", tensors.k_rope)):
+        units = [stride // UNIT.value for stride in strides_of(x)]
+        fixed |= named_strides(letter, "bn", units if gathers else (0, 0))
     fixed |= {"PAGE_SIZE": page_size, "ROWS": 16 if seqlen_q * heads <= 16 else 32}
     fixed |= {"CAUSAL": tensors.causal and seqlen_q > 1, "DEPENDENT": bool(options.get("launch_pdl"))}
-    fixed |= {"REGISTERS": LOADING_REGISTERS}
+    fixed |= {"REGISTERS": _GATHERING_REGISTERS if gathers else LOADING_REGISTERS}
     return Launch(transposed_decode_kernel, (parts, 1, 1), GIVEN, fixed, {**options, "maxnreg": _REGISTERS})
