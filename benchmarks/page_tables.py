@@ -58,6 +58,19 @@ def invariant(record: Record) -> str:
     return markdown(["B", "mean length", "H", *chunks], [*found, ["all", "", "", *means]])
 
 
+def quantised(record: Record) -> str:
+    """Times over each format of the cache."""
+    formats = [name for name in record["rows"][0]["ms"] if name != "plain"]
+    rows = []
+    for row in record["rows"]:
+        plain = row["ms"]["plain"]
+        quick = [f"{row['ms'][name] * 1e3:.1f} ({plain / row['ms'][name]:.2f})" for name in formats]
+        sizes = [row["lengths"], *(str(row[name]) for name in ("B", "mean", "page", "H"))]
+        rows.append([*sizes, f"{plain * 1e3:.1f}", *quick])
+    names = [f"`{name}`" for name in formats]
+    return markdown(["lengths", "B", "mean length", "page", "H", "bfloat16", *names], rows)
+
+
 def prefill(record: Record) -> str:
     """TFLOP/s of every library."""
     names = list(dict.fromkeys(name for row in record["rows"] for name in row["tflop_per_s"]))
