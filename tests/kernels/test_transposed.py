@@ -135,10 +135,18 @@ def test_queries_of_nope_and_rope_of_unlike_sizes(which: int) -> None:
     check(*with_queries(inputs, tensors, *queries))
 
 
-@pytest.mark.parametrize("kv_scale", [1.0, 2.0**-20, 1e-12, 0.0])
-@pytest.mark.parametrize("factor", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kv_scale", "factor"),
+    [
+        *((kv_scale, factor) for kv_scale in (1.0, 2.0**-20, 1e-12, 0.0) for factor in (0.0, 1.0)),
+        *((0.01 * 2.0**power, 2.0**-power) for power in (40, 80, 100)),
+    ],
+)
 def test_any_kv_scale(kv_scale: float, factor: float) -> None:
-    """Also with queries of zeros: what is masked stays so where the scale of a row is below float32's numbers."""
+    """Also with queries of zeros: what is masked stays so where the scale of a row is below float32's numbers.
+
+    And tiny queries over huge values, whose scores are usual ones.
+    """
     inputs, tensors = call_of((1, 1, 16, 150), 64, FP8, BFLOAT16, [70])
     assert tensors.kv_scale is not None
     tokens = inputs.tokens.double() / tensors.kv_scale.double() * torch.tensor(kv_scale).double()
