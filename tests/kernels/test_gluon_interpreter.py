@@ -193,7 +193,9 @@ def test_a_product_of_registers_needs_a_fence_and_a_wait() -> None:
     b.write(torch.full((64, 16), 2.0))
     with pytest.raises(RuntimeError, match="changes while a product reads it"):
         interpreted._wait_for_products(0, [more])
-    for wrong in (gl.DotOperandLayout(1, product, 2), gl.DotOperandLayout(0, product, 1), product):
+    other = gl.NVMMADistributedLayout([3, 0], [2, 2], [16, 16, 16])
+    wrongs = (gl.DotOperandLayout(1, product, 2), gl.DotOperandLayout(0, product, 1), gl.DotOperandLayout(0, other, 2))
+    for wrong in (*wrongs, product):
         with pytest.raises(AssertionError):
             interpreted._multiply(Value(torch.ones(128, 64).half(), wrong), b, zeros)
 

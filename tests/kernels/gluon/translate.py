@@ -153,7 +153,7 @@ class Program:
         assert left.shape[1] == b.shape[0]
         if isinstance(left, Value):
             assert left.data.dtype != torch.float32
-            assert left.layout == gl.DotOperandLayout(0, acc.layout, 4 // left.data.element_size())
+            assert _fits(left.layout, acc.layout, 4 // left.data.element_size())
 
         shared = [operand for operand in (left, b) if isinstance(operand, Shared)]
         if not all(operand.is_fenced() for operand in shared):
@@ -236,6 +236,15 @@ class Barriers:
 
     def index(self, i: Any) -> Barrier:
         return self._barriers[int(i)]
+
+
+def _fits(operand: Any, product: Any, width: int) -> bool:
+    """Whether it is the layout of a product's left operand, which does not depend on the product's columns."""
+    parent = getattr(operand, "parent", None)
+    if not isinstance(operand, gl.DotOperandLayout) or not isinstance(parent, gl.NVMMADistributedLayout):
+        return False
+    of_rows = [(x.version, x.warps_per_cta, x.instr_shape[0], x.instr_shape[2]) for x in (parent, product)]
+    return (operand.operand_index, operand.k_width) == (0, width) and of_rows[0] == of_rows[1]
 
 
 def _are_same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
