@@ -334,8 +334,7 @@ def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, 
     if assembly in _OF_WORDS:
         assert all(x.data.dtype == torch.int32 for x in given[:1])
         return _OF_WORDS[assembly](*(x.data for x in given))
-    if ptx.can_run(assembly):
-        assert pack == 1
+    if pack == 1 and ptx.can_run(assembly):
         return ptx.run(assembly, constraints, given, dtype)
     assert any(name in assembly for name in _CONVERSIONS), f"assembly that is not known here: {assembly}"
     return given[0].to(dtype)
