@@ -14,6 +14,7 @@ from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.transposed import launch as transposed
 from mla_plugin.kernels.decode.transposed import rule
 from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
+from mla_plugin.kernels.decode.transposed.launch import GIVEN
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.plugins.triton import decode
 from tests.kernels.gathered_cases import call_of
@@ -158,3 +159,18 @@ def test_rows_off_16_bytes_are_not_taken() -> None:
     assert not transposed.takes(tensors._replace(k_rope=narrow[..., :64]), device)
     shared = tensors.c_kv[:1].expand(2, -1, -1)
     assert not transposed.takes(tensors._replace(c_kv=shared), device)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_of_16_and_of_32_rows_are_told_apart() -> None:
+    """Those of a layout are compiled together where no other layout has the same code."""
+
+    def code(heads: int) -> object:
+        _, tensors = call_of((2, 1, heads, 300), 64, "fp8", torch.bfloat16, [300, 17])
+        launches = decode_launch.make_launches(tensors)
+        rows = launches.rounds[0].attend.arguments[transposed_decode_kernel.arg_names.index("ROWS") - len(GIVEN)]
+        assert rows == (16 if heads <= 16 else 32)
+        return launches.code
+
+    codes = {heads: code(heads) for heads in (15, 16, 17, 20)}
+    assert codes[15] == codes[16] != codes[17] == codes[20]
