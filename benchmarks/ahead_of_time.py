@@ -3,11 +3,12 @@
     python -m benchmarks.ahead_of_time           compiles, writes benchmarks/results/ahead_of_time.json and the page
     python -m benchmarks.ahead_of_time --hopper  compiles the Hopper kernels, and leaves the rest of the file as it is
     python -m benchmarks.ahead_of_time --projected  the same of the kernels around a decode with W_UK and W_UV
+    python -m benchmarks.ahead_of_time --transposed  the same of the transposed decode kernel
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
 Which tiles, head dimensions and GPUs: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
-tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py and projected_compiler.py, which the page
-does not show.
+tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py, projected_compiler.py and
+transposed_compiler.py, which the page does not show.
 """
 
 from __future__ import annotations
@@ -125,11 +126,11 @@ def measure() -> dict[str, Any]:
     return kept | {kind: measure_kind(kind) for kind in KINDS}
 
 
-KINDS = ("hopper", "projected")
+KINDS = ("hopper", "projected", "transposed")
 
 
 def measure_kind(kind: str) -> list[dict[str, Any]]:
-    """The same of the Hopper kernels, and of those around a decode with W_UK and W_UV."""
+    """The same of the Hopper kernels, of those around a decode with W_UK and W_UV, or of the transposed one."""
     found = printed(f"tests.kernels.{kind}_compiler", AFRESH, cache=Path(triton.knobs.cache.dir))
     return [{"name": name, "key": key, "found": result} for name, (key, result) in found.items()]
 

@@ -197,7 +197,8 @@ def _recorded() -> dict[str, dict[str, Any]]:
     names = [field.name for field in fields(Usage)]
     records = (*found["records"], *found["decode"], found["miscompiled"])
     usages = {record["key"]: {name: record[name] for name in names} for record in records}
-    return usages | {record["key"]: record["found"] for kind in ("hopper", "projected") for record in found[kind]}
+    kinds = ("hopper", "projected", "transposed")
+    return usages | {record["key"]: record["found"] for kind in kinds for record in found[kind]}
 
 
 def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:

@@ -75,6 +75,24 @@ def decode(batch: int, heads: int, keys: int, page_size: int, queries: int) -> t
     return torch.stack([first, invariant])
 
 
+def few_rows(heads: int, page_size: int, queries: int) -> torch.Tensor:
+    """Over e4m3; of the last sequence one key."""
+    pages = torch.randint(0, 0x70, (24, page_size, 576), device="cuda", dtype=torch.uint8)
+    q = torch.randn(3, queries, heads, 576, **OPTIONS).split([512, 64], -1)
+    arguments = {
+        "softmax_scale": 192**-0.5,
+        "causal": queries > 1,
+        "page_table": torch.randperm(24, device="cuda", dtype=torch.int32).view(3, 8),
+        "seqlens_kv": torch.tensor([8 * page_size, 333, 1], device="cuda", dtype=torch.int32),
+        "kv_cache_format": "fp8",
+        "kv_scale": torch.tensor(0.01, device="cuda"),
+        "backend": "triton",
+    }
+    first, second = (mla_plugin.decode(*q, pages, **arguments) for _ in range(2))
+    assert torch.equal(first, second)
+    return first
+
+
 def main() -> None:
     """All calls, one after the other."""
     torch.manual_seed(0)
@@ -84,6 +102,8 @@ def main() -> None:
                 assert all(x.isfinite().all() for x in prefill(is_causal, packed, head_dims))
     for case in DECODE:
         assert decode(*case).isfinite().all()
+    for heads, page_size, queries in ((16, 64, 1), (20, 128, 1), (8, 64, 4)):
+        few_rows(heads, page_size, queries)
     print("all calls are done")
 
 

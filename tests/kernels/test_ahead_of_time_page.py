@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from benchmarks import ahead_of_time
-from tests.kernels import decode_compiler, hopper_compiler, prefill_compiler
+from tests.kernels import decode_compiler, hopper_compiler, prefill_compiler, transposed_compiler
 
 FOUND = json.loads(ahead_of_time.RESULTS.read_text())
 
@@ -38,4 +38,10 @@ def test_the_results_hold_every_hopper_kernel() -> None:
     jobs = (*hopper_compiler.JOBS, *hopper_compiler.LATENT_JOBS, *hopper_compiler.DECODE_JOBS)
     assert [record["name"] for record in FOUND["hopper"]] == [job.name for job in jobs], (
         "run python -m benchmarks.ahead_of_time --hopper"
+    )
+
+
+def test_the_results_hold_every_transposed_kernel() -> None:
+    assert [record["name"] for record in FOUND["transposed"]] == [job.name for job in transposed_compiler.JOBS], (
+        "run python -m benchmarks.ahead_of_time --transposed"
     )

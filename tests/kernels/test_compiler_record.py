@@ -65,6 +65,6 @@ def test_a_key_stands_for_all_that_a_program_is_made_of() -> None:
 
 def test_every_record_has_a_key_of_its_own() -> None:
     found = json.loads(RECORDED.read_text())
-    records = (*found["records"], *found["decode"], *found["hopper"], found["miscompiled"])
+    records = (*found["records"], *found["decode"], *found["hopper"], *found["transposed"], found["miscompiled"])
     keys = [record["key"] for record in records]
     assert len(set(keys)) == len(keys)

@@ -81,6 +81,88 @@ def test_a_captured_graph_follows_the_cache_and_its_scale(heads: int, kv_format:
     assert torch.equal(lse, wanted[1])
 
 
+def contiguous_cache(call: dict[str, object], inputs: Inputs) -> tuple[dict[str, object], Inputs]:
+    """The same call over pages that are as long as the sequences, one for each, as a contiguous cache."""
+    assert inputs.page_table is not None
+    pages = inputs.page_table[:, 0].clamp(0, call["kv_cache"].shape[0] - 1).long()  # of empty sequences: any
+    return {**call, "kv_cache": call["kv_cache"][pages]}, replace(inputs, page_table=None)
+
+
+def few_rows(
+    heads: int, seqlen_q: int, page_size: int | None, dtype: torch.dtype, lengths: list[int], seed: int = 0
+) -> tuple[dict[str, object], Inputs]:
+    """A call over e4m3 with few rows; page_size None: contiguous."""
+    shape = (len(lengths), seqlen_q, heads, 512, 64, max(lengths))
+    call, inputs = quantised(paged(shape, page_size or max(lengths), dtype, lengths, seed), "fp8")
+    return (call, inputs) if page_size else contiguous_cache(call, inputs)
+
+
+RAGGED = [2100, 65, 0, 1, 1000, 64, 63, 129]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [None, 64, 192])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 32])
+def test_few_rows(heads: int, seqlen_q: int, page_size: int | None, dtype: torch.dtype) -> None:
+    """Up to 32 (query, head) pairs are the transposed kernel's on compute capability 9.0, more another one's."""
+    call, inputs = few_rows(heads, seqlen_q, page_size, dtype, RAGGED)
+    out, lse = run(call, inputs, True)
+    assert_as_good_as_pytorch(out, lse, inputs, True)
+    again = run(call, inputs, True)
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+@pytest.mark.parametrize("batch", [1, 3, 300])
+def test_few_rows_in_batches_of_any_size(batch: int, heads: int) -> None:
+    """Sequences in many parts, and many sequences in one; no mask of queries."""
+    lengths = [(37 * b) % 700 + 3000 // batch for b in range(batch)]
+    call, inputs = few_rows(heads, 1, 64, torch.bfloat16, lengths)
+    out, lse = run(call, inputs, False)
+    assert_as_good_as_pytorch(out, lse, inputs, False)
+
+
+def test_few_rows_of_unlike_sizes() -> None:
+    """Each row has its own power of 2; that of zeros gives the mean of its values, at any scale."""
+    call, inputs = few_rows(16, 1, 64, torch.bfloat16, [1000, 65])
+    factors = torch.tensor([1e-30, 1e4, 1.0, 0.0], device="cuda").repeat(4)[:, None]
+    q_nope_abs, q_rope = ((x.float() * factors).bfloat16() for x in (inputs.q_nope_abs, inputs.q_rope))
+    inputs = replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope)
+    out, lse = run(call, inputs, False)
+    for kind in range(4):
+        some = replace(inputs, q_nope_abs=q_nope_abs[:, :, kind::4], q_rope=q_rope[:, :, kind::4])
+        assert_as_good_as_pytorch(out[:, :, kind::4], lse[:, kind::4], some, False)
+    call["kv_scale"].fill_(1e-12)
+    out, lse = run(call, inputs, False)
+    assert out.isfinite().all()
+    assert torch.allclose(lse[:, 3::4], torch.tensor([1000.0, 65.0], device="cuda").log()[:, None, None])
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(1, 1), (8, 4), (20, 1)])
+def test_a_captured_graph_of_few_rows(heads: int, seqlen_q: int, page_size: int | None) -> None:
+    """It follows lengths, the cache and its scale."""
+    lengths, later = [1500, 700, 64, 0, 1], [5, 0, 1500, 1000, 65]
+    call, inputs = few_rows(heads, seqlen_q, page_size, torch.bfloat16, lengths)
+    run(call, inputs, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(call, inputs, True)
+    other_call, other = few_rows(heads, seqlen_q, page_size, torch.bfloat16, later, seed=1)
+    for name in ("q_nope_abs", "q_rope", "seqlens_kv") + (("page_table",) if page_size else ()):
+        getattr(inputs, name).copy_(getattr(other, name))
+    call["kv_cache"].copy_(other_call["kv_cache"])
+    call["kv_scale"].mul_(0.5)
+    other_call["kv_scale"] = call["kv_scale"].clone()
+    graph.replay()
+    wanted = run(other_call, other, True)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+
+
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_left_padding_moves_no_bit_if_batch_invariant(kv_format: str, heads: int) -> None:

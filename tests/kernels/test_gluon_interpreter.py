@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode import e4m3
 from mla_plugin.kernels.hopper.common import gdc_wait
+from tests.kernels.gluon import ptx
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler, StuckError
 from tests.kernels.gluon.translate import Program
@@ -174,6 +175,41 @@ def test_a_product_needs_a_fence_and_a_wait() -> None:
         interpreted._wait_for_products(0, [found])
 
 
+def test_a_product_of_registers_needs_a_fence_and_a_wait() -> None:
+    """Of its right operand; the left one is converted in the layout of the product's operands."""
+    interpreted = program()
+    product = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    operand = gl.DotOperandLayout(0, product, 2)
+    left, zeros = Value(torch.ones(128, 64).half(), operand), Value(torch.zeros(128, 16), product)
+    b = interpreted._allocate(gl.float16, [64, 16], gl.NVMMASharedLayout(32, 16, 2))
+    b.store(Value(torch.ones(64, 16)))
+    with pytest.raises(RuntimeError, match="without fence_async_shared"):
+        interpreted._multiply(left, b, zeros)
+    interpreted._fence()
+    found = interpreted._multiply(left, b, zeros, is_async=True)
+    with pytest.raises(RuntimeError, match="before warpgroup_mma_wait"):
+        interpreted._multiply(found, b, zeros)
+    more = interpreted._multiply(Value(torch.ones(128, 64).half(), operand), b, found, is_async=True)
+    b.write(torch.full((64, 16), 2.0))
+    with pytest.raises(RuntimeError, match="changes while a product reads it"):
+        interpreted._wait_for_products(0, [more])
+    other = gl.NVMMADistributedLayout([3, 0], [2, 2], [16, 16, 16])
+    wrongs = (gl.DotOperandLayout(1, product, 2), gl.DotOperandLayout(0, product, 1), gl.DotOperandLayout(0, other, 2))
+    for wrong in (*wrongs, product):
+        with pytest.raises(AssertionError):
+            interpreted._multiply(Value(torch.ones(128, 64).half(), wrong), b, zeros)
+
+
+def test_a_copy_over_what_threads_wrote_needs_a_fence() -> None:
+    interpreted = program()
+    target, full = written(interpreted, 8, 64), barrier(1)
+    source = descriptor(torch.ones(8, 64, dtype=torch.bfloat16), 8)
+    with pytest.raises(RuntimeError, match="without fence_async_shared"):
+        full.copy(source, [0, 0], target)
+    interpreted._fence()
+    full.copy(source, [0, 0], target)
+
+
 def test_copies_by_threads_need_a_wait_and_then_a_fence() -> None:
     interpreted = program()
     current = interpreted._scheduler.current
@@ -241,6 +277,62 @@ def test_views_of_shared_memory() -> None:
         as_panels.index(2)
     with pytest.raises(IndexError, match="ends behind"):
         as_panels.index(1)._reinterpret(gl.bfloat16, [32, 64], PANELS)
+
+
+def test_rows_and_panels_of_a_tile() -> None:
+    x = torch.arange(16 * 256).view(16, 256).half()
+    memory = Shared(Allocation(gl.float16, [16, 256], lambda: None, lambda: 1), 0, [16, 256], PANELS)
+    memory.write(x)
+    assert torch.equal(memory.slice(8, 8, 0).read(), x[8:])
+    assert torch.equal(memory.slice(64, 128, 1).permute((1, 0)).read(), x[:, 64:192].T)
+    for start, length, dim in ((4, 8, 0), (8, 16, 0), (32, 64, 1), (64, 32, 1)):
+        with pytest.raises(AssertionError):
+            memory.slice(start, length, dim)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_words_of_bytes(width: int) -> None:
+    """They are read, and rows of them written, where their bytes lie: by panels of ``width``."""
+    x = torch.randint(0, 256, (2, 16, width), dtype=torch.uint8)
+    layout, words = gl.NVMMASharedLayout(width, 8, 3), gl.NVMMASharedLayout(width, 32, 2)
+    memory = Shared(Allocation(gl.uint8, [2, 1, 16, width], lambda: None, lambda: 1), 0, [2, 1, 16, width], layout)
+    assert (memory.index(1).read() == 0x7F).all()  # NaN in e4m3
+    for panel in range(2):
+        memory.index(panel).write(x[panel][None])
+    tile = memory.index(0)._reinterpret(gl.int32, [16, 2 * width // 4], words)
+    assert torch.equal(tile.load(None).data, torch.cat([x[0], x[1]], 1).view(torch.int32))
+    tile.slice(8, 8, 0).store(Value(torch.zeros(8, 2 * width // 4, dtype=torch.int32)))
+    assert torch.equal(memory.index(1).read()[0, :8], x[1, :8])
+    assert (memory.index(1).read()[0, 8:] == 0).all()
+    other = gl.NVMMASharedLayout(128 if width < 128 else 64, 32, 2)
+    with pytest.raises(AssertionError):
+        memory.index(0)._reinterpret(gl.int32, [16, width // 4], other)
+
+
+def test_assembly_that_converts_words_is_run() -> None:
+    words = Value(torch.tensor([0x40383028, 0x7FC8D0B8], dtype=torch.int64).to(torch.int32))
+    convert = "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\ncvt.rn.f16x2.e4m3x2 $0, high;\nmov.b32 $1, $2;\n}"
+    assert ptx.can_run(convert)
+    assert not ptx.can_run("{ add.u32 $0, $1; }")
+    halves, same = ptx.run(convert, "=r,=r,r", [words], (gl.int32, gl.int32))
+    expected = words.data.view(torch.float8_e4m3fn).view(2, 4)[:, 2:].half()
+    assert torch.equal(halves.data.view(torch.float16).view(2, 2).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(same.data, words.data)
+    both = "{\nprmt.b32 $0, $1, $2, 0x5140;\n}"
+    (mixed,) = ptx.run(both, "=r,r,r", [words, Value(torch.zeros_like(words.data))], (gl.int32,))
+    assert mixed.data.tolist() == [0x00300028, 0x00D000B8]
+    with pytest.raises(KeyError):
+        ptx.run("{\nmov.b32 $0, never;\n}", "=r,r", [words], (gl.int32,))
+
+
+def test_bits_and_halves() -> None:
+    one = Value(torch.ones(2, 2))
+    assert (one.to(gl.int32, bitcast=True).data == 127 << 23).all()
+    assert torch.equal(one.to(gl.int32, bitcast=True).to(gl.float32, bitcast=True).data, one.data)
+    with pytest.raises(AssertionError):
+        one.to(gl.float16, bitcast=True)
+    first, second = Value(torch.arange(6).view(3, 2)).split()
+    assert (first.data.tolist(), second.data.tolist()) == ([0, 2, 4], [1, 3, 5])
 
 
 def test_addresses() -> None:

@@ -44,6 +44,8 @@ def test_factors_in_combination(kv_format: str, seed: int, parts: int, monkeypat
     batch, seqlen_q, heads = draw.choice([1, 2, 3, 7]), draw.choice([1, 2, 3, 4]), draw.choice([24, 48, 128])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randrange(300)]) for _ in range(batch)]
     page_size = draw.choice([None, 64, *PAGES] if kv_format == FP8 else PAGES)
+    if page_size in (None, 64):
+        heads = max(heads, 40)  # the transposed kernel takes fewer rows
     dtype = draw.choice([dtype for name, dtype in KINDS if name == kv_format])
     check(*call_of((batch, seqlen_q, heads, 300), page_size, kv_format, dtype, lengths, seed, draw.random() < 0.7))
 
@@ -84,7 +86,7 @@ def test_tiles_behind_the_longest_sequence_do_not_exist() -> None:
 def test_the_backend_launches_what_it_says(
     kv_format: str, page_size: int | None, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tensors = call_of((2, 1, 20, 300), page_size, kv_format, BFLOAT16, [300, 17])
+    _, tensors = call_of((2, 1, 40, 300), page_size, kv_format, BFLOAT16, [300, 17])
     launched: list[object] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *_: launched.append(self.kernel))
     decode.forward(tensors, batch_invariant=False)

@@ -12,8 +12,6 @@ import torch
 
 from tests.kernels.gluon.values import DTYPE_OF, Value, torch_dtype
 
-_PANEL_BYTES = 128  # of a row of a tile with the widest swizzle
-
 
 @functools.cache
 def _places(shape: tuple[int, ...], columns: int) -> torch.Tensor:
@@ -26,6 +24,13 @@ def _places(shape: tuple[int, ...], columns: int) -> torch.Tensor:
     outside = torch.arange(math.prod(outer)).view(*outer, 1, 1) * (rows * width)
     row, column = torch.arange(rows)[:, None], torch.arange(width)[None]
     return outside + column // columns * (rows * columns) + row * columns + column % columns
+
+
+def poison_of(dtype: torch.dtype) -> float:
+    """What stands for contents that are undefined."""
+    if dtype.is_floating_point:
+        return torch.nan
+    return 0x7F if dtype == torch.uint8 else -(2**31)
 
 
 class Shared:
@@ -64,11 +69,15 @@ class Shared:
             return self._places
         if not hasattr(self.layout, "swizzle_byte_width"):
             return self.start + torch.arange(math.prod(self.shape)).view(self.shape)
-        size = self.owner.data.element_size()
-        return self.start + _places(tuple(self.shape), _PANEL_BYTES // size)
+        return self.start + _places(tuple(self.shape), self._panel())
+
+    def _panel(self) -> int:
+        """Columns of a panel."""
+        columns: int = self.layout.swizzle_byte_width // self.owner.data.element_size()
+        return columns
 
     def _of(self, places: torch.Tensor) -> Shared:
-        return Shared(self.owner, self.start, list(places.shape), self.layout, places)
+        return Shared(self.owner, self.start, list(places.shape), self.layout, places, self._words)
 
     def index(self, i: Any) -> Shared:
         """The i-th of the leading dimension.
@@ -91,6 +100,7 @@ class Shared:
         assert self._places is None
         words = torch_dtype(dtype)
         shape = [int(size) for size in shape]
+        assert getattr(layout, "swizzle_byte_width", None) == getattr(self.layout, "swizzle_byte_width", None)
         if words != self.owner.data.dtype:
             assert layout.element_bitwidth == 8 * words.itemsize
             shape[-1] *= words.itemsize // self.owner.data.element_size()
@@ -99,10 +109,16 @@ class Shared:
         return Shared(self.owner, self.start, shape, layout, None, None if words == self.owner.data.dtype else words)
 
     def slice(self, start: int, length: int, dim: int) -> Shared:
-        """Leading columns of one panel."""
-        assert (start, dim) == (0, 1)
-        assert self.shape[1] * self.owner.data.element_size() <= _PANEL_BYTES
-        return self._of(self._positions()[:, :length])
+        """Rows in eights, after which a swizzle begins anew; leading columns of one panel, or whole panels."""
+        positions, panel = self._positions(), self._panel()
+        assert 0 <= start <= start + length <= self.shape[dim]
+        if dim == 0:
+            assert start % 8 == length % 8 == 0
+            return self._of(positions[start : start + length])
+        assert self._words is None
+        assert start % panel == 0
+        assert length % panel == 0 or self.shape[1] <= panel
+        return self._of(positions[:, start : start + length])
 
     def permute(self, order: tuple[int, int]) -> Shared:
         assert order == (1, 0)
@@ -119,16 +135,24 @@ class Shared:
 
     def load(self, layout: Any) -> Value:
         self.owner.before_access()
-        return Value(self.read(), layout)
+        data = self.owner.data[self._positions()]
+        return Value(data if self._words is None else data.view(self._words), layout)
 
     def store(self, x: Value) -> None:
         self.owner.before_access()
         data = x.data
-        if self._words is not None:
+        if self._words is None:
+            data = data.to(self.owner.data.dtype)
+        else:
             assert data.dtype == self._words
             data = data.contiguous().view(self.owner.data.dtype)
         assert list(data.shape) == self.shape
         self.write_by(self.owner.writer(), data)
+
+    def poison(self) -> None:
+        """Make the elements undefined."""
+        dtype = self.owner.data.dtype
+        self.write(torch.full(self.shape, poison_of(dtype), dtype=dtype))
 
     def write_by(self, writer: int, x: torch.Tensor) -> None:
         """Set the elements by threads, whose bit is ``writer``: products see them after a fence."""
@@ -146,7 +170,7 @@ class Shared:
 
 
 class Allocation:
-    """Memory that one ``allocate_shared_memory`` gives: NaN, or numbers that are no index.
+    """Memory that one ``allocate_shared_memory`` gives: NaN, also if its bytes are e4m3, or numbers that are no index.
 
     Attributes:
         unfenced: for each element the bits of the partitions whose threads have written its value, none of which has
@@ -159,8 +183,7 @@ class Allocation:
         self, dtype: Any, shape: list[int], before_access: Callable[[], None], writer: Callable[[], int]
     ) -> None:
         found = torch_dtype(dtype)
-        poison = float("nan") if found.is_floating_point else -(2**31)
-        self.data = torch.full((math.prod(shape),), poison, dtype=found)
+        self.data = torch.full((math.prod(shape),), poison_of(found), dtype=found)
         self.unfenced = torch.zeros(self.data.shape, dtype=torch.uint8)
         self.before_access, self.writer = before_access, writer
 

@@ -58,7 +58,9 @@ class Barrier:
     def copy(self, descriptor: Descriptor, start: list[Any], target: Shared) -> None:
         """Start a copy by TMA, whose bytes count here."""
         assert list(target.shape) == descriptor.block, f"{target.shape} for a block of {descriptor.block}"
-        target.write(torch.full(target.shape, torch.nan))
+        if not target.is_fenced():
+            raise RuntimeError("a copy to shared memory that threads wrote without fence_async_shared")
+        target.poison()
         at = [int(x) for x in start]
 
         def land() -> None:
@@ -114,7 +116,7 @@ class Partition:
 
     def copy(self, pointer: Pointer, mask: Any, target: Shared) -> None:
         """Start an asynchronous copy of its own threads; what is masked is NaN then."""
-        target.write(torch.full(target.shape, torch.nan))
+        target.poison()
         self._copies.append(lambda: target.write_by(self.bit, pointer.load(mask, torch.nan).data))
 
     def commit_copies(self) -> None:

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from mla_plugin.kernels.decode import e4m3
+from tests.kernels.gluon import ptx
 from tests.kernels.gluon.memory import Allocation, Descriptor, Shared
 from tests.kernels.gluon.schedule import Barrier, Partition, Scheduler
 from tests.kernels.gluon.values import Pointer, PointerType, Value, as_value, raw, torch_dtype
@@ -148,9 +149,11 @@ class Program:
     def _multiply(self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False) -> Value:
         """acc + a b. ``acc`` may be in flight itself: products end in order."""
         left = a if isinstance(a, Shared) else Value(a.data, a.layout)  # registers are read when it is issued
-        rows = left.shape[0]
-        assert rows == 64
-        assert not isinstance(left, Value) or left.data.dtype != torch.float32
+        assert left.shape[0] % 64 == 0
+        assert left.shape[1] == b.shape[0]
+        if isinstance(left, Value):
+            assert left.data.dtype != torch.float32
+            assert _fits(left.layout, acc.layout, 4 // left.data.element_size())
 
         shared = [operand for operand in (left, b) if isinstance(operand, Shared)]
         if not all(operand.is_fenced() for operand in shared):
@@ -162,6 +165,7 @@ class Program:
                 raise RuntimeError("shared memory changes while a product reads it")
             x = left.read() if isinstance(left, Shared) else left.data
             found = x.float() @ issued[-1].float()
+            assert not use_acc or acc.data.shape == found.shape
             return acc.data + found if use_acc else found
 
         result = self._scheduler.current.issue(product, acc.layout)
@@ -202,6 +206,7 @@ class Program:
             "maximum": lambda a, b: _elementwise(torch.fmax, a, b),
             "minimum": lambda a, b: _elementwise(torch.fmin, a, b),
             "cdiv": lambda a, b: (a + b - 1) // b,
+            "abs": lambda x: Value(x.data.abs(), x.layout),
             "exp2": lambda x: Value(torch.exp2(x.data), x.layout),
             "log2": lambda x: Value(torch.log2(x.data), x.layout),
             "sum": lambda x, axis=None: _reduced(torch.sum, x, axis),
@@ -231,6 +236,15 @@ class Barriers:
 
     def index(self, i: Any) -> Barrier:
         return self._barriers[int(i)]
+
+
+def _fits(operand: Any, product: Any, width: int) -> bool:
+    """Whether it is the layout of a product's left operand, which does not depend on the product's columns."""
+    parent = getattr(operand, "parent", None)
+    if not isinstance(operand, gl.DotOperandLayout) or not isinstance(parent, gl.NVMMADistributedLayout):
+        return False
+    of_rows = [(x.version, x.warps_per_cta, x.instr_shape[0], x.instr_shape[2]) for x in (parent, product)]
+    return (operand.operand_index, operand.k_width) == (0, width) and of_rows[0] == of_rows[1]
 
 
 def _are_same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -320,5 +334,7 @@ def _converted(assembly: str, constraints: str, given: list[Value], dtype: Any, 
     if assembly in _OF_WORDS:
         assert all(x.data.dtype == torch.int32 for x in given[:1])
         return _OF_WORDS[assembly](*(x.data for x in given))
+    if pack == 1 and ptx.can_run(assembly):
+        return ptx.run(assembly, constraints, given, dtype)
     assert any(name in assembly for name in _CONVERSIONS), f"assembly that is not known here: {assembly}"
     return given[0].to(dtype)

@@ -63,14 +63,21 @@ class Value:
     def type(self) -> Value:
         return self
 
-    def to(self, dtype: Any) -> Value:
-        return Value(self.data.to(torch_dtype(dtype)), self.layout)
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        found = torch_dtype(dtype)
+        if bitcast:
+            assert found.itemsize == self.data.element_size()
+        return Value(self.data.view(found) if bitcast else self.data.to(found), self.layout)
 
     def reshape(self, shape: list[int]) -> Value:
         return Value(self.data.reshape([int(size) for size in shape]))
 
     def permute(self, order: tuple[int, ...]) -> Value:
         return Value(self.data.permute(order))
+
+    def split(self) -> tuple[Value, Value]:
+        first, second = self.data.unbind(-1)
+        return Value(first), Value(second)
 
     def __getitem__(self, key: Any) -> Value:
         return Value(self.data[key], self.layout)

@@ -216,6 +216,7 @@ def compute(
             )
             # fmt: on
             scale = gl.convert_layout(inverse, row) * scale_log2
+            scale = gl.where(scale == 0.0, 2.0**-126, scale)  # -inf * 0, of a masked score, is NaN
             for n in range(steps):
                 stage = used % STAGES
                 mbarrier.wait(full.index(stage), used // STAGES & 1)

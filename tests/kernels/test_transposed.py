@@ -1,0 +1,182 @@
+"""The transposed decode kernel in the interpreter of ``gluon``, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mla_plugin.arguments.cache_format import FP8, ROPE
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import known_of
+from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.transposed import launch as transposed
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch
+from tests.kernels.gathered_cases import call_of
+from tests.kernels.gluon.hopper import hopper as hopper
+
+pytestmark = pytest.mark.usefixtures("hopper")
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+ROWS = ((1, 1), (1, 3), (2, 1), (4, 4), (16, 1), (8, 2), (5, 3), (17, 1), (20, 1), (24, 1), (8, 4), (16, 2), (32, 1))
+"""Heads and queries of a sequence."""
+
+
+def is_taken(tensors: DecodeTensors) -> bool:
+    """Whether the transposed kernel computes a call."""
+    return isinstance(decode_launch.make_launches(tensors).described, transposed.Descriptors)
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory() -> Iterator[None]:
+    """Results and the workspace start as NaN: what is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def decode(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = decode_launch.decode(tensors, known_of(tensors))
+    assert lse is not None
+    return out, lse
+
+
+def check(inputs: Inputs, tensors: DecodeTensors) -> None:
+    """As good as PyTorch over the same numbers, by the transposed kernel."""
+    assert is_taken(tensors)
+    assert_as_good_as_pytorch(*decode(tensors), inputs, tensors.causal)
+
+
+def with_queries(
+    inputs: Inputs, tensors: DecodeTensors, q_nope_abs: torch.Tensor, q_rope: torch.Tensor
+) -> tuple[Inputs, DecodeTensors]:
+    """The same call with other queries."""
+    return (
+        dataclasses.replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope),
+        tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope),
+    )
+
+
+@pytest.mark.parametrize("heads", [16, 20])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 128, 129, 192, 193, 500])
+def test_lengths_around_a_tile(length: int, heads: int) -> None:
+    dtype = (BFLOAT16, FLOAT16)[length % 2]
+    check(*call_of((1, 1, heads, 500), (None, 64)[length % 3 % 2], FP8, dtype, [length]))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 13])
+@pytest.mark.parametrize("seed", range(6))
+def test_factors_in_combination(seed: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty sequences among others, more or fewer of them than parts, rows of several queries."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
+    draw = random.Random(100 * parts + seed)
+    batch, page_size = draw.choice([1, 2, 3, 7]), draw.choice([None, 64, 128, 192])
+    heads, seqlen_q = ROWS[(6 * [1, 2, 13].index(parts) + seed) % len(ROWS)]
+    lengths = [draw.choice([0, 1, 63, 64, 65, draw.randrange(300)]) for _ in range(batch)]
+    dtype, is_causal = draw.choice([BFLOAT16, FLOAT16]), draw.random() < 0.7
+    check(*call_of((batch, seqlen_q, heads, 300), page_size, FP8, dtype, lengths, seed, is_causal))
+
+
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(1, 32), (8, 4), (5, 3)])
+def test_the_last_query_sees_a_tile_more(heads: int, seqlen_q: int) -> None:
+    """And the first ones of a short sequence see no key."""
+    check(*call_of((3, seqlen_q, heads, 129), 64, FP8, BFLOAT16, [65, 129, 2], is_causal=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_c_kv_and_k_rope_of_unlike_strides(page_size: int | None) -> None:
+    inputs, tensors = call_of((2, 1, 20, 300), page_size, FP8, BFLOAT16, [193, 300])
+    gap = torch.cat([tensors.k_rope, tensors.k_rope], -1)[..., :ROPE]
+    check(inputs, tensors._replace(c_kv=tensors.c_kv.contiguous(), k_rope=gap))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_queries_that_lie_apart(dtype: torch.dtype) -> None:
+    """Heads before queries, and an address that is a multiple of the element alone."""
+    inputs, tensors = call_of((2, 3, 7, 200), 64, FP8, dtype, [193, 70], is_causal=True)
+    q_nope_abs = inputs.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = torch.full((2, 3, 7, 2 * ROPE + 1), torch.nan, dtype=dtype)
+    q_rope = whole[..., 1 : ROPE + 1].copy_(inputs.q_rope)
+    check(*with_queries(inputs, tensors, q_nope_abs, q_rope))
+
+
+def test_no_entry_behind_the_last_page_is_read() -> None:
+    """The table ends with it."""
+    inputs, tensors = call_of((1, 1, 16, 192), 64, FP8, BFLOAT16, [192])
+    assert tensors.page_table is not None
+    check(inputs, tensors._replace(page_table=tensors.page_table[:, :3].clone()))
+
+
+@pytest.mark.parametrize(("dtype", "factors"), [(BFLOAT16, (1e-30, 1e4, 1.0, 0.0)), (FLOAT16, (1e-3, 50.0, 1.0, 0.0))])
+@pytest.mark.parametrize("heads", [8, 32])
+def test_each_row_has_a_scale_of_its_own(heads: int, dtype: torch.dtype, factors: tuple[float, ...]) -> None:
+    """Each kind of row by itself, so that none hides in the norm of others."""
+    inputs, tensors = call_of((1, 1, heads, 150), 64, FP8, dtype, [131])
+    scale = torch.tensor(factors).repeat_interleave(heads // 4)[:, None]
+    queries = [(x.float() * scale).to(dtype) for x in (inputs.q_nope_abs, inputs.q_rope)]
+    inputs, tensors = with_queries(inputs, tensors, *queries)
+    out, lse = decode(tensors)
+    for first in range(0, heads, heads // 4):
+        rows = slice(first, first + heads // 4)
+        some = dataclasses.replace(inputs, q_nope_abs=queries[0][:, :, rows], q_rope=queries[1][:, :, rows])
+        assert_as_good_as_pytorch(out[:, :, rows], lse[:, rows], some, False)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_queries_of_nope_and_rope_of_unlike_sizes(which: int) -> None:
+    """The larger ones decide about the row's scale."""
+    inputs, tensors = call_of((1, 1, 16, 150), 64, FP8, BFLOAT16, [131])
+    queries = [inputs.q_nope_abs, inputs.q_rope]
+    queries[which] = queries[which] * 2.0**-12
+    check(*with_queries(inputs, tensors, *queries))
+
+
+@pytest.mark.parametrize(
+    ("kv_scale", "factor"),
+    [
+        *((kv_scale, factor) for kv_scale in (1.0, 2.0**-20, 1e-12, 0.0) for factor in (0.0, 1.0)),
+        *((0.01 * 2.0**power, 2.0**-power) for power in (40, 80, 100)),
+    ],
+)
+def test_any_kv_scale(kv_scale: float, factor: float) -> None:
+    """Also with queries of zeros: what is masked stays so where the scale of a row is below float32's numbers.
+
+    And tiny queries over huge values, whose scores are usual ones.
+    """
+    inputs, tensors = call_of((1, 1, 16, 150), 64, FP8, BFLOAT16, [70])
+    assert tensors.kv_scale is not None
+    tokens = inputs.tokens.double() / tensors.kv_scale.double() * torch.tensor(kv_scale).double()
+    inputs = dataclasses.replace(inputs, tokens=tokens)
+    tensors = tensors._replace(kv_scale=torch.tensor(kv_scale))
+    queries = (inputs.q_nope_abs * factor, inputs.q_rope * factor)
+    check(*with_queries(inputs, tensors, *queries))
+
+
+def test_runs_agree_bit_for_bit_in_any_order_of_warps() -> None:
+    _, tensors = call_of((3, 1, 17, 500), 64, FP8, BFLOAT16, [500, 333, 64])
+    first = decode(tensors)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(decode(tensors), first, strict=True))
+
+
+def test_a_call_may_want_no_lse() -> None:
+    _, tensors = call_of((2, 1, 16, 200), 64, FP8, BFLOAT16, [200, 0])
+    expected, _ = decode_launch.decode(tensors, known_of(tensors))
+    without = tensors._replace(return_lse=False)
+    out, lse = decode_launch.decode(without, known_of(without))
+    assert lse is None
+    assert torch.equal(out, expected)
+
+
+def test_a_cache_without_room_has_no_descriptor() -> None:
+    """CUDA encodes none of an empty tensor."""
+    _, tensors = call_of((3, 1, 16, 1), None, FP8, BFLOAT16, [0, 0, 0])
+    tensors = tensors._replace(c_kv=tensors.c_kv[:, :0], k_rope=tensors.k_rope[:, :0])
+    assert not is_taken(tensors)
+    out, lse = decode(tensors)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))

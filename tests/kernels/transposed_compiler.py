@@ -1,0 +1,129 @@
+"""Compile the transposed decode kernel, no GPU: ``python -m tests.kernels.transposed_compiler`` prints what it has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tests.kernels.assembly import Instruction, programs, undefined_reads
+from tests.kernels.compiler import Program, built, print_results
+from tests.kernels.hopper_compiler import loose_arrivals
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call; page_size 0: contiguous."""
+
+    rows: int
+    page_size: int
+    is_causal: bool
+    dtype: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """Unique among all jobs."""
+        cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
+        return f"{self.rows} rows {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
+
+
+JOBS = (Job(16, 64, False), Job(16, 0, True, "fp16"), Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16"))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The resources and instructions of a compiled kernel.
+
+    Attributes:
+        shared: bytes of shared memory.
+        registers: of a thread, on average.
+        spills: spilled stores.
+        undefined_reads: see assembly.py.
+        products, waits: matrix instructions of the loop over key tiles, and where it waits for some.
+        from_registers: of the products those whose left operand is in registers.
+        conversions: of e4m3 in the loop, two numbers each.
+        wide_loads, loads: from shared memory in the loop, of 16 bytes and of fewer.
+        local: loads and stores of spilled registers in the loop.
+        copies: by TMA, in the program.
+        loose_arrivals, dependences: see hopper_compiler.py.
+    """
+
+    shared: int
+    registers: int
+    spills: int
+    undefined_reads: list[str]
+    products: int
+    waits: int
+    from_registers: int
+    conversions: int
+    wide_loads: int
+    loads: int
+    local: int
+    copies: int
+    loose_arrivals: int
+    dependences: list[str]
+
+
+def program(job: Job) -> Program:
+    """The kernel as ``attend_launch`` launches it."""
+    from triton.experimental.gluon import language as gl
+
+    from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
+    from mla_plugin.kernels.decode.transposed.launch import _REGISTERS
+    from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
+
+    types = dict.fromkeys(("Parts", "Out", "Q_nope_abs", "Q_rope"), f"*{job.dtype}")
+    types |= {"Lse": "*fp32", "KV_scale": "*fp32", "page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
+    for name, columns in (("desc_c", 128), ("desc_k", 64)):
+        types[name] = f"tensordesc<u8[1, 64, {columns}],{gl.NVMMASharedLayout(columns, 8, 3)!r}>"
+    constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "ROWS": job.rows, "CAUSAL": job.is_causal}
+    constants |= {"DEPENDENT": True, "REGISTERS": LOADING_REGISTERS}
+    if not job.page_size:
+        constants["page_table"] = None
+    options = {"num_warps": 4, "launch_pdl": True, "maxnreg": _REGISTERS}
+    return Program(90, transposed_decode_kernel, types, constants, options)
+
+
+def loop_over_tiles(instructions: list[Instruction]) -> list[Instruction]:
+    """The smallest loop with matrix instructions."""
+    loops = [
+        [x for x in instructions if end.target <= x.address <= end.address]
+        for end in instructions
+        if end.target is not None and end.target < end.address
+    ]
+    return min((body for body in loops if any(x.opcode.startswith("HGMMA") for x in body)), key=len)
+
+
+def measured(program: Program) -> Found:
+    """Compile it and read the result."""
+    compiled, resources, assembly = built(program)
+    registers = re.search(r"REG:(\d+)", resources)
+    assert registers is not None
+    (instructions,) = programs(assembly)
+    names = [x.opcode for x in loop_over_tiles(instructions)]
+    products = [x.text for x in loop_over_tiles(instructions) if x.opcode.startswith("HGMMA")]
+    ptx = compiled.asm["ptx"]
+
+    def count(*opcodes: str) -> int:
+        return sum(name.startswith(opcodes) for name in names)
+
+    return Found(
+        shared=compiled.metadata.shared,
+        registers=int(registers[1]),
+        spills=sum(x.opcode.startswith("STL") for x in instructions),
+        undefined_reads=undefined_reads(assembly),
+        products=len(products),
+        waits=count("WARPGROUP.DEPBAR"),
+        from_registers=sum(re.search(r"HGMMA\S* R\d+, R\d+,", text) is not None for text in products),
+        conversions=count("F2FP.F16.E4M3"),
+        wide_loads=sum(name.startswith("LDS") and ".128" in name for name in names),
+        loads=sum(name.startswith("LDS") and ".128" not in name for name in names),
+        local=count("STL", "LDL"),
+        copies=sum(x.opcode.startswith("UTMALDG") for x in instructions),
+        loose_arrivals=loose_arrivals(ptx),
+        dependences=re.findall(r"griddepcontrol\.(\w+)", ptx),
+    )
+
+
+if __name__ == "__main__":
+    print_results(program, JOBS, measured)
