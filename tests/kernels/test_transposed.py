@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("hopper")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 ROWS = ((1, 1), (1, 3), (2, 1), (4, 4), (16, 1), (8, 2), (5, 3), (17, 1), (20, 1), (24, 1), (8, 4), (16, 2), (32, 1))
 """Heads and queries of a sequence."""
+GATHERED = (1, 2, 16, 32, 48, 96)
+"""Page sizes that TMA cannot load."""
 
 
 def is_taken(tensors: DecodeTensors) -> bool:
@@ -65,7 +67,10 @@ def with_queries(
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 128, 129, 192, 193, 500])
 def test_lengths_around_a_tile(length: int, heads: int) -> None:
     dtype = (BFLOAT16, FLOAT16)[length % 2]
-    check(*call_of((1, 1, heads, 500), (None, 64)[length % 3 % 2], FP8, dtype, [length]))
+    page_size = (None, 64)[length % 3 % 2]
+    check(*call_of((1, 1, heads, 500), page_size, FP8, dtype, [length]))
+    if heads == 16:
+        check(*call_of((1, 1, heads, 500), GATHERED[length % len(GATHERED)], FP8, dtype, [length]))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 13])
@@ -74,8 +79,9 @@ def test_factors_in_combination(seed: int, parts: int, monkeypatch: pytest.Monke
     """Empty sequences among others, more or fewer of them than parts, rows of several queries."""
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
     draw = random.Random(100 * parts + seed)
-    batch, page_size = draw.choice([1, 2, 3, 7]), draw.choice([None, 64, 128, 192])
+    batch = draw.choice([1, 2, 3, 7])
     heads, seqlen_q = ROWS[(6 * [1, 2, 13].index(parts) + seed) % len(ROWS)]
+    page_size = draw.choice([None, 64, 128, 192, *(GATHERED if heads * seqlen_q <= 16 else ())])
     lengths = [draw.choice([0, 1, 63, 64, 65, draw.randrange(300)]) for _ in range(batch)]
     dtype, is_causal = draw.choice([BFLOAT16, FLOAT16]), draw.random() < 0.7
     check(*call_of((batch, seqlen_q, heads, 300), page_size, FP8, dtype, lengths, seed, is_causal))
@@ -87,9 +93,9 @@ def test_the_last_query_sees_a_tile_more(heads: int, seqlen_q: int) -> None:
     check(*call_of((3, seqlen_q, heads, 129), 64, FP8, BFLOAT16, [65, 129, 2], is_causal=True))
 
 
-@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("page_size", [None, 64, 48])
 def test_c_kv_and_k_rope_of_unlike_strides(page_size: int | None) -> None:
-    inputs, tensors = call_of((2, 1, 20, 300), page_size, FP8, BFLOAT16, [193, 300])
+    inputs, tensors = call_of((2, 1, 15, 300), page_size, FP8, BFLOAT16, [193, 300])
     gap = torch.cat([tensors.k_rope, tensors.k_rope], -1)[..., :ROPE]
     check(inputs, tensors._replace(c_kv=tensors.c_kv.contiguous(), k_rope=gap))
 
@@ -104,11 +110,22 @@ def test_queries_that_lie_apart(dtype: torch.dtype) -> None:
     check(*with_queries(inputs, tensors, q_nope_abs, q_rope))
 
 
-def test_no_entry_behind_the_last_page_is_read() -> None:
+@pytest.mark.parametrize("page_size", [64, 1, 16, 48])
+def test_no_entry_behind_the_last_page_is_read(page_size: int) -> None:
     """The table ends with it."""
-    inputs, tensors = call_of((1, 1, 16, 192), 64, FP8, BFLOAT16, [192])
+    inputs, tensors = call_of((1, 1, 16, 192), page_size, FP8, BFLOAT16, [192])
     assert tensors.page_table is not None
-    check(inputs, tensors._replace(page_table=tensors.page_table[:, :3].clone()))
+    check(inputs, tensors._replace(page_table=tensors.page_table[:, : 192 // page_size].clone()))
+
+
+def test_sequences_that_share_a_cache() -> None:
+    """There is no descriptor for a stride of 0."""
+    inputs, tensors = call_of((1, 1, 16, 300), None, FP8, BFLOAT16, [300])
+    queries = (inputs.q_nope_abs.expand(3, -1, -1, -1), inputs.q_rope.expand(3, -1, -1, -1))
+    lengths = torch.tensor([300, 0, 129], dtype=torch.int32)
+    inputs = dataclasses.replace(inputs, tokens=inputs.tokens.expand(3, -1, -1), seqlens_kv=lengths)
+    caches = {"c_kv": tensors.c_kv.expand(3, -1, -1), "k_rope": tensors.k_rope.expand(3, -1, -1)}
+    check(*with_queries(inputs, tensors._replace(**caches, seqlens_kv=lengths), *queries))
 
 
 @pytest.mark.parametrize(("dtype", "factors"), [(BFLOAT16, (1e-30, 1e4, 1.0, 0.0)), (FLOAT16, (1e-3, 50.0, 1.0, 0.0))])

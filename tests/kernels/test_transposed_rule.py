@@ -42,7 +42,8 @@ BY_IT = ("by the transposed kernel",)
     "changes",
     [
         *({}, {"dtype": torch.float16}, {"rows": 1}, {"rows": 32}),
-        *({"page_size": None}, {"page_size": 192}, {"page_size": 1024}),
+        *({"page_size": None}, {"page_size": 192}, {"page_size": 1024}, {"page_size": 1}, {"page_size": 48}),
+        {"rows": 32, "page_size": 192},
     ],
 )
 def test_calls_that_it_takes(changes: dict[str, Any]) -> None:
@@ -66,7 +67,11 @@ def test_calls_that_it_takes(changes: dict[str, Any]) -> None:
         ),
         ({"rows": 33}, "33 (query, head) pairs of a sequence, the transposed kernel needs at most 32"),
         *(
-            ({"page_size": size}, f"page_size={size}, the transposed kernel needs a multiple of 64")
+            (
+                {"rows": 17, "page_size": size},
+                f"17 (query, head) pairs of a sequence with page_size={size}, the transposed kernel needs at most 16 "
+                "or pages of a multiple of 64",
+            )
             for size in (1, 32, 96)
         ),
         ({"has_leftpad_kv": True}, "leftpad_kv, which the transposed kernel does not take"),
@@ -86,7 +91,7 @@ def test_each_reason_by_itself(changes: dict[str, Any], reason: str) -> None:
     [
         *(({}, True), ({"page_size": None}, True), ({"seqlen_q": 2, "causal": True}, True)),
         *(({"batch_size": 1, "max_seqlen_kv": 1}, True), ({"batch_size": 0}, True)),
-        *(({"seqlen_q": 3}, False), ({"page_size": 48}, False), ({"kv_cache_format": "fp8_ds_mla"}, False)),
+        *(({"seqlen_q": 3}, False), ({"page_size": 48}, True), ({"kv_cache_format": "fp8_ds_mla"}, False)),
         *(({"dtype": torch.float32}, False), ({"has_leftpad_kv": True}, False), ({"batch_invariant": True}, False)),
         *(({"kv_cache_format": "plain"}, False), ({"has_aligned_rows": False}, False)),
     ],
@@ -120,7 +125,8 @@ def test_other_platforms_do_not_have_it(platform: Any) -> None:
         ((2, 1, 16, 300), None, "fp8", torch.float16, True),
         ((2, 4, 8, 300), 128, "fp8", torch.bfloat16, True),
         ((2, 3, 11, 300), 64, "fp8", torch.bfloat16, False),
-        ((2, 1, 16, 300), 48, "fp8", torch.bfloat16, False),
+        ((2, 1, 16, 300), 48, "fp8", torch.bfloat16, True),
+        ((2, 1, 17, 300), 48, "fp8", torch.bfloat16, False),
         ((2, 1, 16, 300), 64, "fp8", torch.float32, False),
         ((2, 1, 16, 300), 64, "fp8_ds_mla", torch.bfloat16, False),
         ((2, 1, 16, 300), 64, "plain", torch.bfloat16, False),
@@ -146,7 +152,7 @@ def test_the_backend_launches_what_it_says(
 
 @pytest.mark.usefixtures("hopper")
 def test_rows_off_16_bytes_are_not_taken() -> None:
-    """Nor are sequences that share one cache, for which there is no descriptor, nor another GPU."""
+    """Nor is another GPU."""
     _, tensors = call_of((2, 1, 16, 300), None, "fp8", torch.bfloat16, [300, 17])
     device = decode_launch.device_of(tensors.c_kv.device)
     assert transposed.takes(tensors, device)
@@ -157,8 +163,6 @@ def test_rows_off_16_bytes_are_not_taken() -> None:
     narrow = whole.view(-1)[: 2 * 300 * 584].view(2, 300, 584)[..., :512]
     assert not transposed.takes(tensors._replace(c_kv=narrow), device)
     assert not transposed.takes(tensors._replace(k_rope=narrow[..., :64]), device)
-    shared = tensors.c_kv[:1].expand(2, -1, -1)
-    assert not transposed.takes(tensors._replace(c_kv=shared), device)
 
 
 @pytest.mark.usefixtures("hopper")

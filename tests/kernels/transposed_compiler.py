@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from mla_plugin.arguments.cache_format import PLAIN
+from mla_plugin.kernels.decode.hopper.rule import must_gather
 from tests.kernels.assembly import Instruction, programs, undefined_reads
 from tests.kernels.compiler import Program, built, print_results
 from tests.kernels.hopper_compiler import loose_arrivals
@@ -21,13 +23,21 @@ class Job:
     dtype: str = "bf16"
 
     @property
+    def gathers(self) -> bool:
+        """Whether gathering warps copy the rows."""
+        return must_gather(PLAIN, self.page_size or None)
+
+    @property
     def name(self) -> str:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         return f"{self.rows} rows {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
 
 
-JOBS = (Job(16, 64, False), Job(16, 0, True, "fp16"), Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16"))
+JOBS = (
+    *(Job(16, 64, False), Job(16, 0, True, "fp16"), Job(16, 16, True), Job(16, 1, False, "fp16")),
+    *(Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16")),
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Found:
         conversions: of e4m3 in the loop, two numbers each.
         wide_loads, loads: from shared memory in the loop, of 16 bytes and of fewer.
         local: loads and stores of spilled registers in the loop.
-        copies: by TMA, in the program.
+        copies, row_copies: by TMA, and of 16 bytes a thread, in the program.
         loose_arrivals, dependences: see hopper_compiler.py.
     """
 
@@ -60,6 +70,7 @@ class Found:
     loads: int
     local: int
     copies: int
+    row_copies: int
     loose_arrivals: int
     dependences: list[str]
 
@@ -69,19 +80,26 @@ def program(job: Job) -> Program:
     from triton.experimental.gluon import language as gl
 
     from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
-    from mla_plugin.kernels.decode.transposed.launch import _REGISTERS
+    from mla_plugin.kernels.decode.transposed.launch import _GATHERING_REGISTERS, _REGISTERS
     from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 
     types = dict.fromkeys(("Parts", "Out", "Q_nope_abs", "Q_rope"), f"*{job.dtype}")
     types |= {"Lse": "*fp32", "KV_scale": "*fp32", "page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
-    for name, columns in (("desc_c", 128), ("desc_k", 64)):
-        types[name] = f"tensordesc<u8[1, 64, {columns}],{gl.NVMMASharedLayout(columns, 8, 3)!r}>"
     constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "ROWS": job.rows, "CAUSAL": job.is_causal}
-    constants |= {"DEPENDENT": True, "REGISTERS": LOADING_REGISTERS}
+    constants["DEPENDENT"] = True
+    if job.gathers:
+        types |= dict.fromkeys(("C_kv", "K_rope"), "*u8")
+        constants |= {"desc_c": None, "desc_k": None, "stride_cn": 36, "stride_kn": 36}
+        constants["REGISTERS"] = _GATHERING_REGISTERS
+    else:
+        for name, columns in (("desc_c", 128), ("desc_k", 64)):
+            types[name] = f"tensordesc<u8[1, 64, {columns}],{gl.NVMMASharedLayout(columns, 8, 3)!r}>"
+        constants |= dict.fromkeys(("C_kv", "K_rope"), None) | dict.fromkeys(("stride_cn", "stride_kn"), 0)
+        constants["REGISTERS"] = LOADING_REGISTERS
     if not job.page_size:
         constants["page_table"] = None
     options = {"num_warps": 4, "launch_pdl": True, "maxnreg": _REGISTERS}
-    return Program(90, transposed_decode_kernel, types, constants, options)
+    return Program(90, transposed_decode_kernel, types, constants, options, strides_are_aligned=False)
 
 
 def loop_over_tiles(instructions: list[Instruction]) -> list[Instruction]:
@@ -120,6 +138,7 @@ def measured(program: Program) -> Found:
         loads=sum(name.startswith("LDS") and ".128" not in name for name in names),
         local=count("STL", "LDL"),
         copies=sum(x.opcode.startswith("UTMALDG") for x in instructions),
+        row_copies=sum(x.opcode.startswith("LDGSTS") for x in instructions),
         loose_arrivals=loose_arrivals(ptx),
         dependences=re.findall(r"griddepcontrol\.(\w+)", ptx),
     )

@@ -36,7 +36,8 @@ def run(launch: Launch, *given: object, seed: int = 0) -> None:
     for n, index in enumerate(itertools.product(*(range(size) for size in launch.grid))):
         arguments = {name: _argument(x, name in constants) for name, x in values.items()}
         is_dependent, may_overlap = bool(launch.options.get("launch_pdl")), kernel.__name__ in _OVERLAPPING
-        Program(launch.grid, index, 1000 * seed + n, is_dependent, may_overlap).run(kernel, arguments)
+        num_warps = launch.options.get("num_warps") or 4
+        Program(launch.grid, index, 1000 * seed + n, is_dependent, may_overlap, num_warps).run(kernel, arguments)
 
 
 def _launch(launch: Launch, arguments: tuple[object, ...], seed: int) -> None:

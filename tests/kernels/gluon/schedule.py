@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.kernels.gluon.memory import Descriptor, Shared
-from tests.kernels.gluon.values import Pointer, Value
+from tests.kernels.gluon.memory import Descriptor, Shared, poison_of
+from tests.kernels.gluon.values import Pointer, Value, torch_dtype
 
 WARP = 32
 """Threads."""
@@ -71,13 +71,13 @@ class Barrier:
         if self._lands_at_once:
             self.land()
 
-    def arrive_after(self, copies: list[Callable[[], None]]) -> None:
-        """Every thread of a warp arrives when its copies have ended."""
+    def arrive_after(self, copies: list[Callable[[], None]], threads: int) -> None:
+        """So many threads arrive, each when its copies have ended."""
 
         def land() -> None:
             for copy in copies:
                 copy()
-            self.arrive(WARP)
+            self.arrive(threads)
 
         self._copies.append(land)
 
@@ -101,8 +101,10 @@ class Barrier:
 class Partition:
     """Some warps of a program, and the products that they have issued."""
 
-    def __init__(self, run: Callable[[], None], name: str) -> None:
+    def __init__(self, run: Callable[[], None], name: str, warps: int = 1) -> None:
         self.name = name
+        self.threads = warps * WARP
+        self.has_waited = False  # for the kernel before
         self.waits_for: tuple[Barrier, int] | None = None
         self.bit = 0
         self._waits_until = 0  # the phase of that barrier in which it must go on
@@ -115,9 +117,10 @@ class Partition:
         self._groups: list[list[Callable[[], None]]] = []
 
     def copy(self, pointer: Pointer, mask: Any, target: Shared) -> None:
-        """Start an asynchronous copy of its own threads; what is masked is NaN then."""
+        """Start an asynchronous copy of its own threads; what is masked is NaN then, of bytes that of e4m3."""
         target.poison()
-        self._copies.append(lambda: target.write_by(self.bit, pointer.load(mask, torch.nan).data))
+        other = poison_of(torch_dtype(pointer.dtype.element_ty))
+        self._copies.append(lambda: target.write_by(self.bit, pointer.load(mask, other).data))
 
     def commit_copies(self) -> None:
         """Those that are in no group are one."""
@@ -207,6 +210,11 @@ class Scheduler:
         found: Partition = self.local.partition
         return found
 
+    @property
+    def asking(self) -> Partition | None:
+        """The same; None before there are partitions."""
+        return getattr(self.local, "partition", None)
+
     def wait(self, barrier: Barrier, parity: int) -> None:
         """Let others run until the phase has ended."""
         self.current.begin_wait(barrier, parity)
@@ -214,7 +222,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Let another one run, if it is its turn; before there are partitions nothing happens."""
-        partition = getattr(self.local, "partition", None)
+        partition = self.asking
         if partition is not None:
             chosen = self._choose()
             if chosen is not None and chosen is not partition:
@@ -223,7 +231,7 @@ class Scheduler:
 
     def bit(self) -> int:
         """Of the partition whose thread asks; threads before the partitions are those of the first."""
-        partition: Partition | None = getattr(self.local, "partition", None)
+        partition = self.asking
         return 1 if partition is None else partition.bit
 
     def _choose(self) -> Partition | None:

@@ -37,12 +37,15 @@ class Program:
         seed: int,
         is_dependent: bool = False,
         may_overlap: bool = False,
+        num_warps: int = 4,
     ) -> None:
         """``is_dependent``: launched with launch_pdl; ``may_overlap``: reads nothing that the kernel before writes."""
+        self._num_warps = num_warps
         self._grid, self._index = grid, index
         self._has_waited = not is_dependent
         self._may_overlap = may_overlap
         self._scheduler = Scheduler(seed)
+        self._partitions: list[Partition] = []
         self._allocations: list[Allocation] = []
         self._functions: dict[int, types.FunctionType] = {}
         self._members = self._language()
@@ -78,7 +81,7 @@ class Program:
     def run(self, kernel: Any, arguments: dict[str, Any]) -> None:
         """Run the kernel for this program."""
         self.translated(kernel)(**arguments)
-        if not self._has_waited:
+        if not (self._has_waited or any(partition.has_waited for partition in self._partitions)):
             raise RuntimeError("a launch with launch_pdl ends without gdc_wait: the next kernel would not wait either")
 
     def translated(self, value: Any) -> Any:
@@ -118,10 +121,16 @@ class Program:
         self._scheduler.pause()
 
     def _wait_for_previous_kernel(self) -> None:
-        self._has_waited = True
+        partition = self._scheduler.asking
+        if partition is None:
+            self._has_waited = True
+        else:
+            partition.has_waited = True
 
     def _check_order(self) -> None:
-        if not (self._has_waited or self._may_overlap):
+        partition = self._scheduler.asking
+        has_waited = self._has_waited or (partition is not None and partition.has_waited)
+        if not (has_waited or self._may_overlap):
             raise RuntimeError("global memory is accessed before gdc_wait, in a launch with launch_pdl")
 
     def _load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
@@ -138,7 +147,8 @@ class Program:
 
     def _arrive_after_copies(self, barrier: Barrier, increment_count: bool = True) -> None:
         assert not increment_count
-        barrier.arrive_after(self._scheduler.current.taken_copies())
+        current = self._scheduler.current
+        barrier.arrive_after(current.taken_copies(), current.threads)
 
     def _commit_copies(self) -> None:
         self._scheduler.current.commit_copies()
@@ -189,7 +199,9 @@ class Program:
     def _specialize(self, functions: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(functions) - 1
         bound = [(_bound(function, given), f"{function.__name__} {n}") for n, (function, given) in enumerate(functions)]
-        self._scheduler.run([Partition(*each) for each in bound])
+        warps = [self._num_warps, *num_warps]
+        self._partitions = [Partition(*each, count) for each, count in zip(bound, warps, strict=True)]
+        self._scheduler.run(self._partitions)
 
     def _language(self) -> types.SimpleNamespace:
         """``gl`` and ``tl``: their own layouts and dtypes, and functions on the interpreter's values."""
