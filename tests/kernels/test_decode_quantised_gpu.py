@@ -105,7 +105,7 @@ RAGGED = [2100, 65, 0, 1, 1000, 64, 63, 129]
 @pytest.mark.parametrize("seqlen_q", [1, 2, 4])
 @pytest.mark.parametrize("heads", [1, 8, 16, 20, 32])
 def test_few_rows(heads: int, seqlen_q: int, page_size: int | None, dtype: torch.dtype) -> None:
-    """Up to 32 (query, head) pairs, in small pages up to 16, are the transposed kernel's on compute capability 9.0, more another one's."""
+    """On compute capability 9.0 up to 32 (query, head) pairs, in small pages up to 16, are the transposed kernel's."""
     call, inputs = few_rows(heads, seqlen_q, page_size, dtype, RAGGED)
     out, lse = run(call, inputs, True)
     assert_as_good_as_pytorch(out, lse, inputs, True)
