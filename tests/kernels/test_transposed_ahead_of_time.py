@@ -15,8 +15,8 @@ from tests.kernels.versions import needs_hopper_kernels
 pytestmark = [pytest.mark.xdist_group("compiler"), needs_hopper_kernels]
 
 WARPS = 8  # four that compute, the loading one, and three that do not run but have registers
-SPILLS = {16: 8, 32: 80}
-LOCAL = {16: 0, 32: 40}
+SPILLS = {16: 8, 32: 90}
+LOCAL = {16: 0, 32: 56}
 """Loads and stores of spilled registers for a tile."""
 EVERY_JOB = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
@@ -45,7 +45,7 @@ def test_each_byte_is_loaded_and_converted_once_for_a_product(job: Job, compiled
     zeroed = 64 * 512
     assert found["conversions"] == used // 2 // 128
     assert found["wide_loads"] == (used + zeroed) // 16 // 128
-    assert found["loads"] <= 9  # the barrier's, and those of sums over threads
+    assert found["loads"] <= 13  # the barrier's, and those of sums over threads
     assert found["local"] <= LOCAL[job.rows]
 
 
@@ -59,9 +59,9 @@ def test_products_wait_where_the_kernel_says_so(job: Job, compiled: dict[str, An
 
 @EVERY_JOB
 def test_a_tile_is_copied_by_five_panels_between_arrivals_of_whole_warps(job: Job, compiled: dict[str, Any]) -> None:
-    """Rows of c_kv by 128 threads, of k_rope by half of them, as its panel is half as wide."""
+    """By gathering threads 16 bytes each; of k_rope, half as wide, by every second one."""
     found = compiled[job.name]
     assert found["copies"] == (0 if job.gathers else 5)
     assert found["row_copies"] == (4 * 4 + 4 if job.gathers else 0)
     assert found["loose_arrivals"] == 0
-    assert found["dependences"] == ["wait", "launch_dependents"]
+    assert found["dependences"] == ["wait", "launch_dependents", "wait"]  # the warps of each role wait

@@ -150,6 +150,30 @@ def test_the_backend_launches_what_it_says(
     assert (accepted.notes == BY_IT) == is_expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiles", "is_few"), [(16, 1, False), (17, 527, True), (17, 528, False), (32, 1, True), (32, 5000, False)]
+)
+def test_small_batches_of_more_rows_are_not_its(rows: int, tiles: int, is_few: bool) -> None:
+    reason = rule.few_tiles_because(rows, tiles, 132)
+    assert (reason is not None) == is_few
+    if reason is not None:
+        assert reason.startswith(f"{tiles} tiles of 64 keys in 264 parts, the transposed kernel needs 2 in each")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_explain_and_launch_agree_on_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three multiprocessors have six parts, so twelve tiles are enough. A request's keys are a power of two."""
+    monkeypatch.setattr(rule, "TILES_OF_A_PART", 2)
+    platform = dataclasses.replace(H100, multi_processor_count=3)
+    for heads in (16, 20):
+        for keys in (256, 512):
+            _, tensors = call_of((2, 1, heads, keys), None, "fp8", torch.bfloat16, [keys, 17])
+            is_taken = transposed.takes(tensors, decode_launch.device_of(tensors.c_kv.device))
+            accepted = decode.select(DecodeRequest.of(tensors).replace(device_type="cuda"), platform)
+            assert isinstance(accepted, Accepted)
+            assert (accepted.notes == BY_IT) == is_taken == (heads == 16 or keys == 512)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_rows_off_16_bytes_are_not_taken() -> None:
     """Nor is another GPU."""

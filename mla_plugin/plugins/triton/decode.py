@@ -92,7 +92,18 @@ def _is_transposed(request: DecodeRequest, platform: Platform) -> bool:
         has_aligned_rows=request.has_aligned_rows,
         batch_invariant=request.batch_invariant,
     )
-    return reason is None
+    rows = request.seqlen_q * request.num_heads
+    few = transposed_rule.few_tiles_because(rows, _tiles(request), _processors(platform))
+    return reason is None and few is None
+
+
+def _processors(platform: Platform) -> int:
+    return platform.multi_processor_count or MULTI_PROCESSORS
+
+
+def _tiles(request: DecodeRequest) -> int:
+    """At most so many key tiles."""
+    return request.batch_size * max(1, -(-request.max_seqlen_kv // rule.TILE))
 
 
 def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
@@ -115,9 +126,10 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
 
 def _few_tiles_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the plain kernel, which is then as fast, computes a small batch."""
-    tiles = request.batch_size * max(1, -(-request.max_seqlen_kv // rule.TILE))
     row_tiles = -(-request.seqlen_q * request.num_heads // rule.TILE)
-    return rule.few_tiles_because(tiles, choose_parts(row_tiles, platform.multi_processor_count or MULTI_PROCESSORS))
+    return rule.few_tiles_because(
+        _tiles(request), choose_parts(row_tiles, platform.multi_processor_count or MULTI_PROCESSORS)
+    )
 
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:

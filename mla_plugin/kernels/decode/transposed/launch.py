@@ -21,6 +21,7 @@ from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
+from mla_plugin.kernels.tiles import ceil_div
 
 GIVEN = (
     *("Parts", "Out", "Lse", "Q_nope_abs", "Q_rope", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
@@ -37,7 +38,7 @@ _NONE = (None, None)
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
     """Whether the kernel computes such calls."""
-    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     reason = rule.other_kernel_because(
         tensors.q_nope_abs.dtype,
         rank,
@@ -49,6 +50,8 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
         has_aligned_rows=has_aligned_rows(tensors),
         batch_invariant=False,
     )
+    tiles = batch * max(1, ceil_div(tensors.capacity, KEYS.value))
+    reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
 
 

@@ -9,8 +9,14 @@ from mla_plugin.kernels.decode.hopper.rule import DTYPES, RANK, ROPE, TILE, must
 from mla_plugin.kernels.decode.tiles import DecodeTile
 
 MAX_ROWS = 32
-GATHERED_ROWS = 16
-"""Of more rows from pages that TMA cannot load the Hopper kernel is faster: H 32, pages of 1, 403 against 435 us."""
+FEW_ROWS = 16
+"""More have twice the accumulators and spill: a tile takes longer.
+
+So where TMA cannot load the pages the Hopper kernel is faster (H 32, pages of 1, 403 against 435 us), and in small
+batches ``decode_kernel``, which has more programs.
+"""
+TILES_OF_A_PART = 2
+"""At least so many of more rows than ``FEW_ROWS``."""
 TILES = DecodeTile(MAX_ROWS, TILE, 4, 2, 2, 2, 2, planned=True)
 """Of two programs that a multiprocessor runs at a time."""
 
@@ -42,10 +48,10 @@ def other_kernel_because(
         return f"{widths}, the transposed kernel needs {RANK} and {ROPE}"
     if rows > MAX_ROWS:
         return f"{rows} (query, head) pairs of a sequence, the transposed kernel needs at most {MAX_ROWS}"
-    if rows > GATHERED_ROWS and must_gather(PLAIN, page_size):
+    if rows > FEW_ROWS and must_gather(PLAIN, page_size):
         return (
             f"{rows} (query, head) pairs of a sequence with {page_size=}, the transposed kernel needs at most "
-            f"{GATHERED_ROWS} or pages of a multiple of {TILE}"
+            f"{FEW_ROWS} or pages of a multiple of {TILE}"
         )
     if has_leftpad_kv:
         return "leftpad_kv, which the transposed kernel does not take"
@@ -53,4 +59,15 @@ def other_kernel_because(
         return "batch_invariant=True, which the transposed kernel does not take"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the transposed kernel needs them to"
+    return None
+
+
+def few_tiles_because(rows: int, tiles: int, processors: int) -> str | None:
+    """Why another kernel computes calls of at most ``tiles`` key tiles; None: it does not."""
+    parts = TILES.programs * processors
+    if rows > FEW_ROWS and tiles < parts * TILES_OF_A_PART:
+        return (
+            f"{tiles} tiles of {TILE} keys in {parts} parts, the transposed kernel needs {TILES_OF_A_PART} in each "
+            f"with more than {FEW_ROWS} (query, head) pairs of a sequence"
+        )
     return None
