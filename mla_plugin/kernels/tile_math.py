@@ -191,3 +191,9 @@ def rows_with_keys(
     if HAS_LEFT:
         last = tl.minimum(last, seqlen_kv - diagonal + window_left)
     return first, last
+
+
+@triton.jit
+def nonzero_scale(scale):
+    """A factor of scores; for 0 the smallest normal number: -inf * 0, of a masked score, would be NaN."""
+    return tl.where(scale == 0.0, 2.0**-126, scale)

@@ -11,7 +11,7 @@ import triton.language as tl
 from mla_plugin.kernels.decode.combine import list_of_split, lse_of_parts
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.plan import key_range, load_plan, part_range, tiles_between
-from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32, nonzero_scale
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _attend(
         q_rope_base = Q_rope + b64 * stride_rb
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     if FORMAT == "fp8":
-        scale_log2 *= tl.load(KV_scale)
+        scale_log2 = nonzero_scale(scale_log2 * tl.load(KV_scale))
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, BLOCK_N)
     tiles = tiles_between(origin, length, BLOCK_N)
     visible = tl.full([BLOCK_M], 0, tl.int32) + length  # keys that each row sees

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import key_range, tiles_between
+from mla_plugin.kernels.decode.hopper.common import key_range, nonzero_scale, tiles_between
 from mla_plugin.kernels.decode.hopper.computing import rows_of
 from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
@@ -128,7 +128,7 @@ def compute_chunks(
     tile = gl.program_id(0) % row_tiles
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
-        scale_log2 *= gl.load(KV_scale)
+        scale_log2 = nonzero_scale(scale_log2 * gl.load(KV_scale))
     writes = (gl.program_id(0) == 0) & (which == 0)
     # fmt: off
     first_b, last_b, slot, start, end = share_of_chunks(

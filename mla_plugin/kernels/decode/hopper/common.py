@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mla_plugin.kernels import tile_math
 from mla_plugin.kernels.decode import combine, plan
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.hopper.latent import KEYS
@@ -15,6 +16,7 @@ list_of_split = gluon.jit(combine.list_of_split.fn)
 lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
 key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
+nonzero_scale = gluon.jit(tile_math.nonzero_scale.fn)
 
 
 @gluon.jit

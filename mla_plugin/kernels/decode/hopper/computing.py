@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, nonzero_scale, piece_of
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
 from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, no_keys, sum_of_both
@@ -56,7 +56,7 @@ def compute(
     part = gl.program_id(0) // row_tiles
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
-        scale_log2 *= gl.load(KV_scale)
+        scale_log2 = nonzero_scale(scale_log2 * gl.load(KV_scale))
     if which == 0:
         list_nothing(Parts, part, (batch > num_parts) & (tile == 0), num_parts, num_rows, R)
     first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)

@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_o
 from mla_plugin.kernels.decode.invariant.plan import chunk_range, load_chunk_range
 from mla_plugin.kernels.decode.kernel import load_queries, store_columns
 from mla_plugin.kernels.decode.plan import key_range, tiles_between
-from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
+from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32, nonzero_scale
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _attend(
         q_rope_base = Q_rope + b64 * stride_rb
         q_rope = load_queries(q_rope_base, rows, num_rows, num_heads, stride_rs, stride_rh, 0, ROPE, D_ROPE)
     if FORMAT == "fp8":
-        scale_log2 *= tl.load(KV_scale)
+        scale_log2 = nonzero_scale(scale_log2 * tl.load(KV_scale))
     # chunks are counted from the first visible key, so that left padding does not shift them
     origin, lowest, length = key_range(seqlens_kv, leftpad_kv, b, b < batch, capacity, 1)
     count = chunks_from(tiles_between(origin, length, CHUNK))

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, nonzero_scale, piece_of
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
 from mla_plugin.kernels.decode.transposed.operands import (
@@ -215,8 +215,7 @@ def compute(
                 stride_qs, stride_qh, stride_rs, stride_rh, ROWS,
             )
             # fmt: on
-            scale = gl.convert_layout(inverse, row) * scale_log2
-            scale = gl.where(scale == 0.0, 2.0**-126, scale)  # -inf * 0, of a masked score, is NaN
+            scale = nonzero_scale(gl.convert_layout(inverse, row) * scale_log2)
             for n in range(steps):
                 stage = used % STAGES
                 mbarrier.wait(full.index(stage), used // STAGES & 1)
