@@ -38,9 +38,10 @@ from decode_cells import (
 
 import mla_plugin
 from mla_plugin import DecodeLengths, cache
+from mla_plugin.arguments.cache_format import TOKEN_BYTES, VALUE_BYTES
 
 FORMATS = ("fp8", "fp8_ds_mla")
-BYTES = {"fp8": RANK + ROPE, "fp8_ds_mla": 656}
+BYTES = {"fp8": RANK + ROPE, "fp8_ds_mla": TOKEN_BYTES}
 KV_SCALE = 0.02
 HEADS = (16, 24, 32, 64, 128)
 BATCHES = (
@@ -79,8 +80,8 @@ def numbers(kept: torch.Tensor, kv_format: str) -> torch.Tensor:
     values = kept[..., : RANK + ROPE if kv_format == "fp8" else RANK].view(torch.float8_e4m3fn).float()
     if kv_format == "fp8":
         return values * KV_SCALE
-    scales = kept[..., RANK : RANK + 16].contiguous().view(torch.float32).repeat_interleave(128, -1)
-    return torch.cat([(values * scales).bfloat16(), kept[..., RANK + 16 :].contiguous().view(torch.bfloat16)], -1)
+    scales = kept[..., RANK:VALUE_BYTES].contiguous().view(torch.float32).repeat_interleave(128, -1)
+    return torch.cat([(values * scales).bfloat16(), kept[..., VALUE_BYTES:].contiguous().view(torch.bfloat16)], -1)
 
 
 def call_over(inputs: Inputs, kv_format: str) -> Call:

@@ -64,9 +64,9 @@ def quantised(record: Record) -> str:
     rows = []
     for row in record["rows"]:
         plain = row["ms"]["plain"]
-        quick = [f"{row['ms'][name] * 1e3:.1f} ({plain / row['ms'][name]:.2f})" for name in formats]
+        others = [f"{row['ms'][name] * 1e3:.1f} ({plain / row['ms'][name]:.2f})" for name in formats]
         sizes = [row["lengths"], *(str(row[name]) for name in ("B", "mean", "page", "H"))]
-        rows.append([*sizes, f"{plain * 1e3:.1f}", *quick])
+        rows.append([*sizes, f"{plain * 1e3:.1f}", *others])
     names = [f"`{name}`" for name in formats]
     return markdown(["lengths", "B", "mean length", "page", "H", "bfloat16", *names], rows)
 

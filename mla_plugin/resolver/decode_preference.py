@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.hooks.types import Platform
@@ -120,7 +119,7 @@ def _parsed(gpus: Sequence[str], line: str) -> Iterator[_Measured]:
     given = (torch.bfloat16, rule.RANK, rule.ROPE, seqlen_q * heads, page_size)
     plain_kernel = 1.0
     if rule.plain_kernel_because(*given) is None:
-        plain_kernel = _PLAIN_KERNEL_GATHERED if rule.must_gather(PLAIN, page_size) else _PLAIN_KERNEL
+        plain_kernel = _PLAIN_KERNEL_GATHERED if rule.lies_in_several_pages(page_size) else _PLAIN_KERNEL
     for gpu, milliseconds in zip(gpus, columns, strict=True):
         found = {name: float(x) for name, x in zip(BACKENDS, milliseconds.split(), strict=True) if x != "-"}
         if found:

@@ -1,4 +1,4 @@
-"""With a ``kv_scale`` of 0 all numbers of the cache are 0: so are results, and log-sum-exps are those of equal scores."""
+"""With a ``kv_scale`` of 0 all numbers of the cache are 0: so are results, and all scores are equal."""
 
 from __future__ import annotations
 

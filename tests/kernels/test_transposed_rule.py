@@ -100,7 +100,10 @@ def test_explain_names_it(changes: dict[str, Any], is_expected: bool) -> None:
     accepted = decode.select(REQUEST.replace(**changes), H100)
     assert isinstance(accepted, Accepted)
     assert (accepted.notes == BY_IT) == is_expected
-    assert len(accepted.notes) == 1
+    is_few_fp8 = {"kv_cache_format", "seqlen_q"}.isdisjoint(changes) or is_expected
+    assert any(note.startswith("not by the transposed kernel: ") for note in accepted.notes) == (
+        is_few_fp8 and not is_expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,9 +177,19 @@ def test_explain_and_launch_agree_on_small_batches(monkeypatch: pytest.MonkeyPat
             assert (accepted.notes == BY_IT) == is_taken == (heads == 16 or keys == 512)
 
 
+def test_explain_says_why_not() -> None:
+    accepted = decode.select(REQUEST.replace(num_heads=20, page_size=48), H100)
+    assert isinstance(accepted, Accepted)
+    why = (
+        "20 (query, head) pairs of a sequence with page_size=48, the transposed kernel needs at most 16 or pages of a "
+        "multiple of 64"
+    )
+    assert accepted.notes == ("by the Hopper kernel", f"not by the transposed kernel: {why}")
+
+
 @pytest.mark.usefixtures("hopper")
 def test_rows_off_16_bytes_are_not_taken() -> None:
-    """Nor is another GPU."""
+    """Nor is another GPU, nor a cache that sequences share, which is gathered, with more than 16 rows."""
     _, tensors = call_of((2, 1, 16, 300), None, "fp8", torch.bfloat16, [300, 17])
     device = decode_launch.device_of(tensors.c_kv.device)
     assert transposed.takes(tensors, device)
@@ -187,6 +200,10 @@ def test_rows_off_16_bytes_are_not_taken() -> None:
     narrow = whole.view(-1)[: 2 * 300 * 584].view(2, 300, 584)[..., :512]
     assert not transposed.takes(tensors._replace(c_kv=narrow), device)
     assert not transposed.takes(tensors._replace(k_rope=narrow[..., :64]), device)
+    for heads in (16, 17):
+        _, tensors = call_of((2, 1, heads, 300), None, "fp8", torch.bfloat16, [300, 17])
+        shared = tensors._replace(c_kv=tensors.c_kv[:1].expand(2, -1, -1))
+        assert transposed.takes(shared, device) == (heads == 16)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mla_plugin.arguments.cache_format import PLAIN
-from mla_plugin.kernels.decode.hopper.rule import must_gather
+from mla_plugin.kernels.decode.hopper.rule import lies_in_several_pages
 from tests.kernels.assembly import Instruction, programs, undefined_reads
 from tests.kernels.compiler import Program, built, print_results
 from tests.kernels.hopper_compiler import loose_arrivals
@@ -25,7 +24,7 @@ class Job:
     @property
     def gathers(self) -> bool:
         """Whether gathering warps copy the rows."""
-        return must_gather(PLAIN, self.page_size or None)
+        return lies_in_several_pages(self.page_size or None)
 
     @property
     def name(self) -> str:

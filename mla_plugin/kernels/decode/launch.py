@@ -319,8 +319,14 @@ def make_launches(tensors: DecodeTensors) -> Launches:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank)
     workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
     constants = _constants(tensors, device, tile, page_size, by_descriptors)
-    is_of_16_rows = is_transposed and rows <= 16  # the transposed kernel has tiles of 16 and of 32
-    code = (is_hopper, is_transposed, is_of_16_rows, combine and combine.arguments[-4:-1], *constants.values())
+    transposed_rows = transposed_rule.tile_rows(rows) if is_transposed else 0
+    code = (
+        is_hopper,
+        transposed_rows,
+        getattr(described, "gathers", False),
+        combine and combine.arguments[-4:-1],
+        *constants.values(),
+    )
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
 
 

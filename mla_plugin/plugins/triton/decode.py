@@ -66,35 +66,45 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
     Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
+    Lengths are rounded up to a power of two, so that a batch near a kernel's limit may run by another one.
     """
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
-    if _is_transposed(request, platform):
+    other = _other_kernel_because(request, platform)
+    if other is None:
         yield "by the transposed kernel"
         return
     reason = plain_kernel_because(request, platform)
     if reason is None and not request.batch_invariant:
         reason = _few_tiles_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
+    if request.kv_cache_format == FP8 and _rows(request) <= transposed_rule.MAX_ROWS:
+        yield f"not by the transposed kernel: {other}"
 
 
-def _is_transposed(request: DecodeRequest, platform: Platform) -> bool:
-    if unfit_device_because(platform.compute_capability, platform.version("triton")) is not None:
-        return False
-    reason = transposed_rule.other_kernel_because(
-        request.dtype,
-        request.kv_lora_rank,
-        request.qk_rope_head_dim,
-        request.seqlen_q * request.num_heads,
-        request.page_size,
-        kv_cache_format=request.kv_cache_format,
-        has_leftpad_kv=request.has_leftpad_kv,
-        has_aligned_rows=request.has_aligned_rows,
-        batch_invariant=request.batch_invariant,
+def _rows(request: DecodeRequest) -> int:
+    """(query, head) pairs of a sequence."""
+    return request.seqlen_q * request.num_heads
+
+
+def _other_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
+    """Why the transposed kernel does not compute such calls; None: it does."""
+    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
+    return (
+        reason
+        or transposed_rule.other_kernel_because(
+            request.dtype,
+            request.kv_lora_rank,
+            request.qk_rope_head_dim,
+            _rows(request),
+            request.page_size,
+            kv_cache_format=request.kv_cache_format,
+            has_leftpad_kv=request.has_leftpad_kv,
+            has_aligned_rows=request.has_aligned_rows,
+            batch_invariant=request.batch_invariant,
+        )
+        or transposed_rule.few_tiles_because(_rows(request), _tiles(request), _processors(platform))
     )
-    rows = request.seqlen_q * request.num_heads
-    few = transposed_rule.few_tiles_because(rows, _tiles(request), _processors(platform))
-    return reason is None and few is None
 
 
 def _processors(platform: Platform) -> int:
@@ -115,7 +125,7 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
         request.dtype,
         request.kv_lora_rank,
         request.qk_rope_head_dim,
-        request.seqlen_q * request.num_heads,
+        _rows(request),
         request.page_size,
         kv_cache_format=request.kv_cache_format,
         has_leftpad_kv=request.has_leftpad_kv,
@@ -126,7 +136,7 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
 
 def _few_tiles_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the plain kernel, which is then as fast, computes a small batch."""
-    row_tiles = -(-request.seqlen_q * request.num_heads // rule.TILE)
+    row_tiles = -(-_rows(request) // rule.TILE)
     return rule.few_tiles_because(
         _tiles(request), choose_parts(row_tiles, platform.multi_processor_count or MULTI_PROCESSORS)
     )

@@ -43,7 +43,7 @@ def share_of_chunks(
     CHUNK: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """(first, last, slot, start, end) of a part, see ``chunk_range``; ``writes``: the list as well, without a plan."""
+    """(first, last, slot, start, end) of a part, see ``chunk_range``; if not PLANNED it ``writes`` the list as well."""
     listed = _list_of_sequences(Parts, slots, num_rows, R)
     if PLANNED:
         return _load_chunk_range(listed, part, batch)

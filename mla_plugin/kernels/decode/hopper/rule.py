@@ -16,9 +16,14 @@ TILES_OF_A_PART = 2
 """At least so many: on an H200 B 32, H 128, 1024 keys take 37 us, by the plain kernel 46; B 1, 8192 keys 22, 20.5."""
 
 
+def lies_in_several_pages(page_size: int | None) -> bool:
+    """Whether a key tile lies in several pages, so that TMA cannot load it."""
+    return page_size is not None and page_size % TILE != 0
+
+
 def must_gather(kv_cache_format: str, page_size: int | None) -> bool:
     """Whether TMA cannot load the key tiles: their bytes are converted, or they lie in several pages."""
-    return kv_cache_format != PLAIN or (page_size is not None and page_size % TILE != 0)
+    return kv_cache_format != PLAIN or lies_in_several_pages(page_size)
 
 
 def plain_kernel_because(
@@ -51,7 +56,7 @@ def plain_kernel_because(
             f"batch_invariant=True with {kv_cache_format=}: for some page sizes the Hopper kernel is slower, and the "
             "page size must not decide about the kernel"
         )
-    if kv_cache_format == FP8_DS_MLA and not must_gather(PLAIN, page_size):
+    if kv_cache_format == FP8_DS_MLA and not lies_in_several_pages(page_size):
         return f"{kv_cache_format=} with {page_size=}, where the Hopper kernel is slower"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the Hopper kernel needs them to"

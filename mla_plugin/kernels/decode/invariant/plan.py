@@ -86,8 +86,8 @@ def _shares(total, rounded, num_parts, CHUNK: tl.constexpr):
     """How a single round of ``total`` tiles, ``rounded`` if each sequence counts as whole units, is divided.
 
     Returns:
-        (tiles, grain, share): the tiles that are divided; a sequence's are rounded up to a multiple of ``grain``; tiles
-        of each part but the last ones, 0: equal parts but for rounding.
+        (tiles, grain, share): the tiles to divide; a sequence's tiles are rounded up to a multiple of ``grain``; a part
+        has ``share`` tiles, the last ones fewer; 0: parts are equal but for rounding.
     """
     unit: tl.constexpr = CHUNK // TILE
     grain, share = total * 0 + 1, total * 0
@@ -101,7 +101,7 @@ def _shares(total, rounded, num_parts, CHUNK: tl.constexpr):
 
 @triton.jit
 def _share_of(part, num_parts, low_tile, high_tile, share):
-    """(first tile, end) of a part of the tiles low_tile .. high_tile - 1."""
+    """(first tile, end) of a part of the tiles low_tile .. high_tile - 1; with a ``share`` low_tile is 0."""
     tiles = (high_tile - low_tile).to(tl.int64)
     start = low_tile + (tiles * part // num_parts).to(tl.int32)
     end = low_tile + (tiles * (part + 1) // num_parts).to(tl.int32)

@@ -29,6 +29,8 @@ from mla_plugin.kernels.decode.transposed.operands import (
 from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
+_LARGEST = gl.constexpr(15.0)
+"""log2 of the largest weight, so that float16 holds those down to 2^-39 of it; row_max is so much below the maximum."""
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
@@ -37,7 +39,7 @@ def _load_rows(base, num_rows, num_heads, stride_s, stride_h, ROWS: gl.constexpr
     """Queries of a sequence in float32: [ROWS, COLUMNS]; rows that do not exist are 0."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, _QUERIES))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, _QUERIES))
-    offsets = (rows // num_heads).to(gl.int64) * stride_s + (rows % num_heads) * stride_h
+    offsets = (rows // num_heads).to(gl.int64) * stride_s + (rows % num_heads).to(gl.int64) * stride_h
     exists = (rows < num_rows)[:, None] & (columns >= 0)[None, :]
     return gl.load(base + offsets[:, None] + columns[None, :], mask=exists, other=0.0).to(gl.float32)
 
@@ -48,8 +50,8 @@ def _load_queries(
 ):
     """Write a sequence's queries to shared memory in float16, each row times a power of 2; returns its inverse.
 
-    The largest number of a row comes to lie between 2^14 and 2^15, so that bfloat16 loses no bit of numbers down to
-    2^-28 of that.
+    The largest number of a row comes to lie between 2^14 and 2^15 if it is above 2^-112, so that bfloat16 loses no bit
+    of numbers down to 2^-28 of that.
     """
     nope = _load_rows(q, num_rows, num_heads, stride_qs, stride_qh, ROWS, RANK)
     rope = _load_rows(r, num_rows, num_heads, stride_rs, stride_rh, ROWS, ROPE)
@@ -79,7 +81,11 @@ def _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
 
 @gluon.jit
 def _store_weights(p, p_tile):
-    """Weights [KEYS, ROWS] to shared memory, for a product. The last one has read the previous ones."""
+    """Weights [KEYS, ROWS] to shared memory, for a product.
+
+    No warp writes before all have waited for the previous product, which reads the previous weights: the maximum over
+    keys, which goes over all warps, lies between.
+    """
     p_tile.store(in_order_of_keys(p.to(gl.float16)))
     fence_async_shared()
     synchronize()
@@ -87,12 +93,15 @@ def _store_weights(p, p_tile):
 
 @gluon.jit
 def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
-    """A tile's keys from ``start`` on into acc [RANK, ROWS], the maximum [ROWS], and a thread's sums [KEYS, ROWS]."""
+    """A tile's keys from ``start`` on into acc [RANK, ROWS], row_max [ROWS] and the sums of weights [KEYS, ROWS].
+
+    Those are added up over keys at the end of a piece.
+    """
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
         s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(s, 0) * scale)
+    new_max = gl.maximum(row_max, gl.max(s, 0) * scale - _LARGEST)
     p = gl.exp2(s * scale[None, :] - new_max[None, :])
     rescale = gl.exp2(row_max - new_max)
     sums = sums * rescale[None, :] + p
@@ -128,7 +137,7 @@ def _store_piece(
     seqlen_q,
     ROWS: gl.constexpr,
 ):
-    """Write the results of a piece, if ``is_written``: of all keys of its sequence (``is_whole``), or to ``slot``."""
+    """Write the results of a piece, if ``is_written``: to Out if it ``is_whole``, else to ``slot`` of Parts."""
     num_rows = seqlen_q * num_heads
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * kv_scale

@@ -1,4 +1,4 @@
-"""The gathering warps of the transposed decode kernel: key tiles that lie in several pages, copied row by row."""
+"""The gathering warps of the transposed decode kernel: key tiles that TMA cannot load, copied row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches the transposed decode kernel; which calls it takes is in rule.py, and for their strides here."""
+"""The launch of the transposed decode kernel. rule.py says which calls it takes; ``takes`` adds what tensors decide."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mla_plugin.arguments.cache_format import PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.launch import has_aligned_rows
-from mla_plugin.kernels.decode.hopper.rule import must_gather
+from mla_plugin.kernels.decode.hopper.rule import lies_in_several_pages
 from mla_plugin.kernels.decode.transposed import rule
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
@@ -33,7 +32,8 @@ _REGISTERS = 128
 Where TMA loads the tiles, three of the eight do not run.
 """
 _GATHERING_REGISTERS = 56
-_NONE = (None, None)
+"""Of a thread of the gathering warps, which leaves 200 to the computing ones."""
+_NO_CACHE = (None, None)
 
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
@@ -52,13 +52,15 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
     )
     tiles = batch * max(1, ceil_div(tensors.capacity, KEYS.value))
     reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
+    if seqlen_q * heads > rule.FEW_ROWS and _gathers(tensors):
+        return False  # of sequences that share a cache, which the rule does not see
     return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
 
 
 def _gathers(tensors: DecodeTensors) -> bool:
     """Whether TMA cannot load the key tiles: they lie in several pages, or sequences share a cache."""
     page_size = None if tensors.page_table is None else tensors.c_kv.shape[1]
-    return must_gather(PLAIN, page_size) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
+    return lies_in_several_pages(page_size) or not (can_read(tensors.c_kv) and can_read(tensors.k_rope))
 
 
 class Descriptors:
@@ -84,10 +86,10 @@ class Descriptors:
     ) -> tuple[object, ...]:
         """Those of a call, by ``GIVEN``."""
         read: tuple[object, ...] = (tensors.c_kv, tensors.k_rope)
-        described: tuple[object, ...] = _NONE
+        described: tuple[object, ...] = _NO_CACHE
         if not self.gathers:
             described = (self._made(0, tensors.c_kv.data_ptr()), self._made(1, tensors.k_rope.data_ptr()))
-            read = _NONE
+            read = _NO_CACHE
         queries = (tensors.q_nope_abs, tensors.q_rope)
         keys = (tensors.kv_scale, tensors.page_table, tensors.seqlens_kv)
         return (parts, out, lse, *queries, *read, *keys, *described, scale)
@@ -113,7 +115,7 @@ def attend_launch(
     for letter, x in (("c", tensors.c_kv), ("k", tensors.k_rope)):
         units = [stride // UNIT.value for stride in strides_of(x)]
         fixed |= named_strides(letter, "bn", units if gathers else (0, 0))
-    fixed |= {"PAGE_SIZE": page_size, "ROWS": 16 if seqlen_q * heads <= 16 else 32}
+    fixed |= {"PAGE_SIZE": page_size, "ROWS": rule.tile_rows(seqlen_q * heads)}
     fixed |= {"CAUSAL": tensors.causal and seqlen_q > 1, "DEPENDENT": bool(options.get("launch_pdl"))}
     fixed |= {"REGISTERS": _GATHERING_REGISTERS if gathers else LOADING_REGISTERS}
     return Launch(transposed_decode_kernel, (parts, 1, 1), GIVEN, fixed, {**options, "maxnreg": _REGISTERS})

@@ -4,8 +4,8 @@ Both products of the transposed kernel have the cache on the left, K q^T and V^T
 registers. So a byte is converted where it is used, and never written back.
 
 WGMMA sums over its inner dimension in any order, and its rows may stand for any keys or columns. So a thread takes 16
-bytes in a row from shared memory, and they are called by the places where they are: scores have their keys in the order
-of ``key_of_rows``, queries their columns in that of ``as_operand_of_scores``.
+bytes in a row from shared memory, and only the names of keys and columns change: ``key_of_rows`` gives the order of
+keys in the scores, ``as_operand_of_scores`` that of columns in the queries.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _words_of_tile(c_tiles, stage):
 
 @gluon.jit
 def values_of_step(c_tiles, stage, step: gl.constexpr, ROWS: gl.constexpr):
-    """16 keys of a tile's V^T as the left operand: float16 [RANK, STEP], V.s columns as in ``as_columns``."""
+    """16 keys of a tile's V^T as the left operand: float16 [RANK, STEP], its rows as in ``as_columns``."""
     words = _words_of_tile(c_tiles, stage).slice(step * STEP, STEP, 0).load(_VALUE_WORDS)
     even, odd = words.reshape([STEP // 2, 2, RANK // 4]).permute((0, 2, 1)).split()
     # fmt: off

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from mla_plugin.arguments.cache_format import FP8, PLAIN
-from mla_plugin.kernels.decode.hopper.rule import DTYPES, RANK, ROPE, TILE, must_gather
+from mla_plugin.arguments.cache_format import FP8
+from mla_plugin.kernels.decode.hopper.rule import DTYPES, RANK, ROPE, TILE, lies_in_several_pages
 from mla_plugin.kernels.decode.tiles import DecodeTile
 
 MAX_ROWS = 32
 FEW_ROWS = 16
-"""More have twice the accumulators and spill: a tile takes longer.
+"""With more rows the accumulators are twice as large, registers are spilled, and a tile takes longer.
 
-So where TMA cannot load the pages the Hopper kernel is faster (H 32, pages of 1, 403 against 435 us), and in small
-batches ``decode_kernel``, which has more programs.
+So the other kernels are faster where TMA cannot load the pages, and in small batches (kernels/README.md).
 """
 TILES_OF_A_PART = 2
-"""At least so many of more rows than ``FEW_ROWS``."""
-TILES = DecodeTile(MAX_ROWS, TILE, 4, 2, 2, 2, 2, planned=True)
-"""Of two programs that a multiprocessor runs at a time."""
+"""A call with more rows than ``FEW_ROWS`` must have at least so many."""
+TILES = DecodeTile(
+    block_m=MAX_ROWS,
+    block_n=TILE,
+    num_warps=4,
+    num_stages=2,
+    paged_stages=2,
+    gathered_stages=2,
+    programs=2,
+    planned=True,
+)
+"""How work is divided. The kernel has two stages, and a multiprocessor runs two programs at a time."""
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of the kernel's tile: those of a sequence, rounded up."""
+    return FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
 
 
 def other_kernel_because(
@@ -48,7 +61,7 @@ def other_kernel_because(
         return f"{widths}, the transposed kernel needs {RANK} and {ROPE}"
     if rows > MAX_ROWS:
         return f"{rows} (query, head) pairs of a sequence, the transposed kernel needs at most {MAX_ROWS}"
-    if rows > FEW_ROWS and must_gather(PLAIN, page_size):
+    if rows > FEW_ROWS and lies_in_several_pages(page_size):
         return (
             f"{rows} (query, head) pairs of a sequence with {page_size=}, the transposed kernel needs at most "
             f"{FEW_ROWS} or pages of a multiple of {TILE}"
