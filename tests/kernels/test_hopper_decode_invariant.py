@@ -14,9 +14,13 @@ from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.invariant import chunks
 from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin.kernels.decode.invariant.chunks import most_chunks
+from mla_plugin.kernels.decode.invariant.plan import FEW_SEQUENCES, chunk_range_of_few
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
 from tests.kernels.gluon.hopper import hopper as hopper
-from tests.kernels.test_decode_invariant import CHUNK, assert_alone_as_among_others, assert_same, part, run
+from tests.kernels.gluon.translate import Program
+from tests.kernels.gluon.values import Pointer, as_value
+from tests.kernels.test_decode_invariant import CHUNK, assert_alone_as_among_others, assert_same, part, plan, run
 from tests.kernels.test_decode_invariant import _nan_in_new_memory as _nan_in_new_memory
 from tests.kernels.test_hopper_decode import tensors_of
 
@@ -124,3 +128,22 @@ def test_other_strides_give_the_same_bits() -> None:
     shared = {name: getattr(inputs, name)[:1].expand(2, -1, -1) for name in ("c_kv", "k_rope")}
     for changes in ({"q_nope_abs": by_head}, {"q_rope": off.copy_(inputs.q_rope)}, shared):
         assert_same(run(replace(inputs, **changes)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
+    """The numbers of every part, and the list of sequences."""
+    draw = random.Random(seed)
+    batch, parts = draw.randint(1, FEW_SEQUENCES), draw.choice([1, 2, 7, 66, 132])
+    lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(40 * CHUNK), 150 * CHUNK]) for _ in range(batch)]
+    chunks_of_all = sum(most_chunks(length, CHUNK) for length in lengths)
+    listed, of_parts = plan(lengths, parts, 0, chunks_of_all, chunks_of_all + chunks_of_all % 2, is_only_round=True)
+    seqlens_kv, found = torch.tensor(lengths, dtype=torch.int32), torch.full((batch, 2), -1, dtype=torch.int32)
+    divide = Program((1,), (0,), 0).translated(chunk_range_of_few)
+    for number, expected in enumerate(of_parts):
+        numbers = divide(
+            *(as_value(number), number == parts - 1, Pointer.of(found), as_value(parts), Pointer.of(seqlens_kv), None),
+            *(as_value(batch), as_value(2**30), CHUNK),
+        )
+        assert [int(x) for x in numbers] == expected
+    assert found.tolist() == listed
