@@ -83,6 +83,17 @@ def test_many_short_sequences(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     check(paged((5, 1, 17, *DEEPSEEK, 64), 64, torch.bfloat16, lengths, seed))
 
 
+def test_more_sequences_than_parts_over_undefined_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of split sequences is indexed by part then, and says where none is."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 3)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        check(paged((7, 1, 20, *DEEPSEEK, 130), 64, torch.bfloat16, [64, 64, 1, 64, 0, 130, 64]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_queries_that_are_views() -> None:
     """Columns of one tensor, and heads before queries."""
     inputs = paged((2, 1, 64, *DEEPSEEK, 300), 64, torch.bfloat16, [300, 17])

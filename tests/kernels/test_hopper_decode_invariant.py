@@ -147,3 +147,29 @@ def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
         )
         assert [int(x) for x in numbers] == expected
     assert found.tolist() == listed
+
+
+def test_rounds_of_few_sequences_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their programs know a single round alone."""
+    small_chunks(monkeypatch)
+    lengths = [5 * CHUNK + 1, 5 * CHUNK + 3, 5 * CHUNK + 2]
+    inputs = paged((3, 1, 3, *DEEPSEEK, max(lengths)), 64, torch.bfloat16, lengths)
+    wanted = run(inputs)
+    assert_as_good_as_pytorch(*wanted, inputs, is_causal=True)
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 2)
+    monkeypatch.setattr(decode_layout, "_known", {})
+    monkeypatch.setattr(invariant, "WORKSPACE_BYTES", 7 * 3 * 512 * 2)
+    assert_same(run(inputs), wanted)
+    (known,) = decode_layout._known.values()
+    assert len(known.kept[invariant.kept_as(CHUNK)].rounds) > 1
+
+
+def test_the_plan_of_few_sequences_is_no_kernel() -> None:
+    """So their kernels differ, and are compiled together by themselves."""
+    codes = set()
+    for batch in (1, FEW_SEQUENCES, FEW_SEQUENCES + 1):
+        inputs = paged((batch, 1, 16, *DEEPSEEK, 2 * CHUNK), 64, torch.bfloat16, [2 * CHUNK] * batch)
+        launches = invariant.make_launches(tensors_of(inputs), CHUNK)
+        assert (launches.rounds[0].plan is None) == (batch <= FEW_SEQUENCES)
+        codes.add(launches.code)
+    assert len(codes) == 2

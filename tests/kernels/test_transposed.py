@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_plugin.arguments.cache_format import FP8, ROPE
+from mla_plugin.arguments.cache_format import FP8, RANK, ROPE
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.transposed import launch as transposed
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, attend
 from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
 
@@ -61,6 +61,22 @@ def with_queries(
         dataclasses.replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope),
         tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope),
     )
+
+
+def with_sink(inputs: Inputs, tensors: DecodeTensors, gap: float) -> tuple[Inputs, DecodeTensors]:
+    """Key 0 has zeros as its value, and a score that is ``gap`` above those of the others, which have none of rope."""
+    assert tensors.kv_scale is not None
+    tokens = inputs.tokens.clone()
+    tokens[0, 0] = 0
+    tokens[0, :, RANK:] = 0
+    tokens[0, 0, RANK] = tensors.kv_scale  # e4m3 of 1
+    tensors.k_rope[0] = 0
+    tensors.c_kv[0, 0] = 0
+    tensors.k_rope[0, 0, 0] = 0x38
+    q_rope = torch.zeros_like(inputs.q_rope)
+    q_rope[..., 0] = gap / float(tensors.kv_scale * inputs.softmax_scale)
+    inputs = dataclasses.replace(inputs, tokens=tokens)
+    return with_queries(inputs, tensors, inputs.q_nope_abs * 0.1, q_rope)
 
 
 @pytest.mark.parametrize("heads", [16, 20])
@@ -118,13 +134,15 @@ def test_no_entry_behind_the_last_page_is_read(page_size: int) -> None:
     check(inputs, tensors._replace(page_table=tensors.page_table[:, : 192 // page_size].clone()))
 
 
-def test_sequences_that_share_a_cache() -> None:
-    """There is no descriptor for a stride of 0."""
+@pytest.mark.parametrize("shared", [("c_kv", "k_rope"), ("k_rope",)])
+def test_sequences_that_share_a_cache(shared: tuple[str, ...]) -> None:
+    """There is no descriptor for a stride of 0, also if k_rope alone has one."""
     inputs, tensors = call_of((1, 1, 16, 300), None, FP8, BFLOAT16, [300])
     queries = (inputs.q_nope_abs.expand(3, -1, -1, -1), inputs.q_rope.expand(3, -1, -1, -1))
     lengths = torch.tensor([300, 0, 129], dtype=torch.int32)
     inputs = dataclasses.replace(inputs, tokens=inputs.tokens.expand(3, -1, -1), seqlens_kv=lengths)
     caches = {"c_kv": tensors.c_kv.expand(3, -1, -1), "k_rope": tensors.k_rope.expand(3, -1, -1)}
+    caches |= {name: x.contiguous() for name, x in caches.items() if name not in shared}
     check(*with_queries(inputs, tensors._replace(**caches, seqlens_kv=lengths), *queries))
 
 
@@ -150,6 +168,30 @@ def test_queries_of_nope_and_rope_of_unlike_sizes(which: int) -> None:
     queries = [inputs.q_nope_abs, inputs.q_rope]
     queries[which] = queries[which] * 2.0**-12
     check(*with_queries(inputs, tensors, *queries))
+
+
+@pytest.mark.parametrize("gap", [0.0, 10.0, 14.0, 18.0, 20.0])
+@pytest.mark.parametrize(("length", "parts"), [(64, 1), (600, 1), (600, 4)])
+def test_weights_beside_a_key_that_dominates(
+    length: int, parts: int, gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention sink: a key of zeros whose score is ``gap`` above the others. The result is the others'."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
+    inputs, tensors = call_of((1, 1, 16, length), None, FP8, BFLOAT16, [length])
+    inputs, tensors = with_sink(inputs, tensors, gap)
+    check(inputs, tensors)
+
+
+def test_weights_in_other_tiles_than_a_key_that_dominates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a maximum of their own: 40 above all of theirs it still loses no more than the weights in its tile."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)
+    inputs, tensors = call_of((1, 1, 16, 600), None, FP8, BFLOAT16, [600])
+    inputs, tensors = with_sink(inputs, tensors, 40.0)
+    out, lse = decode(tensors)
+    others = dataclasses.replace(inputs, tokens=inputs.tokens[:, 64:], seqlens_kv=None)
+    wanted, lse_of_others = attend(others, False, torch.float64)
+    wanted = wanted * (lse_of_others - lse.double()).exp().transpose(1, 2)[..., None]  # their share of the weights
+    assert (out.double() - wanted).norm() <= 0.01 * wanted.norm()
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,14 @@ def test_kernels_of_16_and_of_32_rows_are_told_apart() -> None:
 
     codes = {heads: code(heads) for heads in (15, 16, 17, 20)}
     assert codes[15] == codes[16] != codes[17] == codes[20]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("page_size", "registers"), [(64, 24), (48, 56)])
+def test_two_programs_share_the_registers(page_size: int, registers: int) -> None:
+    """256 threads of 128 each; the warps that load need fewer."""
+    _, tensors = call_of((2, 1, 16, 300), page_size, "fp8", torch.bfloat16, [300, 17])
+    attend = decode_launch.make_launches(tensors).rounds[0].attend
+    names = transposed_decode_kernel.arg_names[len(GIVEN) :]
+    assert attend.options["maxnreg"] == 128
+    assert dict(zip(names, attend.arguments, strict=True))["REGISTERS"] == registers

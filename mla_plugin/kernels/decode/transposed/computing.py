@@ -30,7 +30,9 @@ from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, sy
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
 _LARGEST = gl.constexpr(15.0)
-"""log2 of the largest weight, so that float16 holds those down to 2^-39 of it; row_max is so much below the maximum."""
+"""log2 of a tile's largest weight, so that float16 holds those down to 2^-39 of it."""
+_SPAN = gl.constexpr(64.0)
+"""log2 of how much a tile's weights may exceed those of the tile with the largest score, in sums of float32."""
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
@@ -92,18 +94,22 @@ def _store_weights(p, p_tile):
 
 
 @gluon.jit
-def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
-    """A tile's keys from ``start`` on into acc [RANK, ROWS], row_max [ROWS] and the sums of weights [KEYS, ROWS].
+def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
+    """A tile's keys from ``start`` on into acc [RANK, ROWS] and the sums of weights [KEYS, ROWS].
 
-    Those are added up over keys at the end of a piece.
+    The sums are added up over keys at the end of a piece. ``one`` [ROWS] is log2 of the weight 1, ``highest`` [ROWS]
+    the largest that it was.
     """
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
         s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(s, 0) * scale - _LARGEST)
-    p = gl.exp2(s * scale[None, :] - new_max[None, :])
-    rescale = gl.exp2(row_max - new_max)
+    of_tile = gl.max(s, 0) * scale - _LARGEST
+    highest = gl.maximum(highest, of_tile)
+    # of this tile, not of all: otherwise float16 would lose the weights beside that of a key that dominates
+    new_one = gl.maximum(of_tile, highest - _SPAN)
+    p = gl.exp2(s * scale[None, :] - new_one[None, :])
+    rescale = gl.exp2(one - new_one)
     sums = sums * rescale[None, :] + p
     _store_weights(p, p_tile)
     if start + KEYS > length:
@@ -116,7 +122,7 @@ def _fold_tile(acc, row_max, sums, start, length, seen_by_all, visible, scale, s
         if step > 0:
             acc = warpgroup_mma_wait(0, [acc])
         acc = warpgroup_mma(values, p_tile.slice(step * STEP, STEP, 0), acc, is_async=True)
-    return acc, new_max, sums
+    return acc, highest, new_one, sums
 
 
 @gluon.jit
@@ -126,7 +132,7 @@ def _store_piece(
     Out,
     Lse,
     acc,
-    row_max,
+    one,
     row_sum,
     kv_scale,
     b,
@@ -141,7 +147,7 @@ def _store_piece(
     num_rows = seqlen_q * num_heads
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * kv_scale
-    lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
+    lse_log2 = gl.where(empty, float("-inf"), one + gl.log2(gl.where(empty, 1.0, row_sum)))
     out = as_columns((acc * inverse[None, :]).to(Out.dtype.element_ty))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, result_layout(ROWS)))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, result_layout(ROWS)))
@@ -214,7 +220,8 @@ def compute(
             visible += rows // num_heads + 1 - seqlen_q
             seen_by_all += 1 - seqlen_q
         acc = gl.zeros([RANK, ROWS], gl.float32, product)
-        row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
+        one = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
+        highest = one
         sums = gl.zeros([KEYS, ROWS], gl.float32, product)
         if steps > 0:
             b64 = gl.cast(b, gl.int64)
@@ -229,8 +236,8 @@ def compute(
                 stage = used % STAGES
                 mbarrier.wait(full.index(stage), used // STAGES & 1)
                 # fmt: off
-                acc, row_max, sums = _fold_tile(
-                    acc, row_max, sums, (low + n) * KEYS, length, seen_by_all, visible, scale, stage, tiles, ROWS
+                acc, highest, one, sums = _fold_tile(
+                    acc, highest, one, sums, (low + n) * KEYS, length, seen_by_all, visible, scale, stage, tiles, ROWS
                 )
                 # fmt: on
                 synchronize()  # all warps have read the tile; its last product runs from registers
@@ -244,7 +251,7 @@ def compute(
         slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
         _store_piece(
-            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, row_max, row_sum, kv_scale, b,
+            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, one, row_sum, kv_scale, b,
             slot, low < high, count == 1, num_heads, seqlen_q, ROWS,
         )
         # fmt: on
