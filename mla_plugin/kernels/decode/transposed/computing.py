@@ -32,7 +32,7 @@ from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 _LARGEST = gl.constexpr(15.0)
 """log2 of a tile's largest weight, so that float16 holds those down to 2^-39 of it."""
 _SPAN = gl.constexpr(64.0)
-"""log2 of how much a tile's weights may exceed those of the tile with the largest score, in sums of float32."""
+"""log2 of the most by which earlier sums grow when a tile's scores are far below the largest; float32 holds them."""
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
@@ -97,8 +97,8 @@ def _store_weights(p, p_tile):
 def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
     """A tile's keys from ``start`` on into acc [RANK, ROWS] and the sums of weights [KEYS, ROWS].
 
-    The sums are added up over keys at the end of a piece. ``one`` [ROWS] is log2 of the weight 1, ``highest`` [ROWS]
-    the largest that it was.
+    The sums are added up over keys at the end of a piece. ``one`` [ROWS] is the score, in log2, that has weight 1;
+    ``highest`` [ROWS] is the largest ``one`` of the tiles so far.
     """
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
