@@ -300,13 +300,14 @@ def _hugging_face_ceiling(record: Record, context: int) -> Ceiling:
 def _vllm(record: Record, axes: Iterable[Any]) -> None:
     memory, model = ceiling(record, "read_gb_per_s"), record["model"]
     config = vllm_engine_model.config(model["layers"], model["dense"], model["tiny"])
-    contexts = sorted({cell["context"] for engine in record["engines"] for cell in engine["decode"]})[-2:]
+    engines = [engine for engine in record["engines"] if not engine["drafts"] and "+" not in engine["backend"]]
+    contexts = sorted({cell["context"] for engine in engines for cell in engine["decode"]})[-2:]
     for axis, context in zip(axes, contexts, strict=True):
         groups: dict[str, dict[str, float]] = {}
         limits: dict[str, float] = {}
-        for engine in record["engines"]:
+        for engine in engines:
             name = VLLM_NAMES.get(engine["backend"], engine["backend"])
-            for cell in engine["decode"] if not engine["drafts"] else ():
+            for cell in engine["decode"]:
                 if cell["context"] == context:
                     group, read = f"batch {cell['batch']}", vllm_engine_model.step_bytes(config, cell["batch"], context)
                     groups.setdefault(group, {})[name] = cell["tokens_per_s"] / cell["batch"]

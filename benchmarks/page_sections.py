@@ -302,6 +302,11 @@ weights. The backends are vLLM's own and `{ours}`, this library. Requests decode
 
 {decode}
 
+{quantised}Milliseconds until the first token of one prompt; where vLLM did not choose the backend for prefill, its name
+follows a `/`:
+
+{prefill}
+
 Steps of {queries} query tokens per request, as in speculative decoding. With random weights no drafted n-gram is
 accepted, and the search for n-grams takes host time; compare the times of the graphs:
 

@@ -5,8 +5,9 @@
 
 DeepSeek-V2-Lite's shape in bfloat16 with random weights, the same for all; CUDA graphs, no torch.compile. One process
 runs one backend, named as in vLLM, without speculation and then with it; ``CUSTOM`` is mla-plugin before vLLM 0.32,
-MLA_PLUGIN from then on, and ``/NAME`` chooses the backend for prefill too. Greedy tokens of fixed prompts are compared
-with those of the first backend: equal up to a first difference, and log-probabilities up to and with it.
+MLA_PLUGIN from then on; ``/NAME`` chooses the backend for prefill too, ``+fp8`` the cache's dtype. Greedy tokens of
+fixed prompts are compared with those of the first backend: equal up to a first difference, and log-probabilities up
+to and with it.
 
 Requests decode over a cache of random latents, so that nobody waits for prefill: vLLM's own way to time decode
 (``DecodeBenchConnector``). A step is timed in the whole engine, and on the GPU alone for the graph that it replays.
@@ -33,6 +34,7 @@ from benchmarks import checkout
 
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("TRITON_MLA", "CUSTOM", "FLASH_ATTN_MLA", "FLASHMLA", "CUSTOM/CUSTOM")
+BACKENDS += ("TRITON_MLA+fp8", "CUSTOM+fp8", "FLASHMLA+fp8")
 OURS = "mla-plugin"
 """``CUSTOM`` on pages and plots."""
 SHORTEST = 30

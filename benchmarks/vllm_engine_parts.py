@@ -15,6 +15,9 @@ LOAD_FORMAT = "random_by_name"
 ALPHABET = 64
 """Tokens that prompts consist of and that the model generates: an n-gram of one is found in any prompt."""
 
+PAGES_AT_ONCE = 4096
+"""That are filled over a temporary tensor, because PyTorch draws no e4m3."""
+
 
 @register_model_loader(LOAD_FORMAT)
 class RandomByName(DummyModelLoader):
@@ -51,7 +54,11 @@ class FilledCache(DecodeBenchConnector):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Fill the whole cache once."""
         for cache in kv_caches.values():
-            cache.normal_()
+            if cache.element_size() > 1:
+                cache.normal_()
+                continue
+            for part in cache.view(torch.float8_e4m3fn).split(PAGES_AT_ONCE):
+                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Nothing to load."""

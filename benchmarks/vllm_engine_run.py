@@ -44,7 +44,8 @@ def prompt(length: int, seed: int = 0) -> dict[str, list[int]]:
 
 def build(options: argparse.Namespace, folder: str) -> vllm.LLM:
     """The engine."""
-    backend, _, prefill = options.backend.partition("/")
+    names, _, dtype = options.backend.partition("+")
+    backend, _, prefill = names.partition("/")
     attention = {"backend": backend} | ({"mla_prefill_backend": prefill} if prefill else {})
     tokens = options.drafts + 1
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -56,6 +57,7 @@ def build(options: argparse.Namespace, folder: str) -> vllm.LLM:
         skip_tokenizer_init=True,
         load_format=parts.LOAD_FORMAT,
         seed=0,
+        kv_cache_dtype=dtype or "auto",
         max_model_len=options.longest,
         max_num_seqs=max(options.batches),
         max_num_batched_tokens=min(PREFILL_TOKENS, options.longest),
@@ -183,7 +185,7 @@ def measure(options: argparse.Namespace, folder: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend", help="vLLM's name of the decode backend, and /NAME of the one for prefill")
+    parser.add_argument("backend", help="vLLM's name for decode, /NAME of the one for prefill, +DTYPE of the cache")
     parser.add_argument("output", type=Path)
     parser.add_argument("--drafts", type=int, default=0, help="tokens that ngram speculation proposes")
     add_options(parser)
