@@ -15,6 +15,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 """ln(2): turns a log-sum-exp in base 2 into the natural one."""
 LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
 """Start of a running maximum where -inf - -inf would be NaN."""
+FLOAT16_WEIGHT = tl.constexpr(15.0)
+"""log2 of a tile's largest weight where weights are float16, which then holds those down to 2^-39 of it."""
+FLOAT16_SPAN = tl.constexpr(64.0)
+"""log2 of the most by which earlier sums grow when a tile's scores are far below the largest; float32 holds them."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -197,3 +201,28 @@ def rows_with_keys(
 def nonzero_scale(scale):
     """A factor of scores; for 0 the smallest normal number: -inf * 0, of a masked score, would be NaN."""
     return tl.where(scale == 0.0, 2.0**-126, scale)
+
+
+@triton.jit
+def float16_factor(largest):
+    """(factor, its inverse): powers of 2 that bring rows, whose largest numbers are given, into float16's range.
+
+    A row's largest number comes to lie between 2^14 and 2^15 if it is above 2^-112, so that bfloat16 loses no bit of
+    numbers down to 2^-28 of that.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.minimum(268 - exponent, 253)
+    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    return factor, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tile_reference(of_tile, highest):
+    """(one, highest): the score that has weight 1 in a tile whose largest is ``of_tile``, in log2, by row.
+
+    ``highest`` is the largest such score of the tiles so far. The tile's own maximum counts, not that of all tiles:
+    otherwise float16 would lose the weights beside that of a key that dominates, such as an attention sink.
+    """
+    of_tile -= FLOAT16_WEIGHT
+    highest = tl.maximum(highest, of_tile)
+    return tl.maximum(of_tile, highest - FLOAT16_SPAN), highest

@@ -15,7 +15,8 @@ and who arrives at them:
   them.
 - k_full[2 * stage + half], k_empty[...]: that half of a tile's c_kv has been written, with k_rope if half == stage; the
   warpgroup of that half, which reads it last, has multiplied by it.
-- published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w].
+- published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w], or the
+  tile's reference where the format ``is_scaled``.
 - finished: both warpgroups have written the sums of a piece's rows.
 """
 
@@ -30,8 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mla_plugin.kernels import tile_math
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
+
+_tile_reference = gluon.jit(tile_math.tile_reference.fn)
 
 KEYS = gl.constexpr(64)
 """Keys of a tile."""
@@ -45,6 +49,12 @@ SCORES_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(KEYS)))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, product_layout(HALF), 2))
 _ZEROED_ROWS = gl.constexpr(16)
 """Rows of a tile that are set to 0 per step."""
+
+
+@gluon.constexpr_function
+def is_scaled(kv_format):
+    """Whether products over such a cache are of float16: rows of queries scaled, weights relative to a tile."""
+    return kv_format == "fp8"
 
 
 @gluon.jit
@@ -131,18 +141,24 @@ def _accumulate(
 
 
 @gluon.jit
-def _weights(s, row_max, row_sum, start, seen_by_all, visible, scale_log2):
-    """Weights [ROWS, KEYS] of scores s; per row the new maximum and sum, and the factor for the previous sums.
+def _weights(s, row_max, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT: gl.constexpr):
+    """Weights [ROWS, KEYS] of scores s; per row what the next tile gets, and the factor for the previous sums.
 
     The keys from ``start`` on: rows see those before ``visible``, every row those before ``seen_by_all``.
     """
     if start + KEYS > seen_by_all:
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
         s = gl.where(keys < (visible - start)[:, None], s, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
-    p = gl.exp2(s * scale_log2 - new_max[:, None])
+    of_tile = gl.max(s, 1) * scale_log2
+    if is_scaled(FORMAT):
+        new_max, highest = _tile_reference(of_tile, highest)
+        s = s * scale_log2[:, None]
+    else:
+        new_max = gl.maximum(row_max, of_tile)
+        s = s * scale_log2
+    p = gl.exp2(s - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    return p, new_max, highest, row_sum * rescale + gl.sum(p, 1), rescale
 
 
 @gluon.jit
@@ -155,19 +171,22 @@ def _publish(p, row_max, p_tile, maxima, published, which: gl.constexpr):
 
 
 @gluon.jit
-def _take(row_max, row_sum, uses, p_tile, maxima, published, other: gl.constexpr):
+def _take(row_max, highest, row_sum, uses, p_tile, maxima, published, other: gl.constexpr, FORMAT: gl.constexpr):
     """The other warpgroup's weights [ROWS, KEYS], then as ``_weights``; they are not added to the sum."""
     mbarrier.wait(published.index(other), uses & 1)
     p = p_tile.load(_WEIGHTS)
     new_max = maxima.index(other).load(SCORES_ROWS)
+    if is_scaled(FORMAT):
+        highest = gl.maximum(highest, new_max)  # a reference above all former ones is the tile's own
     rescale = gl.exp2(row_max - new_max)
-    return p, new_max, row_sum * rescale, rescale
+    return p, new_max, highest, row_sum * rescale, rescale
 
 
 @gluon.jit
 def _own_tile(
     acc,
     row_max,
+    highest,
     row_sum,
     start,
     uses,
@@ -184,31 +203,36 @@ def _own_tile(
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     s = _scores(q_tiles, k_tiles, k_full, uses, which)
-    p, row_max, row_sum, rescale = _weights(s, row_max, row_sum, start, seen_by_all, visible, scale_log2)
+    p, row_max, highest, row_sum, rescale = _weights(
+        s, row_max, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT
+    )
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
     _publish(p, row_max, p_tile, maxima, published, which)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which, FORMAT)
-    return acc, row_max, row_sum
+    return acc, row_max, highest, row_sum
 
 
 @gluon.jit
 def _others_tile(
-    acc, row_max, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
+    acc, row_max, highest, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
 ):
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
     _q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     other: gl.constexpr = 1 - which
-    p, row_max, row_sum, rescale = _take(row_max, row_sum, uses, p_tile, maxima, published, other)
+    p, row_max, highest, row_sum, rescale = _take(
+        row_max, highest, row_sum, uses, p_tile, maxima, published, other, FORMAT
+    )
     mbarrier.wait(k_full.index(2 * other + which), uses & 1)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which, FORMAT)
-    return acc, row_max, row_sum
+    return acc, row_max, highest, row_sum
 
 
 @gluon.jit
 def _two_tiles(
     acc,
     row_max,
+    highest,
     row_sum,
     start,
     even,
@@ -226,23 +250,30 @@ def _two_tiles(
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     if which == 0:
-        acc, row_max, row_sum = _own_tile(
-            acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers, 0, FORMAT
+        # fmt: off
+        acc, row_max, highest, row_sum = _own_tile(
+            acc, row_max, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
+            0, FORMAT,
         )
-        acc, row_max, row_sum = _others_tile(
-            acc, row_max, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
+        # fmt: on
+        acc, row_max, highest, row_sum = _others_tile(
+            acc, row_max, highest, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
         )
     else:
         # its own weights first: the other warpgroup waits for them
         s = _scores(q_tiles, k_tiles, k_full, odd, 1)
-        p0, row_max, row_sum, rescale0 = _take(row_max, row_sum, even, p_tile, maxima, published, 0)
-        p1, row_max, row_sum, rescale1 = _weights(s, row_max, row_sum, start + KEYS, seen_by_all, visible, scale_log2)
+        p0, row_max, highest, row_sum, rescale0 = _take(
+            row_max, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
+        )
+        p1, row_max, highest, row_sum, rescale1 = _weights(
+            s, row_max, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, FORMAT
+        )
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
         _publish(p1, row_max, p_tile, maxima, published, 1)
         mbarrier.wait(k_full.index(1), even & 1)
         acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1, FORMAT)
         acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1, FORMAT)
-    return acc, row_max, row_sum
+    return acc, row_max, highest, row_sum
 
 
 @gluon.jit
@@ -273,14 +304,15 @@ def fold_tiles(
 ):
     """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    The sums are those of the own tiles.
+    The sums are those of the own tiles. scale_log2: a number; of a format that ``is_scaled``, one for each row.
     """
+    highest = row_max  # of a format that is not scaled it stays so, and is not used
     for pair in range(steps // 2):
         start = (low + 2 * pair) * KEYS
         # fmt: off
-        acc, row_max, row_sum = _two_tiles(
-            acc, row_max, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
-            which, FORMAT,
+        acc, row_max, highest, row_sum = _two_tiles(
+            acc, row_max, highest, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles,
+            barriers, which, FORMAT,
         )
         # fmt: on
         even += 1
@@ -289,13 +321,13 @@ def fold_tiles(
         start = (low + steps - 1) * KEYS
         # fmt: off
         if which == 0:
-            acc, row_max, row_sum = _own_tile(
-                acc, row_max, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
-                0, FORMAT,
+            acc, row_max, highest, row_sum = _own_tile(
+                acc, row_max, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles,
+                barriers, 0, FORMAT,
             )
         else:
-            acc, row_max, row_sum = _others_tile(
-                acc, row_max, row_sum, start, even, length, tiles, barriers, 1, FORMAT
+            acc, row_max, highest, row_sum = _others_tile(
+                acc, row_max, highest, row_sum, start, even, length, tiles, barriers, 1, FORMAT
             )
         # fmt: on
         even += 1

@@ -10,13 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import key_range, nonzero_scale, tiles_between
+from mla_plugin.kernels.decode.hopper.common import key_range, tiles_between
 from mla_plugin.kernels.decode.hopper.computing import rows_of
+from mla_plugin.kernels.decode.hopper.queries import scale_queries
 from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import KEYS, SCORES_ROWS, fold_tiles, is_scaled, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
@@ -101,8 +102,10 @@ def compute_chunks(
     Parts,
     Out,
     Lse,
+    copied,
     tiles,
     barriers,
+    exchanged,
     softmax_scale,
     batch,
     num_heads,
@@ -128,7 +131,7 @@ def compute_chunks(
     tile = gl.program_id(0) % row_tiles
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
-        scale_log2 = nonzero_scale(scale_log2 * gl.load(KV_scale))
+        scale_log2 *= gl.load(KV_scale)
     writes = (gl.program_id(0) == 0) & (which == 0)
     # fmt: off
     first_b, last_b, slot, start, end = share_of_chunks(
@@ -145,8 +148,13 @@ def compute_chunks(
             seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
         )
         is_loaded = (low < high) & (first_key(low, CHUNK) < last)
+        scale = scale_log2
+        if is_scaled(FORMAT):
+            scale = gl.full([ROWS], 0.0, gl.float32, SCORES_ROWS)
         if is_loaded:
             mbarrier.wait(q_full.index(0), sequences & 1)
+            if is_scaled(FORMAT):
+                scale = scale_queries(copied, tiles, exchanged, scale_log2, which)
         for chunk in range(low, high):
             rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
             acc, row_max, row_sum = no_keys()
@@ -156,7 +164,7 @@ def compute_chunks(
             if steps > 0:
                 # fmt: off
                 acc, row_max, row_sum, even, odd = fold_tiles(
-                    acc, row_max, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale_log2,
+                    acc, row_max, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale,
                     tiles, barriers, which, FORMAT,
                 )
                 # fmt: on

@@ -6,10 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, nonzero_scale, piece_of
+from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.queries import scale_queries
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, is_scaled, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 
@@ -32,8 +33,10 @@ def compute(
     Parts,
     Out,
     Lse,
+    copied,
     tiles,
     barriers,
+    exchanged,
     softmax_scale,
     batch,
     num_heads,
@@ -56,7 +59,7 @@ def compute(
     part = gl.program_id(0) // row_tiles
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
-        scale_log2 = nonzero_scale(scale_log2 * gl.load(KV_scale))
+        scale_log2 *= gl.load(KV_scale)
     if which == 0:
         list_nothing(Parts, part, (batch > num_parts) & (tile == 0), num_parts, num_rows, R)
     first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
@@ -75,9 +78,12 @@ def compute(
         total = row_sum  # 0, as no row sees a key
         if steps > 0:
             mbarrier.wait(q_full.index(0), pieces & 1)
+            scale = scale_log2
+            if is_scaled(FORMAT):
+                scale = scale_queries(copied, tiles, exchanged, scale_log2, which)
             # fmt: off
             acc, row_max, row_sum, even, odd = fold_tiles(
-                acc, row_max, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale_log2, tiles, barriers,
+                acc, row_max, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale, tiles, barriers,
                 which, FORMAT,
             )
             # fmt: on

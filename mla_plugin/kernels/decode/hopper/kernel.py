@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, gdc_wait, matrix_layout
-from mla_plugin.kernels.hopper.latent import KEYS, PANELS
+from mla_plugin.kernels.hopper.latent import KEYS, PANELS, is_scaled
 
 _REGISTERS = gl.constexpr(504)
 """Of a thread of each of the three groups of four warps, together: 65,536 in a multiprocessor, in eights."""
@@ -82,8 +82,10 @@ def _consume(
     Parts,
     Out,
     Lse,
+    copied,
     tiles,
     barriers,
+    exchanged,
     softmax_scale,
     batch,
     num_heads,
@@ -100,19 +102,19 @@ def _consume(
     CHUNK: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """A computing warpgroup."""
+    """A computing warpgroup. ``copied``: the queries of ``tiles``, as TMA copies them."""
     if DEPENDENT:
         gdc_wait()
     # fmt: off
     if CHUNK == 0:
         compute(
-            seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
-            capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
+            seqlens_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, exchanged, softmax_scale, batch, num_heads,
+            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
         )
     else:
         compute_chunks(
-            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
-            seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
+            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, exchanged, softmax_scale,
+            batch, num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
 
@@ -171,8 +173,8 @@ def hopper_decode_kernel(
     Every warp that reads what the previous kernels wrote waits for them by itself, after all this has been set up.
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
-    dtype: gl.constexpr = desc_q.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
+    dtype: gl.constexpr = gl.float16 if is_scaled(FORMAT) else desc_q.dtype
+    q_tiles = gl.allocate_shared_memory(desc_q.dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
     p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -185,9 +187,11 @@ def hopper_decode_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
     published = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    exchanged = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(q_full.index(0), count=1)
     mbarrier.init(q_empty.index(0), count=2)
     mbarrier.init(finished.index(0), count=2)
+    mbarrier.init(exchanged.index(0), count=2)
     for i in gl.static_range(4):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=1)
@@ -196,18 +200,19 @@ def hopper_decode_kernel(
     fence_async_shared()
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
+    multiplied = (q_tiles._reinterpret(dtype, q_tiles.shape, desc_q.layout), k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
     gl.warp_specialize(
         [
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
-                seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
-                PLANNED,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, multiplied, barriers, exchanged,
+                softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL,
+                DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads,
-                seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
-                PLANNED,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, multiplied, barriers, exchanged,
+                softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL,
+                DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_produce, (
                 desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts,

@@ -11,7 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, nonzero_scale, piece_of
+from mla_plugin.kernels.decode.hopper.common import (
+    float16_factor,
+    load_plan,
+    lse_of_parts,
+    nonzero_scale,
+    piece_of,
+    tile_reference,
+)
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
 from mla_plugin.kernels.decode.transposed.operands import (
@@ -29,10 +36,6 @@ from mla_plugin.kernels.decode.transposed.operands import (
 from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
-_LARGEST = gl.constexpr(15.0)
-"""log2 of a tile's largest weight, so that float16 holds those down to 2^-39 of it."""
-_SPAN = gl.constexpr(64.0)
-"""log2 of the most by which earlier sums grow when a tile's scores are far below the largest; float32 holds them."""
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
@@ -50,22 +53,16 @@ def _load_rows(base, num_rows, num_heads, stride_s, stride_h, ROWS: gl.constexpr
 def _load_queries(
     q, r, q_tile, r_tile, num_rows, num_heads, stride_qs, stride_qh, stride_rs, stride_rh, ROWS: gl.constexpr
 ):
-    """Write a sequence's queries to shared memory in float16, each row times a power of 2; returns its inverse.
-
-    The largest number of a row comes to lie between 2^14 and 2^15 if it is above 2^-112, so that bfloat16 loses no bit
-    of numbers down to 2^-28 of that.
-    """
+    """Write a sequence's queries to shared memory in float16, each row times a power of 2; returns its inverse."""
     nope = _load_rows(q, num_rows, num_heads, stride_qs, stride_qh, ROWS, RANK)
     rope = _load_rows(r, num_rows, num_heads, stride_rs, stride_rh, ROWS, ROPE)
     largest = gl.maximum(gl.max(gl.abs(nope), 1), gl.max(gl.abs(rope), 1))
-    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 255
-    exponent = gl.minimum(268 - exponent, 253)
-    factor = (exponent << 23).to(gl.float32, bitcast=True)
+    factor, inverse = float16_factor(largest)
     q_tile.store(as_operand_of_scores((nope * factor[:, None]).to(gl.float16)))
     r_tile.store(as_operand_of_scores((rope * factor[:, None]).to(gl.float16)))
     fence_async_shared()
     synchronize()
-    return ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    return inverse
 
 
 @gluon.jit
@@ -104,10 +101,7 @@ def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, sca
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
         s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
-    of_tile = gl.max(s, 0) * scale - _LARGEST
-    highest = gl.maximum(highest, of_tile)
-    # of this tile, not of all: otherwise float16 would lose the weights beside that of a key that dominates
-    new_one = gl.maximum(of_tile, highest - _SPAN)
+    new_one, highest = tile_reference(gl.max(s, 0) * scale, highest)
     p = gl.exp2(s * scale[None, :] - new_one[None, :])
     rescale = gl.exp2(one - new_one)
     sums = sums * rescale[None, :] + p

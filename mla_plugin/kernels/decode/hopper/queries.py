@@ -1,0 +1,58 @@
+"""Queries of the Hopper decode where products are of float16: scaled and converted by the computing warpgroups."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from mla_plugin.kernels.decode.hopper.common import float16_factor, nonzero_scale
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, synchronize
+from mla_plugin.kernels.hopper.latent import PANELS, PANELS_OF_HALF, SCORES_ROWS, panels_as_matrix
+
+_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_LAYOUT_ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT))
+
+
+@gluon.jit
+def _load_panel(copied, panel: gl.constexpr):
+    return panels_as_matrix(copied, panel, PANEL).load(_LAYOUT).to(gl.float32)
+
+
+@gluon.jit
+def _convert_panel(copied, q_tiles, factor, panel: gl.constexpr):
+    x = (_load_panel(copied, panel) * factor[:, None]).to(gl.float16)
+    panels_as_matrix(q_tiles, panel, PANEL).store(x)
+
+
+@gluon.jit
+def scale_queries(copied, tiles, exchanged, scale_log2, which: gl.constexpr):
+    """Convert a piece's queries to float16 in place, each row times a power of 2: ``copied`` by TMA in their dtype.
+
+    Each warpgroup converts its half of the columns, warpgroup 0 those of q_rope too. ``exchanged`` is for both, which
+    arrive twice: when they have read their columns, and when they have written them. ``maxima`` is free between pieces.
+
+    Returns:
+        The factor of the scores of each row.
+    """
+    q_tiles, _k_tiles, _p_tile, maxima, _sums = tiles
+    first: gl.constexpr = which * PANELS_OF_HALF
+    largest = gl.full([ROWS], 0.0, gl.float32, _LAYOUT_ROWS)
+    for i in gl.static_range(PANELS_OF_HALF):
+        largest = gl.maximum(largest, gl.max(gl.abs(_load_panel(copied, first + i)), 1))
+    if which == 0:
+        largest = gl.maximum(largest, gl.max(gl.abs(_load_panel(copied, PANELS - 1)), 1))
+    maxima.index(which).store(largest)
+    synchronize()
+    mbarrier.arrive(exchanged.index(0))
+    mbarrier.wait(exchanged.index(0), 0)
+    factor, inverse = float16_factor(gl.maximum(largest, maxima.index(1 - which).load(_LAYOUT_ROWS)))
+    for i in gl.static_range(PANELS_OF_HALF):
+        _convert_panel(copied, q_tiles, factor, first + i)
+    if which == 0:
+        _convert_panel(copied, q_tiles, factor, PANELS - 1)
+    fence_async_shared()
+    synchronize()
+    mbarrier.arrive(exchanged.index(0))
+    mbarrier.wait(exchanged.index(0), 1)
+    return nonzero_scale(gl.convert_layout(inverse, SCORES_ROWS) * scale_log2)
