@@ -85,6 +85,16 @@ def call_of(
     return inputs, tensors
 
 
+def with_queries(
+    inputs: Inputs, tensors: DecodeTensors, q_nope_abs: torch.Tensor, q_rope: torch.Tensor
+) -> tuple[Inputs, DecodeTensors]:
+    """The same call with other queries."""
+    return (
+        replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope),
+        tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope),
+    )
+
+
 def is_taken(tensors: DecodeTensors) -> bool:
     """Whether the kernel that gathers computes a call."""
     described = launch.make_launches(tensors).described

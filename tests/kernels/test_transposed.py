@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mla_plugin.arguments.cache_format import FP8, RANK, ROPE
+from mla_plugin.arguments.cache_format import FP8, ROPE
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.transposed import launch as transposed
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, attend
-from tests.kernels.gathered_cases import call_of
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch
+from tests.kernels.gathered_cases import call_of, with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -51,32 +51,6 @@ def check(inputs: Inputs, tensors: DecodeTensors) -> None:
     """As good as PyTorch over the same numbers, by the transposed kernel."""
     assert is_taken(tensors)
     assert_as_good_as_pytorch(*decode(tensors), inputs, tensors.causal)
-
-
-def with_queries(
-    inputs: Inputs, tensors: DecodeTensors, q_nope_abs: torch.Tensor, q_rope: torch.Tensor
-) -> tuple[Inputs, DecodeTensors]:
-    """The same call with other queries."""
-    return (
-        dataclasses.replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope),
-        tensors._replace(q_nope_abs=q_nope_abs, q_rope=q_rope),
-    )
-
-
-def with_sink(inputs: Inputs, tensors: DecodeTensors, gap: float) -> tuple[Inputs, DecodeTensors]:
-    """Key 0 has zeros as its value, and a score that is ``gap`` above those of the others, which have none of rope."""
-    assert tensors.kv_scale is not None
-    tokens = inputs.tokens.clone()
-    tokens[0, 0] = 0
-    tokens[0, :, RANK:] = 0
-    tokens[0, 0, RANK] = tensors.kv_scale  # e4m3 of 1
-    tensors.k_rope[0] = 0
-    tensors.c_kv[0, 0] = 0
-    tensors.k_rope[0, 0, 0] = 0x38
-    q_rope = torch.zeros_like(inputs.q_rope)
-    q_rope[..., 0] = gap / float(tensors.kv_scale * inputs.softmax_scale)
-    inputs = dataclasses.replace(inputs, tokens=tokens)
-    return with_queries(inputs, tensors, inputs.q_nope_abs * 0.1, q_rope)
 
 
 @pytest.mark.parametrize("heads", [16, 20])
@@ -144,75 +118,6 @@ def test_sequences_that_share_a_cache(shared: tuple[str, ...]) -> None:
     caches = {"c_kv": tensors.c_kv.expand(3, -1, -1), "k_rope": tensors.k_rope.expand(3, -1, -1)}
     caches |= {name: x.contiguous() for name, x in caches.items() if name not in shared}
     check(*with_queries(inputs, tensors._replace(**caches, seqlens_kv=lengths), *queries))
-
-
-@pytest.mark.parametrize(("dtype", "factors"), [(BFLOAT16, (1e-30, 1e4, 1.0, 0.0)), (FLOAT16, (1e-3, 50.0, 1.0, 0.0))])
-@pytest.mark.parametrize("heads", [8, 32])
-def test_each_row_has_a_scale_of_its_own(heads: int, dtype: torch.dtype, factors: tuple[float, ...]) -> None:
-    """Each kind of row by itself, so that none hides in the norm of others."""
-    inputs, tensors = call_of((1, 1, heads, 150), 64, FP8, dtype, [131])
-    scale = torch.tensor(factors).repeat_interleave(heads // 4)[:, None]
-    queries = [(x.float() * scale).to(dtype) for x in (inputs.q_nope_abs, inputs.q_rope)]
-    inputs, tensors = with_queries(inputs, tensors, *queries)
-    out, lse = decode(tensors)
-    for first in range(0, heads, heads // 4):
-        rows = slice(first, first + heads // 4)
-        some = dataclasses.replace(inputs, q_nope_abs=queries[0][:, :, rows], q_rope=queries[1][:, :, rows])
-        assert_as_good_as_pytorch(out[:, :, rows], lse[:, rows], some, False)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_queries_of_nope_and_rope_of_unlike_sizes(which: int) -> None:
-    """The larger ones decide about the row's scale."""
-    inputs, tensors = call_of((1, 1, 16, 150), 64, FP8, BFLOAT16, [131])
-    queries = [inputs.q_nope_abs, inputs.q_rope]
-    queries[which] = queries[which] * 2.0**-12
-    check(*with_queries(inputs, tensors, *queries))
-
-
-@pytest.mark.parametrize("gap", [0.0, 10.0, 14.0, 18.0, 20.0])
-@pytest.mark.parametrize(("length", "parts"), [(64, 1), (600, 1), (600, 4)])
-def test_weights_beside_a_key_that_dominates(
-    length: int, parts: int, gap: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An attention sink: a key of zeros whose score is ``gap`` above the others. The result is the others'."""
-    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
-    inputs, tensors = call_of((1, 1, 16, length), None, FP8, BFLOAT16, [length])
-    inputs, tensors = with_sink(inputs, tensors, gap)
-    check(inputs, tensors)
-
-
-def test_weights_in_other_tiles_than_a_key_that_dominates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have a maximum of their own: 40 above all of theirs it still loses no more than the weights in its tile."""
-    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)
-    inputs, tensors = call_of((1, 1, 16, 600), None, FP8, BFLOAT16, [600])
-    inputs, tensors = with_sink(inputs, tensors, 40.0)
-    out, lse = decode(tensors)
-    others = dataclasses.replace(inputs, tokens=inputs.tokens[:, 64:], seqlens_kv=None)
-    wanted, lse_of_others = attend(others, False, torch.float64)
-    wanted = wanted * (lse_of_others - lse.double()).exp().transpose(1, 2)[..., None]  # their share of the weights
-    assert (out.double() - wanted).norm() <= 0.01 * wanted.norm()
-
-
-@pytest.mark.parametrize(
-    ("kv_scale", "factor"),
-    [
-        *((kv_scale, factor) for kv_scale in (1.0, 2.0**-20, 1e-12, 0.0) for factor in (0.0, 1.0)),
-        *((0.01 * 2.0**power, 2.0**-power) for power in (40, 80, 100)),
-    ],
-)
-def test_any_kv_scale(kv_scale: float, factor: float) -> None:
-    """Also with queries of zeros: what is masked stays so where the scale of a row is below float32's numbers.
-
-    And tiny queries over huge values, whose scores are usual ones.
-    """
-    inputs, tensors = call_of((1, 1, 16, 150), 64, FP8, BFLOAT16, [70])
-    assert tensors.kv_scale is not None
-    tokens = inputs.tokens.double() / tensors.kv_scale.double() * torch.tensor(kv_scale).double()
-    inputs = dataclasses.replace(inputs, tokens=tokens)
-    tensors = tensors._replace(kv_scale=torch.tensor(kv_scale))
-    queries = (inputs.q_nope_abs * factor, inputs.q_rope * factor)
-    check(*with_queries(inputs, tensors, *queries))
 
 
 def test_runs_agree_bit_for_bit_in_any_order_of_warps() -> None:
