@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: tiles of rows, the split of a head dimension, the bounds of a sequence.
+"""Device functions that the kernels share: tiles of rows, the split of a head dimension, bounds, float16's scales.
 
 A head dimension D is handled as two blocks of columns, D0 + D1, each a power of two (192 = 128 + 64), because a Triton
 block size must be one: padding 192 to 256 would waste a quarter of the work. D1 == 0 means one block.
@@ -18,7 +18,7 @@ LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)
 FLOAT16_WEIGHT = tl.constexpr(15.0)
 """log2 of a tile's largest weight where weights are float16, which then holds those down to 2^-39 of it."""
 FLOAT16_SPAN = tl.constexpr(64.0)
-"""log2 of the most by which earlier sums grow when a tile's scores are far below the largest; float32 holds them."""
+"""How far a tile's reference may be below the highest, in log2: earlier sums grow by 2^64 at most, within float32."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -207,8 +207,8 @@ def nonzero_scale(scale):
 def float16_factor(largest):
     """(factor, its inverse): powers of 2 that bring rows, whose largest numbers are given, into float16's range.
 
-    A row's largest number comes to lie between 2^14 and 2^15 if it is above 2^-112, so that bfloat16 loses no bit of
-    numbers down to 2^-28 of that.
+    A row's largest number comes to lie between 2^14 and 2^15 if it is at least 2^-112, so that bfloat16 loses no bit
+    of numbers down to 2^-28 of the row's largest.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.minimum(268 - exponent, 253)
@@ -217,12 +217,15 @@ def float16_factor(largest):
 
 
 @triton.jit
-def tile_reference(of_tile, highest):
-    """(one, highest): the score that has weight 1 in a tile whose largest is ``of_tile``, in log2, by row.
+def tile_reference(of_tile, reference, highest):
+    """(reference, highest) after a tile, by row: the score, in log2, whose weight is 1, and the highest one so far.
 
-    ``highest`` is the largest such score of the tiles so far. The tile's own maximum counts, not that of all tiles:
-    otherwise float16 would lose the weights beside that of a key that dominates, such as an attention sink.
+    The largest score of a tile is ``of_tile``. It counts, and not that of all tiles: otherwise float16 would lose the
+    weights beside that of a key that dominates, such as an attention sink.
     """
-    of_tile -= FLOAT16_WEIGHT
-    highest = tl.maximum(highest, of_tile)
-    return tl.maximum(of_tile, highest - FLOAT16_SPAN), highest
+    own = of_tile - FLOAT16_WEIGHT
+    # from 2^24 on the difference is rounded: no weight may exceed float16's largest number
+    own = tl.where(of_tile - own > FLOAT16_WEIGHT, of_tile, own)
+    highest = tl.maximum(highest, own)
+    # a tile that a row does not see changes no bit of it, so that a query alone gives the same bits
+    return tl.where(of_tile == float("-inf"), reference, tl.maximum(own, highest - FLOAT16_SPAN)), highest

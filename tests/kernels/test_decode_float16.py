@@ -20,6 +20,8 @@ from mla_plugin.kernels.decode.transposed import launch as transposed
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, attend
 from tests.kernels.gathered_cases import call_of, with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
+from tests.kernels.test_decode_invariant import CHUNK, bits
+from tests.kernels.test_decode_invariant import _nan_in_new_memory as _nan_in_new_memory
 
 pytestmark = pytest.mark.usefixtures("hopper")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -33,6 +35,13 @@ def decode(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
     wanted = transposed.Descriptors if tensors.q_nope_abs.shape[2] <= 32 else hopper_launch.Descriptors
     assert isinstance(described, wanted)
     out, lse = decode_launch.decode(tensors, known_of(tensors))
+    assert lse is not None
+    return out, lse
+
+
+def by_chunks(tensors: DecodeTensors, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
+    """``batch_invariant``."""
+    out, lse = invariant.decode(tensors, known_of(tensors), chunk)
     assert lse is not None
     return out, lse
 
@@ -128,9 +137,7 @@ def test_batch_invariant(gap: float, chunk: int) -> None:
     inputs, tensors = call_of((1, 1, 40, 600), None, FP8, BFLOAT16, [600])
     inputs, tensors = with_sink(inputs, tensors, gap, 70, is_empty=gap < 100)
     assert isinstance(invariant.make_launches(tensors, chunk).described, hopper_launch.Descriptors)
-    out, lse = invariant.decode(tensors, known_of(tensors), chunk)
-    assert lse is not None
-    assert_as_good_as_pytorch(out, lse, inputs, False)
+    assert_as_good_as_pytorch(*by_chunks(tensors, chunk), inputs, False)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -153,3 +160,42 @@ def test_any_kv_scale(heads: int, kv_scale: float, factor: float) -> None:
     tensors = tensors._replace(kv_scale=torch.tensor(kv_scale))
     queries = (inputs.q_nope_abs * factor, inputs.q_rope * factor)
     check(*with_queries(inputs, tensors, *queries))
+
+
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(40, 2), (24, 3), (5, 8)])
+def test_bits_of_a_query_alone(heads: int, seqlen_q: int) -> None:
+    """Also where other queries of its sequence see a tile more, and beside a sequence without keys."""
+    lengths = [2 * CHUNK + 65, 0, CHUNK + 1, 65, 1, 129]
+    _, tensors = call_of((len(lengths), seqlen_q, heads, 400), None, FP8, BFLOAT16, lengths, is_causal=True)
+    out, lse = by_chunks(tensors)
+    for b, length in enumerate(lengths):
+        for n in range(seqlen_q):
+            queries = {name: getattr(tensors, name)[b : b + 1, n : n + 1] for name in ("q_nope_abs", "q_rope")}
+            cache = {name: getattr(tensors, name)[b : b + 1] for name in ("c_kv", "k_rope")}
+            seen = torch.tensor([max(length + n + 1 - seqlen_q, 0)], dtype=torch.int32)
+            found, lse_found = by_chunks(tensors._replace(**queries, **cache, seqlens_kv=seen, causal=False))
+            assert torch.equal(bits(found), bits(out[b : b + 1, n : n + 1]))
+            assert torch.equal(bits(lse_found), bits(lse[b : b + 1, :, n : n + 1]))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_is_so_alone(heads: int, bad: float) -> None:
+    inputs, tensors = call_of((1, 1, heads, 150), 64, FP8, BFLOAT16, [131])
+    out, lse = decode(tensors)
+    q_nope_abs = inputs.q_nope_abs.clone()
+    q_nope_abs[0, 0, 3, 7] = bad
+    found, lse_found = decode(with_queries(inputs, tensors, q_nope_abs, inputs.q_rope)[1])
+    assert found[0, 0, 3].isnan().all()
+    others = torch.arange(heads) != 3
+    assert torch.equal(found[:, :, others], out[:, :, others])
+    assert torch.equal(lse_found[:, others], lse[:, others])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("power", [22, 24, 25, 27, 30])
+def test_scores_that_are_whole_numbers(heads: int, power: int) -> None:
+    """From 2^24 on float32 does not hold a score minus 15; no weight becomes infinite."""
+    inputs, tensors = call_of((1, 1, heads, 70), None, FP8, BFLOAT16, [70])
+    inputs, tensors = with_sink(inputs, tensors, 2.0**power, 66, is_empty=False)
+    check(inputs, tensors)

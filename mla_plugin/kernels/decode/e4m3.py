@@ -86,40 +86,33 @@ def to_e4m3(x):
     return tl.where(x == x, code, 0x7F).to(tl.uint8)
 
 
-# the two float16 of a word to bfloat16, scaled in float32 if there is a scale
-_PAIR_TO_BFLOAT16 = """{{
+# the two float16 of a word to bfloat16, scaled in float32
+_TO_SCALED_BFLOAT16 = tl.constexpr("""{
     .reg .b16 low, high;
     .reg .f32 first, second;
-    mov.b32 {{low, high}}, $1;
+    mov.b32 {low, high}, $1;
     cvt.f32.f16 first, low;
     cvt.f32.f16 second, high;
-    {scaling}
+    mul.f32 first, first, $2;
+    mul.f32 second, second, $2;
     cvt.rn.bf16x2.f32 $0, second, first;
-}}"""
-_TO_BFLOAT16 = tl.constexpr(_PAIR_TO_BFLOAT16.format(scaling=""))
-_TO_SCALED_BFLOAT16 = tl.constexpr(
-    _PAIR_TO_BFLOAT16.format(scaling="mul.f32 first, first, $2; mul.f32 second, second, $2;")
-)
+}""")
 
 
 @triton.jit
-def words_from_e4m3(x, scale, DTYPE: tl.constexpr):
-    """The values of the four e4m3 bytes of each int32 ``x`` in DTYPE, two and two in an int32: (low, high).
+def words_from_e4m3(x, scale):
+    """The values of the four e4m3 bytes of each int32 ``x``, two and two in an int32: (low, high).
 
     By instructions of compute capability 8.9 on. Words, because Triton keeps each byte that a loop carries in a
     register of its own.
 
     Args:
         x: int32.
-        scale: float32, a factor, for bfloat16; None: 1.
-        DTYPE: bfloat16 or float16.
+        scale: None: the values are float16. float32: they are multiplied by it, and bfloat16.
     """
     pairs: tl.constexpr = (tl.int32, tl.int32)
     low, high = tl.inline_asm_elementwise(_BY_INSTRUCTION, "=r,=r,r", [x], dtype=pairs, is_pure=True, pack=1)
     if scale is not None:
         low = tl.inline_asm_elementwise(_TO_SCALED_BFLOAT16, "=r,r,r", [low, scale], tl.int32, True, 1)
         high = tl.inline_asm_elementwise(_TO_SCALED_BFLOAT16, "=r,r,r", [high, scale], tl.int32, True, 1)
-    elif tl.bfloat16 == DTYPE:
-        low = tl.inline_asm_elementwise(_TO_BFLOAT16, "=r,r", [low], tl.int32, True, 1)
-        high = tl.inline_asm_elementwise(_TO_BFLOAT16, "=r,r", [high], tl.int32, True, 1)
     return low, high

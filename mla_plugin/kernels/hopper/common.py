@@ -10,6 +10,7 @@ from mla_plugin.kernels import tile_math
 
 _tile_bounds = gluon.jit(tile_math.tile_bounds.fn)
 rows_with_keys = gluon.jit(tile_math.rows_with_keys.fn)
+tile_reference = gluon.jit(tile_math.tile_reference.fn)
 gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
 synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 

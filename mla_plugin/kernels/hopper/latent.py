@@ -16,7 +16,7 @@ and who arrives at them:
 - k_full[2 * stage + half], k_empty[...]: that half of a tile's c_kv has been written, with k_rope if half == stage; the
   warpgroup of that half, which reads it last, has multiplied by it.
 - published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w], or the
-  tile's reference where the format ``is_scaled``.
+  tile's reference where the format is ``in_float16``.
 - finished: both warpgroups have written the sums of a piece's rows.
 """
 
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_plugin.kernels import tile_math
-from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize, tile_reference
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
 
 _tile_reference = gluon.jit(tile_math.tile_reference.fn)
@@ -52,8 +52,8 @@ _ZEROED_ROWS = gl.constexpr(16)
 
 
 @gluon.constexpr_function
-def is_scaled(kv_format):
-    """Whether products over such a cache are of float16: rows of queries scaled, weights relative to a tile."""
+def in_float16(kv_format):
+    """Whether products over such a cache are in float16: rows of queries are scaled, weights relative to their tile."""
     return kv_format == "fp8"
 
 
@@ -141,7 +141,7 @@ def _accumulate(
 
 
 @gluon.jit
-def _weights(s, row_max, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT: gl.constexpr):
+def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT: gl.constexpr):
     """Weights [ROWS, KEYS] of scores s; per row what the next tile gets, and the factor for the previous sums.
 
     The keys from ``start`` on: rows see those before ``visible``, every row those before ``seen_by_all``.
@@ -150,42 +150,43 @@ def _weights(s, row_max, highest, row_sum, start, seen_by_all, visible, scale_lo
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
         s = gl.where(keys < (visible - start)[:, None], s, float("-inf"))
     of_tile = gl.max(s, 1) * scale_log2
-    if is_scaled(FORMAT):
-        new_max, highest = _tile_reference(of_tile, highest)
+    if in_float16(FORMAT):
+        new_reference, highest = tile_reference(of_tile, reference, highest)
         s = s * scale_log2[:, None]
     else:
-        new_max = gl.maximum(row_max, of_tile)
+        new_reference = gl.maximum(reference, of_tile)
         s = s * scale_log2
-    p = gl.exp2(s - new_max[:, None])
-    rescale = gl.exp2(row_max - new_max)
-    return p, new_max, highest, row_sum * rescale + gl.sum(p, 1), rescale
+    p = gl.exp2(s - new_reference[:, None])
+    rescale = gl.exp2(reference - new_reference)
+    return p, new_reference, highest, row_sum * rescale + gl.sum(p, 1), rescale
 
 
 @gluon.jit
-def _publish(p, row_max, p_tile, maxima, published, which: gl.constexpr):
+def _publish(p, reference, p_tile, maxima, published, which: gl.constexpr):
     """Hand an own tile's weights and maximum to the other warpgroup, which has read the previous ones."""
     p_tile.store(p)
-    maxima.index(which).store(row_max)
+    maxima.index(which).store(reference)
     synchronize()
     mbarrier.arrive(published.index(which))
 
 
 @gluon.jit
-def _take(row_max, highest, row_sum, uses, p_tile, maxima, published, other: gl.constexpr, FORMAT: gl.constexpr):
+def _take(reference, highest, row_sum, uses, p_tile, maxima, published, other: gl.constexpr, FORMAT: gl.constexpr):
     """The other warpgroup's weights [ROWS, KEYS], then as ``_weights``; they are not added to the sum."""
     mbarrier.wait(published.index(other), uses & 1)
     p = p_tile.load(_WEIGHTS)
-    new_max = maxima.index(other).load(SCORES_ROWS)
-    if is_scaled(FORMAT):
-        highest = gl.maximum(highest, new_max)  # a reference above all former ones is the tile's own
-    rescale = gl.exp2(row_max - new_max)
-    return p, new_max, highest, row_sum * rescale, rescale
+    new_reference = maxima.index(other).load(SCORES_ROWS)
+    if in_float16(FORMAT):
+        # one held at FLOAT16_SPAN below the highest is not the highest: so both warpgroups know the same
+        highest = gl.maximum(highest, new_reference)
+    rescale = gl.exp2(reference - new_reference)
+    return p, new_reference, highest, row_sum * rescale, rescale
 
 
 @gluon.jit
 def _own_tile(
     acc,
-    row_max,
+    reference,
     highest,
     row_sum,
     start,
@@ -203,35 +204,35 @@ def _own_tile(
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     s = _scores(q_tiles, k_tiles, k_full, uses, which)
-    p, row_max, highest, row_sum, rescale = _weights(
-        s, row_max, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT
+    p, reference, highest, row_sum, rescale = _weights(
+        s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT
     )
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
-    _publish(p, row_max, p_tile, maxima, published, which)
+    _publish(p, reference, p_tile, maxima, published, which)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which, FORMAT)
-    return acc, row_max, highest, row_sum
+    return acc, reference, highest, row_sum
 
 
 @gluon.jit
 def _others_tile(
-    acc, row_max, highest, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
+    acc, reference, highest, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
 ):
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
     _q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     other: gl.constexpr = 1 - which
-    p, row_max, highest, row_sum, rescale = _take(
-        row_max, highest, row_sum, uses, p_tile, maxima, published, other, FORMAT
+    p, reference, highest, row_sum, rescale = _take(
+        reference, highest, row_sum, uses, p_tile, maxima, published, other, FORMAT
     )
     mbarrier.wait(k_full.index(2 * other + which), uses & 1)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which, FORMAT)
-    return acc, row_max, highest, row_sum
+    return acc, reference, highest, row_sum
 
 
 @gluon.jit
 def _two_tiles(
     acc,
-    row_max,
+    reference,
     highest,
     row_sum,
     start,
@@ -251,43 +252,43 @@ def _two_tiles(
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     if which == 0:
         # fmt: off
-        acc, row_max, highest, row_sum = _own_tile(
-            acc, row_max, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
+        acc, reference, highest, row_sum = _own_tile(
+            acc, reference, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
             0, FORMAT,
         )
         # fmt: on
-        acc, row_max, highest, row_sum = _others_tile(
-            acc, row_max, highest, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
+        acc, reference, highest, row_sum = _others_tile(
+            acc, reference, highest, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
         )
     else:
         # its own weights first: the other warpgroup waits for them
         s = _scores(q_tiles, k_tiles, k_full, odd, 1)
-        p0, row_max, highest, row_sum, rescale0 = _take(
-            row_max, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
+        p0, reference, highest, row_sum, rescale0 = _take(
+            reference, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
         )
-        p1, row_max, highest, row_sum, rescale1 = _weights(
-            s, row_max, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, FORMAT
+        p1, reference, highest, row_sum, rescale1 = _weights(
+            s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, FORMAT
         )
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
-        _publish(p1, row_max, p_tile, maxima, published, 1)
+        _publish(p1, reference, p_tile, maxima, published, 1)
         mbarrier.wait(k_full.index(1), even & 1)
         acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1, FORMAT)
         acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1, FORMAT)
-    return acc, row_max, highest, row_sum
+    return acc, reference, highest, row_sum
 
 
 @gluon.jit
 def no_keys():
     """acc [ROWS, HALF], maximum and sum of each row before the first key."""
     acc = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
-    row_max = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, SCORES_ROWS)
-    return acc, row_max, gl.zeros([ROWS], gl.float32, SCORES_ROWS)
+    reference = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, SCORES_ROWS)
+    return acc, reference, gl.zeros([ROWS], gl.float32, SCORES_ROWS)
 
 
 @gluon.jit
 def fold_tiles(
     acc,
-    row_max,
+    reference,
     row_sum,
     low,
     steps,
@@ -304,14 +305,14 @@ def fold_tiles(
 ):
     """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    The sums are those of the own tiles. scale_log2: a number; of a format that ``is_scaled``, one for each row.
+    The sums are those of the own tiles. scale_log2: a number; of a format ``in_float16``, one for each row.
     """
-    highest = row_max  # of a format that is not scaled it stays so, and is not used
+    highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):
         start = (low + 2 * pair) * KEYS
         # fmt: off
-        acc, row_max, highest, row_sum = _two_tiles(
-            acc, row_max, highest, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles,
+        acc, reference, highest, row_sum = _two_tiles(
+            acc, reference, highest, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles,
             barriers, which, FORMAT,
         )
         # fmt: on
@@ -321,17 +322,17 @@ def fold_tiles(
         start = (low + steps - 1) * KEYS
         # fmt: off
         if which == 0:
-            acc, row_max, highest, row_sum = _own_tile(
-                acc, row_max, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles,
+            acc, reference, highest, row_sum = _own_tile(
+                acc, reference, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles,
                 barriers, 0, FORMAT,
             )
         else:
-            acc, row_max, highest, row_sum = _others_tile(
-                acc, row_max, highest, row_sum, start, even, length, tiles, barriers, 1, FORMAT
+            acc, reference, highest, row_sum = _others_tile(
+                acc, reference, highest, row_sum, start, even, length, tiles, barriers, 1, FORMAT
             )
         # fmt: on
         even += 1
-    return acc, row_max, row_sum, even, odd
+    return acc, reference, row_sum, even, odd
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ class Shared:
     """A view of an allocation in shared memory, from element ``start`` on.
 
     ``places`` are its elements' positions, [*shape]; None: in the order of the layout. ``words``: threads write it in
-    elements of this dtype, which are several of the memory's.
+    elements of this dtype, each of one or several of the memory's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Shared:
 
     @property
     def dtype(self) -> Any:
-        return DTYPE_OF[self.owner.data.dtype]
+        return DTYPE_OF[self._words or self.owner.data.dtype]
 
     @property
     def type(self) -> Shared:
@@ -89,7 +89,8 @@ class Shared:
         i = int(i)
         if not 0 <= i < self.shape[0]:
             raise IndexError(f"index {i} of {self.shape}")
-        return Shared(self.owner, self.start + i * math.prod(self.shape[1:]), self.shape[1:], self.layout)
+        start = self.start + i * math.prod(self.shape[1:])
+        return Shared(self.owner, start, self.shape[1:], self.layout, None, self._words)
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         """The same memory in another shape.
@@ -126,8 +127,8 @@ class Shared:
 
     def read(self) -> torch.Tensor:
         """The elements."""
-        assert self._words is None
-        return self.owner.data[self._positions()]
+        data = self.owner.data[self._positions()]
+        return data if self._words is None else data.view(self._words)
 
     def write(self, x: torch.Tensor) -> None:
         """Set the elements."""

@@ -165,6 +165,7 @@ class Program:
             assert left.data.dtype != torch.float32
             assert _fits(left.layout, acc.layout, 4 // left.data.element_size())
 
+        assert left.dtype == b.dtype
         shared = [operand for operand in (left, b) if isinstance(operand, Shared)]
         if not all(operand.is_fenced() for operand in shared):
             raise RuntimeError("a product reads shared memory that threads wrote without fence_async_shared")
@@ -329,15 +330,13 @@ def _halves_of_e4m3(x: torch.Tensor) -> tuple[Value, Value]:
     return Value(low), Value(high)
 
 
-def _bfloat16_of_float16(x: torch.Tensor, scale: torch.Tensor | None = None) -> Value:
+def _bfloat16_of_float16(x: torch.Tensor, scale: torch.Tensor) -> Value:
     values = x.contiguous().view(torch.float16).unflatten(-1, (-1, 2)).float()
-    scaled = values if scale is None else values * scale[..., None]
-    return Value(scaled.bfloat16().contiguous().view(torch.int32)[..., 0])
+    return Value((values * scale[..., None]).bfloat16().contiguous().view(torch.int32)[..., 0])
 
 
 _OF_WORDS: dict[str, Callable[..., Any]] = {
     e4m3._BY_INSTRUCTION.value: _halves_of_e4m3,
-    e4m3._TO_BFLOAT16.value: _bfloat16_of_float16,
     e4m3._TO_SCALED_BFLOAT16.value: _bfloat16_of_float16,
 }
 

@@ -17,7 +17,7 @@ from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import KEYS, SCORES_ROWS, fold_tiles, is_scaled, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import KEYS, SCORES_ROWS, fold_tiles, in_float16, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
@@ -105,7 +105,7 @@ def compute_chunks(
     copied,
     tiles,
     barriers,
-    exchanged,
+    q_converted,
     softmax_scale,
     batch,
     num_heads,
@@ -149,22 +149,22 @@ def compute_chunks(
         )
         is_loaded = (low < high) & (first_key(low, CHUNK) < last)
         scale = scale_log2
-        if is_scaled(FORMAT):
-            scale = gl.full([ROWS], 0.0, gl.float32, SCORES_ROWS)
+        if in_float16(FORMAT):
+            scale = gl.full([ROWS], 0.0, gl.float32, SCORES_ROWS)  # of the type that it has below
         if is_loaded:
             mbarrier.wait(q_full.index(0), sequences & 1)
-            if is_scaled(FORMAT):
-                scale = scale_queries(copied, tiles, exchanged, scale_log2, which)
+            if in_float16(FORMAT):
+                scale = scale_queries(copied, tiles, q_converted, scale_log2, which)
         for chunk in range(low, high):
             rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
-            acc, row_max, row_sum = no_keys()
+            acc, reference, row_sum = no_keys()
             total = row_sum
             first = first_key(chunk, CHUNK)
             steps = steps_between(first, chunk + 1, last, CHUNK)
             if steps > 0:
                 # fmt: off
-                acc, row_max, row_sum, even, odd = fold_tiles(
-                    acc, row_max, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale,
+                acc, reference, row_sum, even, odd = fold_tiles(
+                    acc, reference, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale,
                     tiles, barriers, which, FORMAT,
                 )
                 # fmt: on
@@ -175,8 +175,8 @@ def compute_chunks(
                     gdc_launch_dependents()
             # fmt: off
             store_piece(
-                Parts, _lse_of_slots(Parts, slots, num_rows, R), Out, Lse, acc, row_max, total, KV_scale, rows, b, tile,
-                slot + chunk, True, count == 1, num_heads, seqlen_q, which, R, FORMAT, True,
+                Parts, _lse_of_slots(Parts, slots, num_rows, R), Out, Lse, acc, reference, total, KV_scale, rows, b,
+                tile, slot + chunk, True, count == 1, num_heads, seqlen_q, which, R, FORMAT, True,
             )
             # fmt: on
         if is_loaded:

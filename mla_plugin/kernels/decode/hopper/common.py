@@ -18,7 +18,6 @@ key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
 nonzero_scale = gluon.jit(tile_math.nonzero_scale.fn)
 float16_factor = gluon.jit(tile_math.float16_factor.fn)
-tile_reference = gluon.jit(tile_math.tile_reference.fn)
 
 
 @gluon.jit

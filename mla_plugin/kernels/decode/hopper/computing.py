@@ -10,7 +10,7 @@ from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, pie
 from mla_plugin.kernels.decode.hopper.queries import scale_queries
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, is_scaled, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, in_float16, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 
@@ -36,7 +36,7 @@ def compute(
     copied,
     tiles,
     barriers,
-    exchanged,
+    q_converted,
     softmax_scale,
     batch,
     num_heads,
@@ -74,16 +74,16 @@ def compute(
         first_part = at // size
         count = (at + sequence_tiles - 1) // size - first_part + 1
         rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
-        acc, row_max, row_sum = no_keys()
+        acc, reference, row_sum = no_keys()
         total = row_sum  # 0, as no row sees a key
         if steps > 0:
             mbarrier.wait(q_full.index(0), pieces & 1)
             scale = scale_log2
-            if is_scaled(FORMAT):
-                scale = scale_queries(copied, tiles, exchanged, scale_log2, which)
+            if in_float16(FORMAT):
+                scale = scale_queries(copied, tiles, q_converted, scale_log2, which)
             # fmt: off
-            acc, row_max, row_sum, even, odd = fold_tiles(
-                acc, row_max, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale, tiles, barriers,
+            acc, reference, row_sum, even, odd = fold_tiles(
+                acc, reference, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale, tiles, barriers,
                 which, FORMAT,
             )
             # fmt: on
@@ -96,8 +96,8 @@ def compute(
         slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
         store_piece(
-            Parts, lse_of_parts(Parts, num_parts, num_rows, R), Out, Lse, acc, row_max, total, KV_scale, rows, b, tile,
-            slot, low < high, count == 1, num_heads, seqlen_q, which, R, FORMAT, False,
+            Parts, lse_of_parts(Parts, num_parts, num_rows, R), Out, Lse, acc, reference, total, KV_scale, rows, b,
+            tile, slot, low < high, count == 1, num_heads, seqlen_q, which, R, FORMAT, False,
         )
         # fmt: on
         if which == 0:

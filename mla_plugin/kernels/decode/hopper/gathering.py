@@ -150,9 +150,9 @@ def _load_chunk(C_kv, KV_scale, places, exists, chunk, FORMAT: gl.constexpr):
 def _store_converted(words, scale, k_tiles, panel, FORMAT: gl.constexpr):
     """Convert words of e4m3 and write them to the panels from ``panel`` on."""
     if FORMAT == "fp8_ds_mla":
-        low, high = words_from_e4m3(words, scale[:, None], k_tiles.dtype)
+        low, high = words_from_e4m3(words, scale[:, None])
     else:
-        low, high = words_from_e4m3(words, None, k_tiles.dtype)
+        low, high = words_from_e4m3(words, None)
     _store_words(gl.join(low, high).reshape([KEYS, 2 * words.shape[1]]), k_tiles, panel)
 
 

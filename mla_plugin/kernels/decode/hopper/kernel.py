@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, gdc_wait, matrix_layout
-from mla_plugin.kernels.hopper.latent import KEYS, PANELS, is_scaled
+from mla_plugin.kernels.hopper.latent import KEYS, PANELS, in_float16
 
 _REGISTERS = gl.constexpr(504)
 """Of a thread of each of the three groups of four warps, together: 65,536 in a multiprocessor, in eights."""
@@ -85,7 +85,7 @@ def _consume(
     copied,
     tiles,
     barriers,
-    exchanged,
+    q_converted,
     softmax_scale,
     batch,
     num_heads,
@@ -108,12 +108,12 @@ def _consume(
     # fmt: off
     if CHUNK == 0:
         compute(
-            seqlens_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, exchanged, softmax_scale, batch, num_heads,
-            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
+            seqlens_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, q_converted, softmax_scale, batch,
+            num_heads, seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
         )
     else:
         compute_chunks(
-            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, exchanged, softmax_scale,
+            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, q_converted, softmax_scale,
             batch, num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
@@ -169,11 +169,13 @@ def hopper_decode_kernel(
     written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
     ``plan_chunks_kernel`` if PLANNED; otherwise leftpad_kv is None.
 
-    Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA.
+    Tiles in shared memory and barriers: see ``latent.py``, and of q_converted ``scale_queries``: where products are
+    ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16. A gathering warpgroup fills k_tiles in
+    place of TMA.
     Every warp that reads what the previous kernels wrote waits for them by itself, after all this has been set up.
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
-    dtype: gl.constexpr = gl.float16 if is_scaled(FORMAT) else desc_q.dtype
+    dtype: gl.constexpr = gl.float16 if in_float16(FORMAT) else desc_q.dtype
     q_tiles = gl.allocate_shared_memory(desc_q.dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
     p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
@@ -187,11 +189,11 @@ def hopper_decode_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
     published = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    exchanged = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_converted = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(q_full.index(0), count=1)
     mbarrier.init(q_empty.index(0), count=2)
     mbarrier.init(finished.index(0), count=2)
-    mbarrier.init(exchanged.index(0), count=2)
+    mbarrier.init(q_converted.index(0), count=2)
     for i in gl.static_range(4):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=1)
@@ -200,17 +202,17 @@ def hopper_decode_kernel(
     fence_async_shared()
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
-    multiplied = (q_tiles._reinterpret(dtype, q_tiles.shape, desc_q.layout), k_tiles, p_tile, maxima, sums)
+    operands = (q_tiles._reinterpret(dtype, q_tiles.shape, desc_q.layout), k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
     gl.warp_specialize(
         [
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, multiplied, barriers, exchanged,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, multiplied, barriers, exchanged,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),

@@ -26,11 +26,14 @@ def _convert_panel(copied, q_tiles, factor, panel: gl.constexpr):
 
 
 @gluon.jit
-def scale_queries(copied, tiles, exchanged, scale_log2, which: gl.constexpr):
+def scale_queries(copied, tiles, q_converted, scale_log2, which: gl.constexpr):
     """Convert a piece's queries to float16 in place, each row times a power of 2: ``copied`` by TMA in their dtype.
 
-    Each warpgroup converts its half of the columns, warpgroup 0 those of q_rope too. ``exchanged`` is for both, which
-    arrive twice: when they have read their columns, and when they have written them. ``maxima`` is free between pieces.
+    Each warpgroup converts its half of the columns, warpgroup 0 those of q_rope too; a thread overwrites the 16 bytes
+    that it has read. Both arrive at ``q_converted`` twice for each piece, so its phases are 0 and 1 in every piece:
+    when ``maxima`` has the largest numbers of a warpgroup's columns, and when they are converted and fenced, so that
+    the other's products may read them. ``maxima`` is free: before the previous piece was ``finished`` both have read the
+    other's last reference. Neither waits forever, as both come here for the same pieces.
 
     Returns:
         The factor of the scores of each row.
@@ -44,8 +47,8 @@ def scale_queries(copied, tiles, exchanged, scale_log2, which: gl.constexpr):
         largest = gl.maximum(largest, gl.max(gl.abs(_load_panel(copied, PANELS - 1)), 1))
     maxima.index(which).store(largest)
     synchronize()
-    mbarrier.arrive(exchanged.index(0))
-    mbarrier.wait(exchanged.index(0), 0)
+    mbarrier.arrive(q_converted.index(0))
+    mbarrier.wait(q_converted.index(0), 0)
     factor, inverse = float16_factor(gl.maximum(largest, maxima.index(1 - which).load(_LAYOUT_ROWS)))
     for i in gl.static_range(PANELS_OF_HALF):
         _convert_panel(copied, q_tiles, factor, first + i)
@@ -53,6 +56,6 @@ def scale_queries(copied, tiles, exchanged, scale_log2, which: gl.constexpr):
         _convert_panel(copied, q_tiles, factor, PANELS - 1)
     fence_async_shared()
     synchronize()
-    mbarrier.arrive(exchanged.index(0))
-    mbarrier.wait(exchanged.index(0), 1)
+    mbarrier.arrive(q_converted.index(0))
+    mbarrier.wait(q_converted.index(0), 1)
     return nonzero_scale(gl.convert_layout(inverse, SCORES_ROWS) * scale_log2)

@@ -47,7 +47,7 @@ def store_piece(
     Out,
     Lse,
     acc,
-    row_max,
+    reference,
     row_sum,
     KV_scale,
     rows,
@@ -66,7 +66,7 @@ def store_piece(
     """Write a warpgroup's columns of a piece, and from warpgroup 0 the log-sum-exps; nothing if not ``is_written``.
 
     A piece that ``is_whole``, of all keys of its sequence, gives the results. Others go to ``slot`` of Parts and of
-    ``parts_lse``, as in ``decode_kernel``. acc [ROWS, HALF]; row_max, row_sum and rows [ROWS]. INVARIANT: results have
+    ``parts_lse``, as in ``decode_kernel``. acc [ROWS, HALF]; reference, row_sum, rows [ROWS]. INVARIANT: results have
     no -0, as a sum over chunks has none, and columns in Parts are mixed.
     """
     num_rows = seqlen_q * num_heads
@@ -75,7 +75,7 @@ def store_piece(
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum))
     if FORMAT == "fp8":
         inverse *= gl.load(KV_scale)
-    lse_log2 = gl.where(empty, float("-inf"), row_max + gl.log2(gl.where(empty, 1.0, row_sum)))
+    lse_log2 = gl.where(empty, float("-inf"), reference + gl.log2(gl.where(empty, 1.0, row_sum)))
     acc = acc * gl.convert_layout(inverse, OUT_ROWS)[:, None]
     if is_whole:
         if INVARIANT:

@@ -11,14 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels.decode.hopper.common import (
-    float16_factor,
-    load_plan,
-    lse_of_parts,
-    nonzero_scale,
-    piece_of,
-    tile_reference,
-)
+from mla_plugin.kernels.decode.hopper.common import float16_factor, load_plan, lse_of_parts, nonzero_scale, piece_of
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
 from mla_plugin.kernels.decode.transposed.operands import (
@@ -33,7 +26,7 @@ from mla_plugin.kernels.decode.transposed.operands import (
     values_of_step,
     zero_rows,
 )
-from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
+from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize, tile_reference
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E, LOWEST_FLOAT32
 
 _QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
@@ -101,7 +94,7 @@ def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, sca
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
         s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
-    new_one, highest = tile_reference(gl.max(s, 0) * scale, highest)
+    new_one, highest = tile_reference(gl.max(s, 0) * scale, one, highest)
     p = gl.exp2(s * scale[None, :] - new_one[None, :])
     rescale = gl.exp2(one - new_one)
     sums = sums * rescale[None, :] + p
