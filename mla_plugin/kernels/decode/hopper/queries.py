@@ -32,8 +32,8 @@ def scale_queries(copied, tiles, q_converted, scale_log2, which: gl.constexpr):
     Each warpgroup converts its half of the columns, warpgroup 0 those of q_rope too; a thread overwrites the 16 bytes
     that it has read. Both arrive at ``q_converted`` twice for each piece, so its phases are 0 and 1 in every piece:
     when ``maxima`` has the largest numbers of a warpgroup's columns, and when they are converted and fenced, so that
-    the other's products may read them. ``maxima`` is free: before the previous piece was ``finished`` both have read the
-    other's last reference. Neither waits forever, as both come here for the same pieces.
+    the other's products may read them. ``maxima`` is free: before the previous piece was ``finished`` both have read
+    the other's last reference. Neither waits forever, as both come here for the same pieces.
 
     Returns:
         The factor of the scores of each row.
