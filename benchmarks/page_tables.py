@@ -242,14 +242,18 @@ def engines(record: Record) -> dict[str, object]:
     """Tokens per second and milliseconds of a step, how greedy tokens agree, and a step of several query tokens."""
     found = [vllm_engine.named(engine) for engine in record["engines"]]
     drafted = [engine for engine in found if engine["drafts"]]
-    plain, quantised = ([engine for engine in found if ("+" in engine["backend"]) is is_it] for is_it in (False, True))
-    over = f"Over a cache in `fp8`:\n\n{vllm_engine.decode_table(quantised, 0)}\n\n" if quantised else ""
+    plain, quantised = (
+        [engine for engine in found if ("+" in engine["backend"]) is has_dtype] for has_dtype in (False, True)
+    )
+    over = f"Over a cache of the dtype after the `+`:\n\n{vllm_engine.decode_table(quantised, 0)}\n\n"
     return {
         "decode": vllm_engine.decode_table(plain, 0),
-        "quantised": over,
+        "quantised": over if quantised else "",
         "prefill": _engine_prefill(found),
         "drafted": vllm_engine.decode_table(found, drafted[0]["drafts"]),
-        "agreement": "\n".join(f"- {line}" for line in list(vllm_engine.agreement_lines(found))[1:]),
+        "agreement": "\n".join(
+            f"- {line}" for group in (plain, quantised) for line in list(vllm_engine.agreement_lines(group))[1:]
+        ),
         "layers": record["model"]["layers"] or 27,
         "kind": "dense MLPs" if record["model"]["dense"] else "a mixture of experts",
         "queries": drafted[0]["drafts"] + 1,
@@ -258,9 +262,11 @@ def engines(record: Record) -> dict[str, object]:
 
 def _engine_prefill(found: list[Record]) -> str:
     """Milliseconds until the first token, by backend and prompt length."""
-    timed = [engine for engine in found if engine["prefill_ms"]]
+    timed = [engine for engine in found if engine.get("prefill_ms")]
     lengths = sorted({length for engine in timed for length in engine["prefill_ms"]}, key=int)
-    rows = [[engine["backend"], *(f"{engine['prefill_ms'][length]:.0f}" for length in lengths)] for engine in timed]
+    rows = [
+        [engine["backend"], *(_number(engine["prefill_ms"], length, ".0f") for length in lengths)] for engine in timed
+    ]
     return markdown(["backend", *(f"{length} tokens" for length in lengths)], rows)
 
 

@@ -33,8 +33,10 @@ from typing import Any
 from benchmarks import checkout
 
 RESULTS = Path(__file__).parent / "results"
-BACKENDS = ("TRITON_MLA", "CUSTOM", "FLASH_ATTN_MLA", "FLASHMLA", "CUSTOM/CUSTOM")
-BACKENDS += ("TRITON_MLA+fp8", "CUSTOM+fp8", "FLASHMLA+fp8")
+BACKENDS = (
+    *("TRITON_MLA", "CUSTOM", "FLASH_ATTN_MLA", "FLASHMLA", "CUSTOM/CUSTOM"),
+    *("TRITON_MLA+fp8", "CUSTOM+fp8", "FLASHMLA+fp8"),
+)
 OURS = "mla-plugin"
 """``CUSTOM`` on pages and plots."""
 SHORTEST = 30

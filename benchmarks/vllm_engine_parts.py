@@ -16,7 +16,7 @@ ALPHABET = 64
 """Tokens that prompts consist of and that the model generates: an n-gram of one is found in any prompt."""
 
 PAGES_AT_ONCE = 4096
-"""That are filled over a temporary tensor, because PyTorch draws no e4m3."""
+"""Filled through a tensor in bfloat16, because PyTorch draws no random e4m3."""
 
 
 @register_model_loader(LOAD_FORMAT)
