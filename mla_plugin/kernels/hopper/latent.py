@@ -5,18 +5,18 @@ memory. Both accumulate every tile, each for half of the columns of c_kv (as in 
 kernel and the forward of the same head dimensions share this; kernels/README.md says why it cannot deadlock.
 
 In all functions ``which`` is the warpgroup, 0 or 1: the stage of its own tiles, and its half of the columns. ``uses``
-is how many tiles the tile's stage held before; its parity is the phase of the stage's barriers.
+is how many tiles the tile's stage held before; its parity is the phase of the stage's barriers. ``reference`` [ROWS] is
+the score, in log2, whose weight is 1: the running maximum, or, of a format ``in_float16``, that of ``tile_reference``.
 
 ``tiles``, in shared memory: q_tiles [PANELS] and k_tiles [2 * PANELS], panels of 64 x 64, those of a key tile in one of
-two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [2, ROWS] and sums [4, ROWS]. ``barriers``,
-and who arrives at them:
+two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [2, ROWS], references; sums [4, ROWS].
+``barriers``, and who arrives at them:
 
 - q_full, q_empty: TMA has copied the queries of a piece, in the forward of a query tile; both warpgroups have read
   them.
 - k_full[2 * stage + half], k_empty[...]: that half of a tile's c_kv has been written, with k_rope if half == stage; the
   warpgroup of that half, which reads it last, has multiplied by it.
-- published[w]: warpgroup w has written its tile's weights to p_tile and the running maximum to maxima[w], or the
-  tile's reference where the format is ``in_float16``.
+- published[w]: warpgroup w has written its tile's weights to p_tile and their reference to maxima[w].
 - finished: both warpgroups have written the sums of a piece's rows.
 """
 
@@ -31,11 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels import tile_math
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize, tile_reference
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
-
-_tile_reference = gluon.jit(tile_math.tile_reference.fn)
 
 KEYS = gl.constexpr(64)
 """Keys of a tile."""
@@ -142,9 +139,12 @@ def _accumulate(
 
 @gluon.jit
 def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT: gl.constexpr):
-    """Weights [ROWS, KEYS] of scores s; per row what the next tile gets, and the factor for the previous sums.
+    """Weights of the scores s of the keys from ``start`` on.
 
-    The keys from ``start`` on: rows see those before ``visible``, every row those before ``seen_by_all``.
+    Rows see the keys before ``visible``, every row those before ``seen_by_all``.
+
+    Returns:
+        (weights [ROWS, KEYS], reference, highest, row_sum, factor for the previous sums).
     """
     if start + KEYS > seen_by_all:
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
@@ -163,7 +163,7 @@ def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_
 
 @gluon.jit
 def _publish(p, reference, p_tile, maxima, published, which: gl.constexpr):
-    """Hand an own tile's weights and maximum to the other warpgroup, which has read the previous ones."""
+    """Hand an own tile's weights and reference to the other warpgroup, which has read the previous ones."""
     p_tile.store(p)
     maxima.index(which).store(reference)
     synchronize()
@@ -200,7 +200,7 @@ def _own_tile(
     which: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Fold an own tile into acc [ROWS, HALF] and into the maximum and sum of each row."""
+    """Fold an own tile into acc [ROWS, HALF] and into the reference and sum of each row."""
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     s = _scores(q_tiles, k_tiles, k_full, uses, which)
@@ -279,7 +279,7 @@ def _two_tiles(
 
 @gluon.jit
 def no_keys():
-    """acc [ROWS, HALF], maximum and sum of each row before the first key."""
+    """acc [ROWS, HALF], reference and sum of each row before the first key."""
     acc = gl.zeros([ROWS, HALF], gl.float32, product_layout(HALF))
     reference = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, SCORES_ROWS)
     return acc, reference, gl.zeros([ROWS], gl.float32, SCORES_ROWS)

@@ -102,7 +102,6 @@ def compute_chunks(
     Parts,
     Out,
     Lse,
-    copied,
     tiles,
     barriers,
     q_converted,
@@ -154,7 +153,7 @@ def compute_chunks(
         if is_loaded:
             mbarrier.wait(q_full.index(0), sequences & 1)
             if in_float16(FORMAT):
-                scale = scale_queries(copied, tiles, q_converted, scale_log2, which)
+                scale = scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
         for chunk in range(low, high):
             rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
             acc, reference, row_sum = no_keys()

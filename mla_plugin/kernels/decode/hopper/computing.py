@@ -33,7 +33,6 @@ def compute(
     Parts,
     Out,
     Lse,
-    copied,
     tiles,
     barriers,
     q_converted,
@@ -80,7 +79,7 @@ def compute(
             mbarrier.wait(q_full.index(0), pieces & 1)
             scale = scale_log2
             if in_float16(FORMAT):
-                scale = scale_queries(copied, tiles, q_converted, scale_log2, which)
+                scale = scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
             # fmt: off
             acc, reference, row_sum, even, odd = fold_tiles(
                 acc, reference, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale, tiles, barriers,

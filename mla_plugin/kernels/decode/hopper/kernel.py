@@ -82,7 +82,6 @@ def _consume(
     Parts,
     Out,
     Lse,
-    copied,
     tiles,
     barriers,
     q_converted,
@@ -102,19 +101,19 @@ def _consume(
     CHUNK: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """A computing warpgroup. ``copied``: the queries of ``tiles``, as TMA copies them."""
+    """A computing warpgroup."""
     if DEPENDENT:
         gdc_wait()
     # fmt: off
     if CHUNK == 0:
         compute(
-            seqlens_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, q_converted, softmax_scale, batch,
-            num_heads, seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
+            seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch, num_heads,
+            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
         )
     else:
         compute_chunks(
-            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, copied, tiles, barriers, q_converted, softmax_scale,
-            batch, num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
+            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch,
+            num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
 
@@ -169,9 +168,8 @@ def hopper_decode_kernel(
     written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
     ``plan_chunks_kernel`` if PLANNED; otherwise leftpad_kv is None.
 
-    Tiles in shared memory and barriers: see ``latent.py``, and of q_converted ``scale_queries``: where products are
-    ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16. A gathering warpgroup fills k_tiles in
-    place of TMA.
+    Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA. Where
+    products are ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16 (``scale_queries``).
     Every warp that reads what the previous kernels wrote waits for them by itself, after all this has been set up.
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
@@ -202,17 +200,18 @@ def hopper_decode_kernel(
     fence_async_shared()
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
+    # the computing warpgroups' tiles, in the products' dtype
     operands = (q_tiles._reinterpret(dtype, q_tiles.shape, desc_q.layout), k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
     gl.warp_specialize(
         [
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, operands, barriers, q_converted,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, q_tiles, operands, barriers, q_converted,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),

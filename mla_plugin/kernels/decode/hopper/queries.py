@@ -26,8 +26,8 @@ def _convert_panel(copied, q_tiles, factor, panel: gl.constexpr):
 
 
 @gluon.jit
-def scale_queries(copied, tiles, q_converted, scale_log2, which: gl.constexpr):
-    """Convert a piece's queries to float16 in place, each row times a power of 2: ``copied`` by TMA in their dtype.
+def scale_queries(tiles, q_converted, scale_log2, which: gl.constexpr, DTYPE: gl.constexpr):
+    """Convert a piece's queries, which TMA has copied in DTYPE, to float16 in place, each row times a power of 2.
 
     Each warpgroup converts its half of the columns, warpgroup 0 those of q_rope too; a thread overwrites the 16 bytes
     that it has read. Both arrive at ``q_converted`` twice for each piece, so its phases are 0 and 1 in every piece:
@@ -39,6 +39,7 @@ def scale_queries(copied, tiles, q_converted, scale_log2, which: gl.constexpr):
         The factor of the scores of each row.
     """
     q_tiles, _k_tiles, _p_tile, maxima, _sums = tiles
+    copied = q_tiles._reinterpret(DTYPE, q_tiles.shape, q_tiles.layout)
     first: gl.constexpr = which * PANELS_OF_HALF
     largest = gl.full([ROWS], 0.0, gl.float32, _LAYOUT_ROWS)
     for i in gl.static_range(PANELS_OF_HALF):

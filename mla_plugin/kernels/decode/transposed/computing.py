@@ -84,19 +84,21 @@ def _store_weights(p, p_tile):
 
 
 @gluon.jit
-def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr):
+def _fold_tile(
+    acc, highest, reference, sums, start, length, seen_by_all, visible, scale, stage, tiles, ROWS: gl.constexpr
+):
     """A tile's keys from ``start`` on into acc [RANK, ROWS] and the sums of weights [KEYS, ROWS].
 
-    The sums are added up over keys at the end of a piece. ``one`` [ROWS] is the score, in log2, that has weight 1;
-    ``highest`` [ROWS] is the largest ``one`` of the tiles so far.
+    The sums are added up over keys at the end of a piece. ``highest`` and ``reference`` [ROWS]: see
+    ``tile_reference``.
     """
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
     s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
         s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
-    new_one, highest = tile_reference(gl.max(s, 0) * scale, one, highest)
-    p = gl.exp2(s * scale[None, :] - new_one[None, :])
-    rescale = gl.exp2(one - new_one)
+    new_reference, highest = tile_reference(gl.max(s, 0) * scale, reference, highest)
+    p = gl.exp2(s * scale[None, :] - new_reference[None, :])
+    rescale = gl.exp2(reference - new_reference)
     sums = sums * rescale[None, :] + p
     _store_weights(p, p_tile)
     if start + KEYS > length:
@@ -109,7 +111,7 @@ def _fold_tile(acc, highest, one, sums, start, length, seen_by_all, visible, sca
         if step > 0:
             acc = warpgroup_mma_wait(0, [acc])
         acc = warpgroup_mma(values, p_tile.slice(step * STEP, STEP, 0), acc, is_async=True)
-    return acc, highest, new_one, sums
+    return acc, highest, new_reference, sums
 
 
 @gluon.jit
@@ -119,7 +121,7 @@ def _store_piece(
     Out,
     Lse,
     acc,
-    one,
+    reference,
     row_sum,
     kv_scale,
     b,
@@ -134,7 +136,7 @@ def _store_piece(
     num_rows = seqlen_q * num_heads
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * kv_scale
-    lse_log2 = gl.where(empty, float("-inf"), one + gl.log2(gl.where(empty, 1.0, row_sum)))
+    lse_log2 = gl.where(empty, float("-inf"), reference + gl.log2(gl.where(empty, 1.0, row_sum)))
     out = as_columns((acc * inverse[None, :]).to(Out.dtype.element_ty))
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, result_layout(ROWS)))
     columns = gl.arange(0, RANK, gl.SliceLayout(0, result_layout(ROWS)))
@@ -207,8 +209,8 @@ def compute(
             visible += rows // num_heads + 1 - seqlen_q
             seen_by_all += 1 - seqlen_q
         acc = gl.zeros([RANK, ROWS], gl.float32, product)
-        one = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
-        highest = one
+        reference = gl.full([ROWS], LOWEST_FLOAT32, gl.float32, row)
+        highest = reference
         sums = gl.zeros([KEYS, ROWS], gl.float32, product)
         if steps > 0:
             b64 = gl.cast(b, gl.int64)
@@ -223,8 +225,9 @@ def compute(
                 stage = used % STAGES
                 mbarrier.wait(full.index(stage), used // STAGES & 1)
                 # fmt: off
-                acc, highest, one, sums = _fold_tile(
-                    acc, highest, one, sums, (low + n) * KEYS, length, seen_by_all, visible, scale, stage, tiles, ROWS
+                acc, highest, reference, sums = _fold_tile(
+                    acc, highest, reference, sums, (low + n) * KEYS, length, seen_by_all, visible, scale, stage, tiles,
+                    ROWS,
                 )
                 # fmt: on
                 synchronize()  # all warps have read the tile; its last product runs from registers
@@ -238,7 +241,7 @@ def compute(
         slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
         _store_piece(
-            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, one, row_sum, kv_scale, b,
+            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, reference, row_sum, kv_scale, b,
             slot, low < high, count == 1, num_heads, seqlen_q, ROWS,
         )
         # fmt: on
