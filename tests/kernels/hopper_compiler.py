@@ -61,7 +61,7 @@ LATENT_JOBS = tuple(
 class DecodeJob:
     """One kind of call of the decode kernel; page_size 0: contiguous.
 
-    ``invariant``: for ``batch_invariant``, where a kernel before it writes its plan if it ``is_planned``.
+    ``invariant``: for ``batch_invariant``. ``is_planned``: a kernel before it writes its plan.
     """
 
     dtype: str = "bf16"
@@ -95,6 +95,8 @@ DECODE_JOBS = (
     *(DecodeJob("bf16", 1, True, kv_cache_format="fp8_ds_mla"), DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla")),
     *(DecodeJob(invariant=True), DecodeJob("fp16", 0, True, invariant=True), DecodeJob(page_size=16, invariant=True)),
     *(DecodeJob("bf16", page_size, True, kv_cache_format="fp8", invariant=True) for page_size in (0, 64)),
+    *(DecodeJob(is_planned=False), DecodeJob("fp16", 16, True, is_planned=False)),
+    DecodeJob("bf16", 64, True, kv_cache_format="fp8", is_planned=False),
     DecodeJob(invariant=True, is_planned=False),
     DecodeJob("bf16", 0, True, kv_cache_format="fp8", invariant=True, is_planned=False),
 )

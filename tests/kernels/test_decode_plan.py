@@ -5,8 +5,10 @@ import random
 import pytest
 import torch
 
-from mla_plugin.kernels.decode.plan import plan_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, part_range_of_few, plan_kernel
 from tests.kernels.decode_cases import DEVICE
+from tests.kernels.gluon.translate import Program
+from tests.kernels.gluon.values import Pointer, as_value
 
 BLOCK_N = 16
 
@@ -79,3 +81,16 @@ def test_five_hundred_plans_on_a_gpu() -> None:
 def test_lengths_that_end_with_a_part(overhead: int) -> None:
     """Sequences of exactly one part, none, a part and a tile more."""
     check_runs([8 * BLOCK_N, 0, 8 * BLOCK_N, 8 * BLOCK_N + 1, 7 * BLOCK_N, 1], 4, overhead)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
+    """By each program of the Hopper kernel, without a plan."""
+    draw = random.Random(seed)
+    batch, parts, overhead = draw.randint(1, FEW_SEQUENCES), draw.choice([1, 2, 13, 66]), draw.choice([0, 1, 4])
+    lengths = [draw.choice([0, 1, BLOCK_N, BLOCK_N + 1, draw.randrange(5000), 100_000]) for _ in range(batch)]
+    seqlens_kv = torch.tensor(lengths, dtype=torch.int32)
+    divide = Program((1,), (0,), 0).translated(part_range_of_few)
+    for part, expected in enumerate(plan(lengths, parts, overhead)):
+        given = (as_value(part), as_value(parts), Pointer.of(seqlens_kv), as_value(batch), as_value(2**30))
+        assert [int(x) for x in divide(*given, as_value(overhead), BLOCK_N)] == expected

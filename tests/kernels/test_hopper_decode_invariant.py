@@ -15,7 +15,8 @@ from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.invariant import chunks
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
-from mla_plugin.kernels.decode.invariant.plan import FEW_SEQUENCES, chunk_range_of_few
+from mla_plugin.kernels.decode.invariant.plan import chunk_range_of_few
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
 from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.gluon.translate import Program

@@ -14,12 +14,13 @@ from tests.kernels.hopper_compiler import loose_arrivals
 
 @dataclass(frozen=True)
 class Job:
-    """One kind of call; page_size 0: contiguous."""
+    """One kind of call; page_size 0: contiguous; ``is_planned``: a kernel before it writes its plan."""
 
     rows: int
     page_size: int
     is_causal: bool
     dtype: str = "bf16"
+    is_planned: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -30,12 +31,14 @@ class Job:
     def name(self) -> str:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
-        return f"{self.rows} rows {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
+        few = "" if self.is_planned else " of few"
+        return f"{self.rows} rows{few} {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
 
 
 JOBS = (
     *(Job(16, 64, False), Job(16, 0, True, "fp16"), Job(16, 16, True), Job(16, 1, False, "fp16")),
     *(Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16")),
+    *(Job(16, 64, True, is_planned=False), Job(16, 16, False, is_planned=False), Job(32, 0, True, is_planned=False)),
 )
 
 
@@ -85,7 +88,7 @@ def program(job: Job) -> Program:
     types = dict.fromkeys(("Parts", "Out", "Q_nope_abs", "Q_rope"), f"*{job.dtype}")
     types |= {"Lse": "*fp32", "KV_scale": "*fp32", "page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "ROWS": job.rows, "CAUSAL": job.is_causal}
-    constants["DEPENDENT"] = True
+    constants |= {"DEPENDENT": True, "PLANNED": job.is_planned}
     if job.gathers:
         types |= dict.fromkeys(("C_kv", "K_rope"), "*u8")
         constants |= {"desc_c": None, "desc_k": None, "stride_cn": 36, "stride_kn": 36}

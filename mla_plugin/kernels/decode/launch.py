@@ -18,9 +18,8 @@ from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_desc
 from mla_plugin.kernels.decode.device import Device as Device
 from mla_plugin.kernels.decode.device import device_of as device_of
 from mla_plugin.kernels.decode.hopper import launch as hopper
-from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.kernel import decode_kernel
-from mla_plugin.kernels.decode.plan import plan_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, plan_kernel
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.decode.transposed import launch as transposed
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
@@ -133,7 +132,7 @@ def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank
 
 
 def _combine_launch(
-    device: Device, batch: int, heads: int, seqlen_q: int, parts: int, key_tiles: int, rank: int
+    device: Device, batch: int, heads: int, seqlen_q: int, parts: int, key_tiles: int, rank: int, *, is_mixed: bool
 ) -> Launch:
     entries, num_rows = min(batch, parts), heads * seqlen_q
     rows, columns, pieces, warps = _combine_shape(entries, num_rows, parts, key_tiles, rank)
@@ -143,7 +142,7 @@ def _combine_launch(
         _COMBINE_GIVEN,
         {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q, "num_parts": parts, "R": rank}
         | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_PIECES": pieces}
-        | {"DEPENDENT": device.has_dependent_launch},
+        | {"MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
         options_of(device, warps),
     )
 
@@ -293,38 +292,40 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     parts = min(slots, batch * key_tiles)
     page_size = page_size_of(tensors)
     can_describe = not is_transposed and can_use_descriptors(tensors, device, tile, page_size)
-    few = hopper_rule.few_tiles_because(batch * key_tiles, slots)
-    is_hopper = not is_transposed and few is None and hopper.takes(tensors, device, can_describe)
+    is_hopper = not is_transposed and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
+    is_planned = batch > FEW_SEQUENCES if is_hopper or is_transposed else tile.planned
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: Described | None = None
     if is_transposed:
         described = transposed.Descriptors(tensors)
         options = options_of(device, 4)
-        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD)
+        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned)
     elif is_hopper:
         described = hopper.Descriptors(tensors)
+        options = options_of(device, 4)
         attend = hopper.attend_launch(
-            tensors, row_tiles * parts, parts, page_size, options_of(device, 4), overhead=_OVERHEAD
+            tensors, row_tiles * parts, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned
         )
     else:
         if by_descriptors:
             described = CacheDescriptors(tile.block_n, widths_of(tensors))
-        planned = shared_out | {"PLANNED": tile.planned}
+        planned = shared_out | {"PLANNED": is_planned}
         attend = attend_launch(decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, planned)
     plan, combine = None, None
-    if tile.planned:
+    if is_planned:
         plan = _plan_launch(device, batch, tensors.capacity, parts, rows, rank, tile.block_n)
     if parts > 1 and key_tiles > 1:
-        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank)
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank, is_mixed=is_hopper)
     workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
     constants = _constants(tensors, device, tile, page_size, by_descriptors)
     transposed_rows = transposed_rule.tile_rows(rows) if is_transposed else 0
     code = (
         is_hopper,
+        is_planned,
         transposed_rows,
         getattr(described, "gathers", False),
-        combine and combine.arguments[-4:-1],
+        combine and combine.arguments[-5:-1],
         *constants.values(),
     )
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)

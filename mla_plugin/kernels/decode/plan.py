@@ -12,6 +12,8 @@ from mla_plugin.kernels.decode.combine import list_of_split
 
 SEQUENCES = tl.constexpr(256)
 """Sequences processed per step."""
+FEW_SEQUENCES = 4
+"""Up to so many, the programs of the Hopper kernel work out their parts by themselves."""
 
 
 @triton.jit
@@ -71,6 +73,27 @@ def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhea
         last += tl.sum((exists & (ends < start + size)).to(tl.int32))
         begin = tl.maximum(begin, tl.max(tl.where(ends <= start, ends, 0)))
         before += tl.sum(weights)
+    return first, tl.minimum(last + 1, batch), begin, size
+
+
+@triton.jit
+def part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
+    """As ``part_range``, without left padding, one sequence after the other.
+
+    Without operations across threads, so that every warp of the Hopper kernel can do it by itself: for up to
+    ``FEW_SEQUENCES`` that takes less time than another kernel.
+    """
+    total = capacity * 0
+    for b in range(batch):
+        total += _costs(seqlens_kv, None, b, batch, capacity, overhead, BLOCK_N)
+    size = tl.cdiv(total, num_parts)
+    start = part * size
+    first, last, begin, before = total * 0, total * 0, total * 0, total * 0
+    for b in range(batch):
+        before += _costs(seqlens_kv, None, b, batch, capacity, overhead, BLOCK_N)
+        first += (before <= start).to(tl.int32)
+        last += (before < start + size).to(tl.int32)
+        begin = tl.where(before <= start, before, begin)
     return first, tl.minimum(last + 1, batch), begin, size
 
 

@@ -9,7 +9,8 @@ is how many tiles the tile's stage held before; its parity is the phase of the s
 the score, in log2, whose weight is 1: the running maximum, or, of a format ``in_float16``, that of ``tile_reference``.
 
 ``tiles``, in shared memory: q_tiles [PANELS] and k_tiles [2 * PANELS], panels of 64 x 64, those of a key tile in one of
-two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [2, ROWS], references; sums [4, ROWS].
+two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [3, ROWS], references of both warpgroups,
+then ``SCALE``; sums [4, ROWS].
 ``barriers``, and who arrives at them:
 
 - q_full, q_empty: TMA has copied the queries of a piece, in the forward of a query tile; both warpgroups have read
@@ -44,6 +45,8 @@ PANELS_OF_HALF = gl.constexpr(4)
 OUT_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(HALF)))
 SCORES_ROWS = gl.constexpr(gl.SliceLayout(1, product_layout(KEYS)))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, product_layout(HALF), 2))
+SCALE = gl.constexpr(2)
+"""Where ``maxima`` has the factor of the scores of each row, of a format ``in_float16``."""
 _ZEROED_ROWS = gl.constexpr(16)
 """Rows of a tile that are set to 0 per step."""
 
@@ -138,7 +141,7 @@ def _accumulate(
 
 
 @gluon.jit
-def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT: gl.constexpr):
+def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, maxima, FORMAT: gl.constexpr):
     """Weights of the scores s of the keys from ``start`` on.
 
     Rows see the keys before ``visible``, every row those before ``seen_by_all``.
@@ -149,6 +152,9 @@ def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_
     if start + KEYS > seen_by_all:
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
         s = gl.where(keys < (visible - start)[:, None], s, float("-inf"))
+    if in_float16(FORMAT):
+        # kept in registers it takes two a thread for which products are serialised or registers spilled
+        scale_log2 = maxima.index(SCALE).load(SCORES_ROWS)
     of_tile = gl.max(s, 1) * scale_log2
     if in_float16(FORMAT):
         new_reference, highest = tile_reference(of_tile, reference, highest)
@@ -205,7 +211,7 @@ def _own_tile(
     _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
     s = _scores(q_tiles, k_tiles, k_full, uses, which)
     p, reference, highest, row_sum, rescale = _weights(
-        s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, FORMAT
+        s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, maxima, FORMAT
     )
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
     _publish(p, reference, p_tile, maxima, published, which)
@@ -267,7 +273,7 @@ def _two_tiles(
             reference, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
         )
         p1, reference, highest, row_sum, rescale1 = _weights(
-            s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, FORMAT
+            s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, maxima, FORMAT
         )
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
         _publish(p1, reference, p_tile, maxima, published, 1)
@@ -305,7 +311,7 @@ def fold_tiles(
 ):
     """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    The sums are those of the own tiles. scale_log2: a number; of a format ``in_float16``, one for each row.
+    The sums are those of the own tiles. scale_log2: of all rows; of a format ``in_float16`` ``maxima`` has one of each.
     """
     highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):

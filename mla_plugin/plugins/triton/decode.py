@@ -13,7 +13,6 @@ from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.kernels.decode.hopper import rule
-from mla_plugin.kernels.decode.tiles import choose_parts
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.hopper.device import CAPABILITY, unfit_device_because
 from mla_plugin.plugins.triton import needs
@@ -75,8 +74,6 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
         yield "by the transposed kernel"
         return
     reason = plain_kernel_because(request, platform)
-    if reason is None and not request.batch_invariant:
-        reason = _few_tiles_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
     if request.kv_cache_format == FP8 and _rows(request) <= transposed_rule.MAX_ROWS:
         yield f"not by the transposed kernel: {other}"
@@ -131,14 +128,6 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
         has_leftpad_kv=request.has_leftpad_kv,
         has_aligned_rows=request.has_aligned_rows,
         batch_invariant=request.batch_invariant,
-    )
-
-
-def _few_tiles_because(request: DecodeRequest, platform: Platform) -> str | None:
-    """Why the plain kernel, which is then as fast, computes a small batch."""
-    row_tiles = -(-_rows(request) // rule.TILE)
-    return rule.few_tiles_because(
-        _tiles(request), choose_parts(row_tiles, platform.multi_processor_count or MULTI_PROCESSORS)
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.device import Device
-from mla_plugin.kernels.decode.hopper import rule as decode_rule
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.hopper import launch_backward, launch_forward, rule
 from mla_plugin.kernels.hopper.device import CAPABILITY
@@ -32,7 +31,6 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(
         decode_launch, "device_of", lambda device: Device("Hopper", PROGRAMS, True, False, "fields", True)
     )
-    monkeypatch.setattr(decode_rule, "TILES_OF_A_PART", 0)
     monkeypatch.setattr(transposed_rule, "TILES_OF_A_PART", 0)
     monkeypatch.setattr(
         decode_launch, "options_of", lambda device, num_warps, **_: {"num_warps": num_warps, "launch_pdl": True}

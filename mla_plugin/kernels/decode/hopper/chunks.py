@@ -17,7 +17,7 @@ from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import KEYS, SCORES_ROWS, fold_tiles, in_float16, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, in_float16, no_keys, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
@@ -147,13 +147,10 @@ def compute_chunks(
             seqlens_kv, leftpad_kv, b, tile, slot, start, end, batch, capacity, num_heads, seqlen_q, CAUSAL, CHUNK
         )
         is_loaded = (low < high) & (first_key(low, CHUNK) < last)
-        scale = scale_log2
-        if in_float16(FORMAT):
-            scale = gl.full([ROWS], 0.0, gl.float32, SCORES_ROWS)  # of the type that it has below
         if is_loaded:
             mbarrier.wait(q_full.index(0), sequences & 1)
             if in_float16(FORMAT):
-                scale = scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
+                scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
         for chunk in range(low, high):
             rows, visible, seen_by_all = rows_of(length, tile, num_heads, seqlen_q, CAUSAL)
             acc, reference, row_sum = no_keys()
@@ -163,7 +160,7 @@ def compute_chunks(
             if steps > 0:
                 # fmt: off
                 acc, reference, row_sum, even, odd = fold_tiles(
-                    acc, reference, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale,
+                    acc, reference, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale_log2,
                     tiles, barriers, which, FORMAT,
                 )
                 # fmt: on

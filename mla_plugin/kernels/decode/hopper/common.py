@@ -12,12 +12,33 @@ from mla_plugin.kernels.hopper.latent import KEYS
 
 # functions of the plain kernels, compiled as Gluon: both sides must agree on the workspace
 load_plan = gluon.jit(plan.load_plan.fn)
+_part_range_of_few = gluon.jit(plan.part_range_of_few.fn)
 list_of_split = gluon.jit(combine.list_of_split.fn)
 lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
 key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
 nonzero_scale = gluon.jit(tile_math.nonzero_scale.fn)
 float16_factor = gluon.jit(tile_math.float16_factor.fn)
+
+
+@gluon.jit
+def share_of_tiles(
+    Parts,
+    seqlens_kv,
+    part,
+    batch,
+    capacity,
+    num_parts,
+    overhead,
+    num_rows,
+    R: gl.constexpr,
+    PLANNED: gl.constexpr,
+):
+    """(first, last, begin, size) of a part, see ``part_range``; PLANNED: ``plan_kernel`` has worked it out."""
+    if PLANNED:
+        return load_plan(Parts, part, batch, num_parts, num_rows, R)
+    else:
+        return _part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, KEYS)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, lse_of_parts, piece_of
+from mla_plugin.kernels.decode.hopper.common import lse_of_parts, piece_of, share_of_tiles
 from mla_plugin.kernels.decode.hopper.queries import scale_queries
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
@@ -48,6 +48,7 @@ def compute(
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
     FORMAT: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """Computing warpgroup ``which`` over every piece of this program's part; writes half of the columns."""
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
@@ -61,7 +62,9 @@ def compute(
         scale_log2 *= gl.load(KV_scale)
     if which == 0:
         list_nothing(Parts, part, (batch > num_parts) & (tile == 0), num_parts, num_rows, R)
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+    first_b, last_b, at, size = share_of_tiles(
+        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, R, PLANNED
+    )
     pieces = 0
     even = 0
     odd = 0
@@ -77,13 +80,12 @@ def compute(
         total = row_sum  # 0, as no row sees a key
         if steps > 0:
             mbarrier.wait(q_full.index(0), pieces & 1)
-            scale = scale_log2
             if in_float16(FORMAT):
-                scale = scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
+                scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
             # fmt: off
             acc, reference, row_sum, even, odd = fold_tiles(
-                acc, reference, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale, tiles, barriers,
-                which, FORMAT,
+                acc, reference, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale_log2, tiles,
+                barriers, which, FORMAT,
             )
             # fmt: on
             mbarrier.arrive(q_empty.index(0))

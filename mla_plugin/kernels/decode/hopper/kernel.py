@@ -108,7 +108,7 @@ def _consume(
     if CHUNK == 0:
         compute(
             seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch, num_heads,
-            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT,
+            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT, PLANNED,
         )
     else:
         compute_chunks(
@@ -165,8 +165,8 @@ def hopper_decode_kernel(
     desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. With
     C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
     are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
-    written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before. With CHUNK: as ``chunks_kernel``, after
-    ``plan_chunks_kernel`` if PLANNED; otherwise leftpad_kv is None.
+    written to Parts: see ``decode_kernel``. With CHUNK: as ``chunks_kernel``; otherwise leftpad_kv is None. PLANNED:
+    ``plan_kernel`` has run before, with CHUNK ``plan_chunks_kernel``.
 
     Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA. Where
     products are ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16 (``scale_queries``).
@@ -178,7 +178,7 @@ def hopper_decode_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
     p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    maxima = gl.allocate_shared_memory(gl.float32, [2, ROWS], row)
+    maxima = gl.allocate_shared_memory(gl.float32, [3, ROWS], row)
     sums = gl.allocate_shared_memory(gl.float32, [4, ROWS], row)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)

@@ -26,7 +26,7 @@ GIVEN = (
     *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv", "leftpad_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
-_GATHERING_REGISTERS = {PLAIN: 56, FP8: 72, FP8_DS_MLA: 88}
+_GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
 _DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 _NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
@@ -138,7 +138,7 @@ def attend_launch(
     overhead: int = 0,
     slots: int = 0,
     chunk: int = 0,
-    is_planned: bool = True,
+    is_planned: bool,
 ) -> Launch:
     """The launch of the kernel; the arguments of each call are ``GIVEN``.
 

@@ -89,7 +89,8 @@ def load(
     part = gl.program_id(0) // row_tiles
     # fmt: off
     first_b, last_b, at, start, end = share_of(
-        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, slots, num_rows, R, CHUNK, PLANNED
+        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, overhead, slots, num_rows, R, CHUNK,
+        PLANNED,
     )
     # fmt: on
     pieces = 0

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode.hopper.chunks import chunks_of, first_key, share_of_chunks, steps_between
-from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
 from mla_plugin.kernels.hopper.latent import KEYS
 
 
@@ -19,6 +19,7 @@ def share_of(
     batch,
     capacity,
     num_parts,
+    overhead,
     slots,
     num_rows,
     R: gl.constexpr,
@@ -27,7 +28,9 @@ def share_of(
 ):
     """(first, last, at, start, end): the part's sequences are first .. last - 1; the others are for ``next_piece``."""
     if CHUNK == 0:
-        first, last, at, size = load_plan(Parts, part, batch, num_parts, num_rows, R)
+        first, last, at, size = share_of_tiles(
+            Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, R, PLANNED
+        )
         return first, last, at, size, size
     else:
         # fmt: off

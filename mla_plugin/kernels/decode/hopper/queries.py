@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.decode.hopper.common import float16_factor, nonzero_scale
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, synchronize
-from mla_plugin.kernels.hopper.latent import PANELS, PANELS_OF_HALF, SCORES_ROWS, panels_as_matrix
+from mla_plugin.kernels.hopper.latent import PANELS, PANELS_OF_HALF, SCALE, panels_as_matrix
 
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _LAYOUT_ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT))
@@ -33,10 +33,9 @@ def scale_queries(tiles, q_converted, scale_log2, which: gl.constexpr, DTYPE: gl
     that it has read. Both arrive at ``q_converted`` twice for each piece, so its phases are 0 and 1 in every piece:
     when ``maxima`` has the largest numbers of a warpgroup's columns, and when they are converted and fenced, so that
     the other's products may read them. ``maxima`` is free: before the previous piece was ``finished`` both have read
-    the other's last reference. Neither waits forever, as both come here for the same pieces.
-
-    Returns:
-        The factor of the scores of each row.
+    the other's last reference. Warpgroup 0 writes the factor of the scores of each row to ``maxima[SCALE]``, when both
+    have arrived here once, so that the other one has read that of the previous piece. Neither waits forever, as both
+    come here for the same pieces.
     """
     q_tiles, _k_tiles, _p_tile, maxima, _sums = tiles
     copied = q_tiles._reinterpret(DTYPE, q_tiles.shape, q_tiles.layout)
@@ -51,6 +50,8 @@ def scale_queries(tiles, q_converted, scale_log2, which: gl.constexpr, DTYPE: gl
     mbarrier.arrive(q_converted.index(0))
     mbarrier.wait(q_converted.index(0), 0)
     factor, inverse = float16_factor(gl.maximum(largest, maxima.index(1 - which).load(_LAYOUT_ROWS)))
+    if which == 0:
+        maxima.index(SCALE).store(nonzero_scale(inverse * scale_log2))
     for i in gl.static_range(PANELS_OF_HALF):
         _convert_panel(copied, q_tiles, factor, first + i)
     if which == 0:
@@ -59,4 +60,3 @@ def scale_queries(tiles, q_converted, scale_log2, which: gl.constexpr, DTYPE: gl
     synchronize()
     mbarrier.arrive(q_converted.index(0))
     mbarrier.wait(q_converted.index(0), 1)
-    return nonzero_scale(gl.convert_layout(inverse, SCORES_ROWS) * scale_log2)

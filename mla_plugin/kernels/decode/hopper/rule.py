@@ -12,8 +12,6 @@ RANK, ROPE = 512, 64
 """Columns of c_kv and of k_rope."""
 TILE = 64
 """Keys of a tile, and rows of one."""
-TILES_OF_A_PART = 2
-"""At least so many: on an H200 B 32, H 128, 1024 keys take 37 us, by the plain kernel 46; B 1, 8192 keys 22, 20.5."""
 
 
 def lies_in_several_pages(page_size: int | None) -> bool:
@@ -63,11 +61,4 @@ def plain_kernel_because(
     tile = tile_for("Hopper", dtype.itemsize, RANK + ROPE, rows)
     if tile.block_m < TILE and not batch_invariant:
         return f"{rows} (query, head) pairs of a sequence, the Hopper kernel needs more than {tile.block_m}"
-    return None
-
-
-def few_tiles_because(tiles: int, parts: int) -> str | None:
-    """Why the plain kernel computes calls of at most ``tiles`` key tiles in ``parts`` parts; None: it does not."""
-    if tiles < parts * TILES_OF_A_PART:
-        return f"{tiles} tiles of {TILE} keys in {parts} parts, the Hopper kernel needs {TILES_OF_A_PART} in each"
     return None

@@ -26,7 +26,7 @@ _MIXED = gl.constexpr(
 def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: gl.constexpr, MIXED: gl.constexpr):
     """Store a warpgroup's columns of row tile ``tile`` of ``num_rows`` rows of R contiguous elements.
 
-    MIXED: in the order of ``combine_chunks_kernel``, in which a thread has 16 bytes in a row and not 4.
+    MIXED: so that a thread has 16 bytes in a row and not 4; ``in_order`` is the inverse.
     """
     layout: gl.constexpr = _MIXED if MIXED else acc.type.layout
     acc = acc.to(base.dtype.element_ty)
@@ -66,8 +66,8 @@ def store_piece(
     """Write a warpgroup's columns of a piece, and from warpgroup 0 the log-sum-exps; nothing if not ``is_written``.
 
     A piece that ``is_whole``, of all keys of its sequence, gives the results. Others go to ``slot`` of Parts and of
-    ``parts_lse``, as in ``decode_kernel``. acc [ROWS, HALF]; reference, row_sum, rows [ROWS]. INVARIANT: results have
-    no -0, as a sum over chunks has none, and columns in Parts are mixed.
+    ``parts_lse``, as in ``decode_kernel``, with mixed columns. acc [ROWS, HALF]; reference, row_sum, rows [ROWS].
+    INVARIANT: results have no -0, as a sum over chunks has none.
     """
     num_rows = seqlen_q * num_heads
     exists = (rows < num_rows) & is_written
@@ -87,7 +87,7 @@ def store_piece(
                 gl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
     else:
         slot_row = slot.to(gl.int64) * num_rows
-        _store_half(Parts + slot_row * R, acc, tile, num_rows, is_written, which, R, INVARIANT)
+        _store_half(Parts + slot_row * R, acc, tile, num_rows, is_written, which, R, True)
         if which == 0:
             gl.store(parts_lse + slot_row + rows, lse_log2, mask=exists)
 

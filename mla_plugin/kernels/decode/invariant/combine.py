@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mla_plugin.kernels.decode.combine import in_order
 from mla_plugin.kernels.tile_math import LN_2, LOWEST_FLOAT32
 
 
@@ -55,8 +56,7 @@ def combine_chunks_kernel(
       chunks there is nothing to do;
     - the plan.
 
-    MIXED: of each 32 columns of a result, number 8 i + 2 j + k lies at 8 j + 2 i + k (i, j < 4), where the Hopper
-    kernel stores it faster. Lse may be None.
+    MIXED: the columns of the results are (``in_order``). Lse may be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -102,7 +102,7 @@ def combine_chunks_kernel(
     # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
     out *= tl.div_rn(tl.full([BLOCK_ROWS], 1.0, tl.float32), total)[:, None]
     if MIXED:
-        out = out.reshape(BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_ROWS, BLOCK_R)
+        out = in_order(out)
     out_rows = b.to(tl.int64) * num_rows + rows
     tl.store(Out + out_rows[:, None] * R + columns[None, :], out.to(Out.dtype.element_ty), mask=stored)
     if (Lse is not None) and tl.program_id(1) == 0:

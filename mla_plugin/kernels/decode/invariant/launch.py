@@ -15,7 +15,8 @@ from mla_plugin.kernels.decode.hopper import launch as hopper
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import FEW_SEQUENCES, NUMBERS, TILE, plan_chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import NUMBERS, TILE, plan_chunks_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch

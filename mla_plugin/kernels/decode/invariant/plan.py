@@ -18,8 +18,6 @@ TILE = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _FEW_CHUNKS = tl.constexpr(2)
 """Up to so many units of CHUNK keys for each part, shares are whole units: otherwise some parts have a chunk more."""
-FEW_SEQUENCES = 4
-"""Up to so many, the Hopper kernel works out its parts by itself (``chunk_range_of_few``)."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -119,11 +117,7 @@ def _reached(tile, first_tile, tiles, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
-    """As ``chunk_range`` in a single round of at most ``FEW_SEQUENCES``, one after the other.
-
-    Without operations across threads, so that every warp of the attention kernel can do it by itself: for so few
-    sequences that takes less time than another kernel.
-    """
+    """As ``chunk_range`` in a single round, one sequence after the other; why: see ``part_range_of_few``."""
     total = capacity * 0
     rounded = total.to(tl.int64)
     unit: tl.constexpr = CHUNK // TILE

@@ -11,7 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_plugin.kernels.decode.hopper.common import float16_factor, load_plan, lse_of_parts, nonzero_scale, piece_of
+from mla_plugin.kernels.decode.hopper.common import (
+    float16_factor,
+    lse_of_parts,
+    nonzero_scale,
+    piece_of,
+    share_of_tiles,
+)
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
 from mla_plugin.kernels.decode.transposed.operands import (
@@ -180,6 +186,7 @@ def compute(
     ROWS: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """Every piece of this program's part."""
     if DEPENDENT:
@@ -194,7 +201,9 @@ def compute(
     row: gl.constexpr = gl.SliceLayout(0, product)
     rows = gl.arange(0, ROWS, row)
     list_nothing(Parts, part, batch > num_parts, num_parts, num_rows, RANK)
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, num_rows, RANK)
+    first_b, last_b, at, size = share_of_tiles(
+        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, RANK, PLANNED
+    )
     used = 0
     for b in range(first_b, last_b):
         at += overhead

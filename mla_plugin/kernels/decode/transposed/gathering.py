@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
 from mla_plugin.kernels.decode.hopper.gathering import UNIT, blocks_of_keys, keys_before, places_of
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES
 
@@ -46,12 +46,15 @@ def gather(
     stride_kn: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """As the loading warp: the key tiles of every piece of this program's part."""
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, RANK)
+    first_b, last_b, at, size = share_of_tiles(
+        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, seqlen_q * num_heads, RANK, PLANNED
+    )
     used = 0
     for b in range(first_b, last_b):
         at += overhead

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from mla_plugin.kernels.decode.hopper.common import load_plan, piece_of
+from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, bytes_layout
 from mla_plugin.kernels.decode.transposed.computing import compute
 from mla_plugin.kernels.decode.transposed.gathering import gather
@@ -34,12 +34,15 @@ def _load(
     stride_pt,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """The loading warp: the key tiles of every piece of this program's part, in the order of the computing warps."""
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
-    first_b, last_b, at, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, RANK)
+    first_b, last_b, at, size = share_of_tiles(
+        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, seqlen_q * num_heads, RANK, PLANNED
+    )
     used = 0
     for b in range(first_b, last_b):
         at += overhead
@@ -88,6 +91,7 @@ def _produce(
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """The loading warp, or the gathering warps."""
     if DEPENDENT:
@@ -96,12 +100,13 @@ def _produce(
     if C_kv is None:
         _load(
             desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
-            num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL,
+            num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, PLANNED,
         )
     else:
         gather(
             C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
             num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn, PAGE_SIZE, CAUSAL,
+            PLANNED,
         )
     # fmt: on
 
@@ -145,14 +150,15 @@ def transposed_decode_kernel(
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PLANNED: gl.constexpr,
 ):
     """One program computes all rows of each sequence, at most ROWS, over one part of the key tiles. Grid: (parts,).
 
     Descriptors of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles
     [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. With C_kv and K_rope in place of both their rows are
     gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The
-    other arguments, and what is written to Parts: see ``decode_kernel``; ``plan_kernel`` has run before, and the warps
-    wait for it after all else has been set up.
+    other arguments, and what is written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has run before. The
+    warps wait for the kernel before this one after all else has been set up.
     """
     q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
     r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
@@ -174,12 +180,12 @@ def transposed_decode_kernel(
             (compute, (
                 Q_nope_abs, Q_rope, seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch,
                 num_heads, seqlen_q, capacity, num_parts, overhead, stride_qb, stride_qs, stride_qh, stride_rb,
-                stride_rs, stride_rh, ROWS, CAUSAL, DEPENDENT,
+                stride_rs, stride_rh, ROWS, CAUSAL, DEPENDENT, PLANNED,
             )),
             (_produce, (
                 desc_c, desc_k, C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads,
                 seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn,
-                PAGE_SIZE, CAUSAL, DEPENDENT,
+                PAGE_SIZE, CAUSAL, DEPENDENT, PLANNED,
             )),
         ],
         [1 if C_kv is None else 4],

@@ -96,7 +96,13 @@ class Descriptors:
 
 
 def attend_launch(
-    tensors: DecodeTensors, parts: int, page_size: int, options: dict[str, int | None], *, overhead: int
+    tensors: DecodeTensors,
+    parts: int,
+    page_size: int,
+    options: dict[str, int | None],
+    *,
+    overhead: int,
+    is_planned: bool,
 ) -> Launch:
     """The launch of the kernel; the arguments of each call are ``GIVEN``.
 
@@ -104,6 +110,7 @@ def attend_launch(
         page_size: 0: contiguous.
         options: of ``options_of``.
         overhead: of a sequence, in tiles, as for ``plan_kernel``.
+        is_planned: another kernel has written the plan.
     """
     q_nope_abs, q_rope = tensors.q_nope_abs, tensors.q_rope
     batch, seqlen_q, heads, _ = q_nope_abs.shape
@@ -117,5 +124,5 @@ def attend_launch(
         fixed |= named_strides(letter, "bn", units if gathers else (0, 0))
     fixed |= {"PAGE_SIZE": page_size, "ROWS": rule.tile_rows(seqlen_q * heads)}
     fixed |= {"CAUSAL": tensors.causal and seqlen_q > 1, "DEPENDENT": bool(options.get("launch_pdl"))}
-    fixed |= {"REGISTERS": _GATHERING_REGISTERS if gathers else LOADING_REGISTERS}
+    fixed |= {"REGISTERS": _GATHERING_REGISTERS if gathers else LOADING_REGISTERS, "PLANNED": is_planned}
     return Launch(transposed_decode_kernel, (parts, 1, 1), GIVEN, fixed, {**options, "maxnreg": _REGISTERS})
