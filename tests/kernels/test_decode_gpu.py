@@ -9,6 +9,7 @@ import triton
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
 
 pytestmark = pytest.mark.gpu
@@ -203,19 +204,20 @@ def test_long_pieces_of_many_heads_read_by_descriptors() -> None:
     assert (launches.described is not None) == (device.gpu_class in ("Hopper", "227 KiB"))
 
 
-@pytest.mark.parametrize(("heads", "kernels"), [(16, 2), (128, 3)])
+@pytest.mark.parametrize(("heads", "batch", "kernels"), [(16, 2, 2), (128, 2, 3), (128, 5, 3)])
 def test_the_kernels_are_compiled_together_once_for_all_lengths(
-    heads: int, kernels: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, batch: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 64 rows the plan is a separate kernel."""
-    if decode_launch.device_of(torch.device("cuda", torch.cuda.current_device())).gpu_class == "99 KiB":
+    """With 64 rows the plan is a separate kernel, on Hopper that of more than four sequences."""
+    device = decode_launch.device_of(torch.device("cuda", torch.cuda.current_device()))
+    if device.gpu_class == "99 KiB" or (device.has_gluon and batch <= FEW_SEQUENCES):
         kernels = 2
     compiled = []
     monkeypatch.setattr(decode_launch, "_compiled", set())
     monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
     for length in (3000, 3005, 3007):  # as many parts
-        check(contiguous((2, 1, heads, 512, 64, length), torch.bfloat16), is_causal=False)
+        check(contiguous((batch, 1, heads, 512, 64, length), torch.bfloat16), is_causal=False)
     assert compiled == [(kernels, torch.device("cuda", torch.cuda.current_device()))]
     check(paged((2, 1, heads, 512, 64, 4096), 64, torch.bfloat16, [4096, 7]), is_causal=False)
     assert len(compiled) == 2
