@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -152,3 +153,11 @@ def assert_as_good_as_pytorch(out: torch.Tensor, lse: torch.Tensor, inputs: Inpu
         rounding *= 4  # the matrix units cut sums off where float32 rounds
     floor = rounding * (wanted.square().sum() + wanted.numel()).sqrt()  # lse may be near 0, its scores are not
     assert (found - wanted).norm() <= 2 * (plain_found - wanted).norm() + floor
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Columns in the order in which the Hopper kernel stores them, by the docstring of ``in_order``."""
+    places = torch.empty(x.shape[-1], dtype=torch.long)
+    for block, i, j, k in itertools.product(range(x.shape[-1] // 32), range(4), range(4), range(2)):
+        places[32 * block + 8 * j + 2 * i + k] = 32 * block + 8 * i + 2 * j + k
+    return x[..., places.to(x.device)]

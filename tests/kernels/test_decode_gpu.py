@@ -59,18 +59,22 @@ def test_pieces_that_the_device_chooses(batch: int, heads: int) -> None:
     check(paged((batch, 1, heads, 512, 64, 4096), 64, torch.bfloat16, lengths), is_causal=False)
 
 
+@pytest.mark.parametrize("more", [[], [77]])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_a_captured_graph_follows_lengths_and_pages(heads: int) -> None:
-    """The host reads neither: a replay with others in the same memory gives what a fresh call gives."""
-    shape = (4, 1, heads, 512, 64, 4096)
-    inputs = paged(shape, 64, torch.bfloat16, [4096, 3000, 64, 1])
+def test_a_captured_graph_follows_lengths_and_pages(heads: int, more: list[int]) -> None:
+    """The host reads neither: a replay with others in the same memory gives what a fresh call gives.
+
+    Of four sequences, and of five, for which a kernel plans.
+    """
+    shape = (4 + len(more), 1, heads, 512, 64, 4096)
+    inputs = paged(shape, 64, torch.bfloat16, [4096, 3000, 64, 1, *more])
     run(inputs, True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = run(inputs, True)
     for lengths, seed in (([4096, 3000, 64, 1], 0), ([5, 0, 4095, 1000], 1), ([1, 1, 1, 1], 2)):
-        other = paged(shape, 64, torch.bfloat16, lengths, seed)
+        other = paged(shape, 64, torch.bfloat16, [*lengths, *more], seed)
         inputs.q_nope_abs.copy_(other.q_nope_abs)
         inputs.q_rope.copy_(other.q_rope)
         inputs.c_kv.copy_(other.c_kv)

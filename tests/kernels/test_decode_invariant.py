@@ -34,6 +34,7 @@ from tests.kernels.decode_cases import (
     Inputs,
     assert_as_good_as_pytorch,
     contiguous,
+    mixed,
     paged,
     with_leftpad,
 )
@@ -383,14 +384,6 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
         found.append(run(inputs))
         assert_same(found[-1], found[0])
     assert_as_good_as_pytorch(*found[0], inputs, is_causal=True)
-
-
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Columns in the order in which the Hopper kernel stores them, by the docstring of the kernel that reads them."""
-    places = torch.empty(x.shape[-1], dtype=torch.long)
-    for block, i, j, k in itertools.product(range(x.shape[-1] // 32), range(4), range(4), range(2)):
-        places[32 * block + 8 * j + 2 * i + k] = 32 * block + 8 * i + 2 * j + k
-    return x[..., places.to(x.device)]
 
 
 @pytest.mark.parametrize("block", [(1, 32, 1), (4, 64, 32), (8, 512, 4)])

@@ -14,7 +14,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-LENGTHS = [2100, 0, 1, 63, 64, 65, 1000] * 12  # two tiles a part, or the plain kernel computes it
+LENGTHS = [2100, 0, 1, 63, 64, 65, 1000] * 12
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ def list_of_split(Parts, num_parts, num_rows, R: tl.constexpr):
 
 @triton.jit
 def in_order(x):
-    """Mixed columns of ``x`` [BLOCK_ROWS, BLOCK_R] in their order.
+    """Mixed columns of ``x`` [BLOCK_ROWS, BLOCK_R] in their order, or columns in their order mixed; BLOCK_R: 32 n.
 
     Of each 32 columns, number 8 i + 2 j + k lies at 8 j + 2 i + k (i, j < 4): so the Hopper kernel stores 16 bytes a
     thread in place of 4.
     """
     BLOCK_ROWS: tl.constexpr = x.shape[0]
     BLOCK_R: tl.constexpr = x.shape[1]
+    tl.static_assert(BLOCK_R % 32 == 0)
     return x.reshape(BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_ROWS, BLOCK_R)
 
 
@@ -63,7 +64,8 @@ def combine_kernel(
     - the list, int32 pairs: (first, number of pieces) of each sequence, or, where there are more sequences than
       parts, (sequence, number of pieces) of each ``first``; with fewer than two pieces there is nothing to do.
 
-    MIXED: the columns of the pieces are (``in_order``). Lse may be None.
+    MIXED: the columns of the pieces' results lie as ``in_order`` says, as the Hopper kernel alone stores them. Lse may
+    be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -280,8 +280,12 @@ def launches_of(
     )
 
 
-def make_launches(tensors: DecodeTensors) -> Launches:
-    """The launches of the kernels that divide the tiles of all sequences evenly."""
+def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launches:
+    """The launches of the kernels that divide the tiles of all sequences evenly.
+
+    Args:
+        tiles_for_hopper: calls with fewer key tiles a part run on the plain kernel.
+    """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     is_transposed = transposed.takes(tensors, device)
@@ -292,18 +296,18 @@ def make_launches(tensors: DecodeTensors) -> Launches:
     parts = min(slots, batch * key_tiles)
     page_size = page_size_of(tensors)
     can_describe = not is_transposed and can_use_descriptors(tensors, device, tile, page_size)
-    is_hopper = not is_transposed and hopper.takes(tensors, device, can_describe)
+    has_few = batch * key_tiles < slots * tiles_for_hopper
+    is_hopper = not is_transposed and not has_few and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
-    is_planned = batch > FEW_SEQUENCES if is_hopper or is_transposed else tile.planned
+    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_transposed else tile.planned
+    options = options_of(device, 4)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: Described | None = None
     if is_transposed:
         described = transposed.Descriptors(tensors)
-        options = options_of(device, 4)
         attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned)
     elif is_hopper:
         described = hopper.Descriptors(tensors)
-        options = options_of(device, 4)
         attend = hopper.attend_launch(
             tensors, row_tiles * parts, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned
         )
@@ -325,7 +329,7 @@ def make_launches(tensors: DecodeTensors) -> Launches:
         is_planned,
         transposed_rows,
         getattr(described, "gathers", False),
-        combine and combine.arguments[-5:-1],
+        combine and combine.arguments[-5:-2],
         *constants.values(),
     )
     return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)

@@ -13,7 +13,7 @@ from mla_plugin.kernels.decode.combine import list_of_split
 SEQUENCES = tl.constexpr(256)
 """Sequences processed per step."""
 FEW_SEQUENCES = 4
-"""Up to so many, the programs of the Hopper kernel work out their parts by themselves."""
+"""Up to so many, the programs of the Hopper kernels work out their parts by themselves; with 8 that takes longer."""
 
 
 @triton.jit
@@ -80,8 +80,8 @@ def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhea
 def part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
     """As ``part_range``, without left padding, one sequence after the other.
 
-    Without operations across threads, so that every warp of the Hopper kernel can do it by itself: for up to
-    ``FEW_SEQUENCES`` that takes less time than another kernel.
+    Without operations across threads, so that every warp of the Hopper and the transposed kernel can do it by itself:
+    for up to ``FEW_SEQUENCES`` that takes less time than ``plan_kernel``.
     """
     total = capacity * 0
     for b in range(batch):
@@ -126,8 +126,9 @@ def plan_kernel(
 ):
     """Writes the plan of ``decode_kernel``: ``part_range`` of each part. Grid: (parts,).
 
-    A separate kernel with WGMMA: reductions over threads in the same kernel make ptxas hold the addresses of the
-    queries in 72 registers, and spill (CUDA 12.9; a tile took 20 % longer).
+    Also of the Hopper and the transposed kernel, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
+    reductions over threads in the same kernel make ptxas hold the addresses of the queries in 72 registers, and spill
+    (CUDA 12.9; a tile took 20 % longer).
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

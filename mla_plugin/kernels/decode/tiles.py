@@ -22,7 +22,7 @@ class DecodeTile(NamedTuple):
         paged_stages: the same when a page number must be loaded before a tile, which takes as many stages again.
         gathered_stages: the same when a page number is loaded for every key.
         programs: programs that one SM runs at a time.
-        planned: whether ``plan_kernel`` computes each program's share, or the program itself.
+        planned: whether ``plan_kernel`` computes the share of each program of a plain kernel, or the program itself.
         max_registers: ``maxnreg`` of the launch; None: chosen by ptxas.
     """
 

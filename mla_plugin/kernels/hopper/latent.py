@@ -9,8 +9,8 @@ is how many tiles the tile's stage held before; its parity is the phase of the s
 the score, in log2, whose weight is 1: the running maximum, or, of a format ``in_float16``, that of ``tile_reference``.
 
 ``tiles``, in shared memory: q_tiles [PANELS] and k_tiles [2 * PANELS], panels of 64 x 64, those of a key tile in one of
-two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [3, ROWS], references of both warpgroups,
-then ``SCALE``; sums [4, ROWS].
+two stages, the even tiles in stage 0; p_tile [ROWS, KEYS], weights; maxima [2, ROWS], references of both warpgroups,
+in decode a third row, ``SCALE``; sums [4, ROWS].
 ``barriers``, and who arrives at them:
 
 - q_full, q_empty: TMA has copied the queries of a piece, in the forward of a query tile; both warpgroups have read
@@ -153,7 +153,7 @@ def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))[None, :]
         s = gl.where(keys < (visible - start)[:, None], s, float("-inf"))
     if in_float16(FORMAT):
-        # kept in registers it takes two a thread for which products are serialised or registers spilled
+        # in registers it would take two more of each thread: then ptxas serialises the products, or spills
         scale_log2 = maxima.index(SCALE).load(SCORES_ROWS)
     of_tile = gl.max(s, 1) * scale_log2
     if in_float16(FORMAT):
@@ -311,7 +311,8 @@ def fold_tiles(
 ):
     """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    The sums are those of the own tiles. scale_log2: of all rows; of a format ``in_float16`` ``maxima`` has one of each.
+    The sums are those of the own tiles. scale_log2: not used in a format ``in_float16``, where each row has its own in
+    ``maxima[SCALE]``.
     """
     highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):

@@ -65,7 +65,8 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
     Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
-    Lengths are rounded up to a power of two, so that a batch near a kernel's limit may run by another one.
+    Lengths are rounded up to a power of two, so that a batch near the limit of the transposed kernel with 17 to 32
+    (query, head) pairs may run by another one.
     """
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
@@ -114,7 +115,7 @@ def _tiles(request: DecodeRequest) -> int:
 
 
 def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
-    """Why the plain kernel computes such calls, whatever the batch; None: the Hopper kernel may."""
+    """Why the plain kernel computes such calls; None: the Hopper kernel does, if it can read the queries."""
     reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
     if reason is not None:
         return reason

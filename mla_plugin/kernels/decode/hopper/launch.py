@@ -27,6 +27,7 @@ GIVEN = (
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
 _GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
+"""For copies and for conversions. With 72 over fp8 each load is waited for at once: 845 us in place of 634 (H200)."""
 _DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 _NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses

@@ -26,7 +26,7 @@ _MIXED = gl.constexpr(
 def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: gl.constexpr, MIXED: gl.constexpr):
     """Store a warpgroup's columns of row tile ``tile`` of ``num_rows`` rows of R contiguous elements.
 
-    MIXED: so that a thread has 16 bytes in a row and not 4; ``in_order`` is the inverse.
+    MIXED: so that a thread has 16 bytes in a row and not 4; ``in_order`` undoes it.
     """
     layout: gl.constexpr = _MIXED if MIXED else acc.type.layout
     acc = acc.to(base.dtype.element_ty)

@@ -56,7 +56,8 @@ def combine_chunks_kernel(
       chunks there is nothing to do;
     - the plan.
 
-    MIXED: the columns of the results are (``in_order``). Lse may be None.
+    MIXED: the columns of the chunks' results lie as ``in_order`` says, as the Hopper kernel alone stores them. Lse may
+    be None.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -117,7 +117,10 @@ def _reached(tile, first_tile, tiles, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
-    """As ``chunk_range`` in a single round, one sequence after the other; why: see ``part_range_of_few``."""
+    """As ``chunk_range`` in a single round of at most ``FEW_SEQUENCES``, one after the other.
+
+    Without operations across threads, for the same reason as ``part_range_of_few``.
+    """
     total = capacity * 0
     rounded = total.to(tl.int64)
     unit: tl.constexpr = CHUNK // TILE

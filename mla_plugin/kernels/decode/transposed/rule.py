@@ -24,7 +24,6 @@ TILES = DecodeTile(
     paged_stages=2,
     gathered_stages=2,
     programs=2,
-    planned=True,
 )
 """How work is divided. The kernel has two stages, and a multiprocessor runs two programs at a time."""
 

@@ -1,0 +1,63 @@
+"""Up to four sequences are divided by the Hopper and the transposed kernel themselves, more by a kernel before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.decode_layout import known_of
+from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode.hopper import launch as hopper_launch
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
+from tests.kernels.decode_cases import assert_as_good_as_pytorch
+from tests.kernels.gathered_cases import call_of
+from tests.kernels.gluon.hopper import hopper as hopper
+
+pytestmark = pytest.mark.usefixtures("hopper")
+LENGTHS = [200, 64, 0, 129, 1]
+BFLOAT16 = torch.bfloat16
+KINDS = [(40, PLAIN, 64), (40, PLAIN, 16), (40, FP8, None), (40, FP8_DS_MLA, 16), (16, FP8, 16), (20, FP8, 64)]
+
+
+def assert_planned(tensors: DecodeTensors, is_planned: bool) -> None:
+    """A kernel plans, and the next one knows."""
+    ((plan, attend, _),) = decode_launch.make_launches(tensors).rounds
+    told = dict(zip(attend.kernel.arg_names[len(attend.given) :], attend.arguments, strict=True))
+    assert (plan is not None, told["PLANNED"]) == (is_planned, is_planned)
+
+
+def decode(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = decode_launch.decode(tensors, known_of(tensors))
+    assert lse is not None
+    return out, lse
+
+
+@pytest.mark.parametrize(("heads", "kv_format", "page_size"), KINDS)
+@pytest.mark.parametrize("batch", [4, 5])
+def test_four_have_no_plan_and_five_have_one(batch: int, heads: int, kv_format: str, page_size: int | None) -> None:
+    inputs, tensors = call_of((batch, 1, heads, 200), page_size, kv_format, BFLOAT16, LENGTHS[:batch])
+    assert_planned(tensors, batch == 5)
+    assert_as_good_as_pytorch(*decode(tensors), inputs, is_causal=False)
+
+
+@pytest.mark.parametrize(("heads", "kv_format", "page_size"), KINDS)
+def test_a_plan_changes_no_bit(
+    heads: int, kv_format: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tensors = call_of((FEW_SEQUENCES, 2, heads // 2, 200), page_size, kv_format, BFLOAT16, LENGTHS[:4], 1, True)
+    first = decode(tensors)
+    monkeypatch.setattr(decode_launch, "FEW_SEQUENCES", 0)
+    monkeypatch.setattr("mla_plugin.arguments.decode_layout._known", {})
+    assert_planned(tensors, True)
+    assert all(torch.equal(a, b) for a, b in zip(first, decode(tensors), strict=True))
+
+
+@pytest.mark.parametrize(("seqlen_kv", "is_plain"), [(5 * 64, True), (5 * 64 + 1, False)])
+def test_few_keys_can_be_left_to_the_plain_kernel(seqlen_kv: int, is_plain: bool) -> None:
+    """A step with W_UK and W_UV reads by pointers there, and is not computed in parts."""
+    _, tensors = call_of((1, 1, 40, seqlen_kv), None, PLAIN, BFLOAT16, [seqlen_kv])
+    assert isinstance(decode_launch.make_launches(tensors).described, hopper_launch.Descriptors)
+    described = decode_launch.make_launches(tensors, tiles_for_hopper=2).described
+    assert (described is None) == is_plain
