@@ -237,10 +237,10 @@ def test_an_unknown_capability_has_no_known_shared_memory(capsys: pytest.Capture
 
 
 def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "explain --decode --capability 9.0 --heads 128 --batch-size 4 --seqlen-kv 8192 --package vllm=0.25.1"
+    arguments = "explain --decode --capability 9.0 --heads 128 --batch-size 64 --seqlen-kv 1024 --package vllm=0.25.1"
     assert main(shlex.split(arguments)) == 0
     out = capsys.readouterr().out
-    assert "decode bfloat16, batch 4, lengths 1 x 8192, 128 heads, kv_lora_rank 512, rope 64, pages of 64" in out
+    assert "decode bfloat16, batch 64, lengths 1 x 1024, 128 heads, kv_lora_rank 512, rope 64, pages of 64" in out
     assert "vllm 0.25.1, qv" in out
     assert out.splitlines()[-1] == "=> decode: fa3"
 

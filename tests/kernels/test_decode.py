@@ -136,8 +136,9 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, r
     """Its programs hold a power of two of rows, pieces and columns, and cover every row and column once."""
     device = decode_launch.Device("Hopper", 132, True, True)
     for rows, parts, key_tiles in itertools.product((1, 16, 64, 512), (2, 66, 264), (1, 16, 512)):
-        launch = decode_launch._combine_launch(device, batch, rows, 1, parts, key_tiles, rank)
-        block_rows, block_r, pieces = launch.arguments[-4:-1]
+        launch = decode_launch._combine_launch(device, batch, rows, 1, parts, key_tiles, rank, is_mixed=rank == 512)
+        block_rows, block_r, pieces, is_mixed = launch.arguments[-5:-1]
+        assert block_r >= 32 or not is_mixed
         assert block_rows & (block_rows - 1) == block_r & (block_r - 1) == pieces & (pieces - 1) == 0
         assert block_rows * block_r * pieces <= 128 * 32 * launch.options["num_warps"]
         assert launch.grid[0] == min(batch, parts) * -(-rows // block_rows)

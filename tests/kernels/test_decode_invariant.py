@@ -24,8 +24,7 @@ from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import NUMBERS, plan_chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import TILE as TILE_KEYS
+from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DECODE
 from mla_plugin.variables import CHUNKS
 from tests.kernels.decode_cases import (
@@ -40,7 +39,7 @@ from tests.kernels.decode_cases import (
 )
 from tests.kernels.test_decode import describe_for_the_interpreter
 
-TILE = TILE_KEYS.value
+TILE = COUNTED_KEYS.value
 CHUNK = 128  # here; two tiles, so that the interpreter has less to do
 Results = tuple[torch.Tensor, torch.Tensor]
 

@@ -22,6 +22,7 @@ MODULES = (
         "decode.combine",
         "decode.projected.kernels",
         "decode.hopper.kernel",
+        "decode.transposed.kernel",
         "decode.cache",
     ),
     *("decode.invariant.kernel", "decode.invariant.combine", "decode.quantised_cache"),
@@ -42,19 +43,30 @@ for name in order[::-1] if is_reversed else order:
     if is_ours:
         hash_sources(kernels[name])
     kernels[name].cache_key
-print(json.dumps({name: kernels[name].cache_key for name in order}))
+found = {name: kernels[name].cache_key for name in order}
+values = {
+    name: sorted({(used, str(value)) for (used, _), (value, _) in kernel.used_global_vals.items()})
+    for name, kernel in kernels.items()
+    if name in order
+}
+print(json.dumps([found, values]))
 """
 
 
-def hashes(chosen: str | None = None, *, is_reversed: bool = False, is_ours: bool = True) -> dict[str, str]:
-    """Triton's hash of each kernel, or of the chosen one alone, in a new process that compiles."""
+def told(chosen: str | None, *, is_reversed: bool, is_ours: bool) -> list[dict[str, Any]]:
+    """By kernel: Triton's hash, in a new process that compiles; and names and values of the globals that it uses."""
     environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", CODE, json.dumps([MODULES, chosen, is_reversed, is_ours])]
     environ |= {"PYTHONPATH": str(ROOT)}
-    found: dict[str, str] = json.loads(
+    found: list[dict[str, Any]] = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     )
     return found
+
+
+def hashes(chosen: str | None = None, *, is_reversed: bool = False, is_ours: bool = True) -> dict[str, str]:
+    """Triton's hash of each kernel, or of the chosen one alone."""
+    return told(chosen, is_reversed=is_reversed, is_ours=is_ours)[0]
 
 
 def test_the_order_of_kernels_does_not_matter() -> None:
@@ -66,6 +78,13 @@ def test_the_order_of_kernels_does_not_matter() -> None:
 @pytest.mark.parametrize("kernel", ["decode.kernel decode_kernel", "hopper.backward_q attention_backward_q_kernel"])
 def test_a_kernel_alone_has_the_same_hash(kernel: str) -> None:
     assert hashes(kernel) == {kernel: hashes(is_reversed=True)[kernel]}
+
+
+def test_a_kernel_uses_no_two_globals_of_one_name() -> None:
+    """Triton hashes them in the order of the addresses of their modules, so the hash would change with the process."""
+    for kernel, values in told(None, is_reversed=False, is_ours=True)[1].items():
+        names = [name for name, _ in values]
+        assert len(names) == len(set(names)), (kernel, values)
 
 
 def test_triton_alone_depends_on_the_order() -> None:

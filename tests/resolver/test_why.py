@@ -9,6 +9,7 @@ import torch
 
 import mla_plugin
 from mla_plugin import DecodeRequest, Platform
+from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.manager import BUILTIN_BACKENDS
 from mla_plugin.resolver import survey, survey_decode
 from mla_plugin.resolver.changes import Situation, of_device, of_packages
@@ -302,7 +303,8 @@ def test_decode_is_asked_about_too():
     assert kinds(answer)[:1] == ["package"]
     assert 'pip install "mla-plugin[flashinfer]"' in answer.text
     assert "a cache in pages of 64 (page_table=...)" in answer.text
-    answer = ask("triton", DECODE, with_packages(vllm="0.25.1"))
+    even = DECODE.replace(batch_size=64, max_seqlen_kv=1024, has_host_lengths=True, profile=Profile.of([1024] * 64))
+    answer = ask("triton", even.replace(has_seqlens_kv=True), with_packages(vllm="0.25.1"))
     assert "fa3 is chosen for the decode (measured: triton takes 1." in answer.text
 
 

@@ -126,7 +126,8 @@ def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank
         pieces = max(min(pieces, most), _COMBINE_SOME_PIECES if is_half else _COMBINE_SOME_PIECES // 2)
         least_rows = min(next_power_of_2(num_rows), _COMBINE_ROWS)
     pieces = min(_COMBINE_PIECES, pieces)
-    columns = min(next_power_of_2(rank), _COMBINE_ELEMENTS // (pieces * least_rows))
+    # at least 32, in which columns may be mixed
+    columns = min(next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // (pieces * least_rows)))
     rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
     return rows, columns, pieces, max(1, columns // 256)
 

@@ -15,7 +15,7 @@ from mla_plugin.kernels.decode.hopper import launch as hopper
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
-from mla_plugin.kernels.decode.invariant.plan import NUMBERS, TILE, plan_chunks_kernel
+from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
@@ -105,7 +105,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     device = launch.device_of(tensors.q_nope_abs.device)
     is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
-    launch.count_tiles(batch, tensors.capacity, TILE.value)  # fewer than the plan can count
+    launch.count_tiles(batch, tensors.capacity, COUNTED_KEYS.value)  # fewer than the plan can count
     chunks, row_tiles = (
         most_chunks(tensors.capacity, chunk),
         ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),

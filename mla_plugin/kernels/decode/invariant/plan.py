@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
 NUMBERS = tl.constexpr(5)
 """int32 values per part in the plan."""
-TILE = tl.constexpr(64)
+COUNTED_KEYS = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _FEW_CHUNKS = tl.constexpr(2)
 """Up to so many units of CHUNK keys for each part, shares are whole units: otherwise some parts have a chunk more."""
@@ -26,13 +26,13 @@ def _tiles(seqlens_kv, leftpad_kv, b, batch, capacity):
     """Tiles of each sequence of ``b``, at least one; 0 from ``batch`` on."""
     exists = b < batch
     origin, _, length = key_range(seqlens_kv, leftpad_kv, b, exists, capacity, 1)
-    return tl.where(exists, tiles_between(origin, length, TILE), 0)
+    return tl.where(exists, tiles_between(origin, length, COUNTED_KEYS), 0)
 
 
 @triton.jit
 def _chunks_before(tiles, CHUNK: tl.constexpr):
     """How many chunks of a sequence begin within its first ``tiles``."""
-    return chunks_from(tl.cdiv(tiles, CHUNK // TILE))
+    return chunks_from(tl.cdiv(tiles, CHUNK // COUNTED_KEYS))
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
     for b0 in range(0, batch, SEQUENCES):
         tiles = _tiles(seqlens_kv, leftpad_kv, b0 + tl.arange(0, SEQUENCES), batch, capacity)
         total += tl.sum(tiles)
-        rounded += tl.sum(tl.cdiv(tiles, CHUNK // TILE) * (CHUNK // TILE))
+        rounded += tl.sum(tl.cdiv(tiles, CHUNK // COUNTED_KEYS) * (CHUNK // COUNTED_KEYS))
     return total, rounded
 
 
@@ -87,7 +87,7 @@ def _shares(total, rounded, num_parts, CHUNK: tl.constexpr):
         (tiles, grain, share): the tiles to divide; a sequence's tiles are rounded up to a multiple of ``grain``; a part
         has ``share`` tiles, the last ones fewer; 0: parts are equal but for rounding.
     """
-    unit: tl.constexpr = CHUNK // TILE
+    unit: tl.constexpr = CHUNK // COUNTED_KEYS
     grain, share = total * 0 + 1, total * 0
     if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * unit):
         grain += unit - 1
@@ -123,7 +123,7 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
     """
     total = capacity * 0
     rounded = total.to(tl.int64)
-    unit: tl.constexpr = CHUNK // TILE
+    unit: tl.constexpr = CHUNK // COUNTED_KEYS
     for b in range(batch):
         tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
         total += tiles
