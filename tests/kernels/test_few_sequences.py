@@ -11,6 +11,7 @@ from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
+from mla_plugin.kernels.decode.projected import launch as projected
 from tests.kernels.decode_cases import assert_as_good_as_pytorch
 from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
@@ -55,9 +56,10 @@ def test_a_plan_changes_no_bit(
 
 
 @pytest.mark.parametrize(("seqlen_kv", "is_plain"), [(5 * 64, True), (5 * 64 + 1, False)])
-def test_few_keys_can_be_left_to_the_plain_kernel(seqlen_kv: int, is_plain: bool) -> None:
-    """A step with W_UK and W_UV reads by pointers there, and is not computed in parts."""
+def test_a_step_with_w_uk_and_w_uv_over_few_keys_runs_the_plain_kernel(seqlen_kv: int, is_plain: bool) -> None:
+    """It needs a kernel that reads the cache by pointers; there is none from two tiles a part on."""
     _, tensors = call_of((1, 1, 40, seqlen_kv), None, PLAIN, BFLOAT16, [seqlen_kv])
     assert isinstance(decode_launch.make_launches(tensors).described, hopper_launch.Descriptors)
-    described = decode_launch.make_launches(tensors, tiles_for_hopper=2).described
-    assert (described is None) == is_plain
+    query, weight = torch.zeros(1, 40, 1, 128 + 64, dtype=BFLOAT16), torch.zeros(40 * 256, 512, dtype=BFLOAT16)
+    step = projected.step_of(tensors, query, weight, 128, 128, None)
+    assert (step is not None) == is_plain
