@@ -50,7 +50,8 @@ def _registers(opcode: str, operands: list[str]) -> tuple[set[int], set[int]]:
     """(read, written)."""
     reads: set[int] = set()
     writes: set[int] = set()
-    if opcode == "R2UR" and re.fullmatch(r"P\d", operands[0]):  # in a loop over the values that a warp's threads have
+    # R2UR in a loop over the values that a warp's threads have; ULOP3 with a predicate of whether its result is 0
+    if opcode.startswith(("R2UR", "ULOP3")) and re.fullmatch(r"U?P\d", operands[0]):
         operands = operands[1:]
     is_pair = any(mark in opcode for mark in _WRITES_A_PAIR)
     for place, operand in enumerate(operands):

@@ -97,6 +97,7 @@ DECODE_JOBS = (
     *(DecodeJob("bf16", page_size, True, kv_cache_format="fp8", invariant=True) for page_size in (0, 64)),
     *(DecodeJob(is_planned=False), DecodeJob("fp16", 16, True, is_planned=False)),
     DecodeJob("bf16", 64, True, kv_cache_format="fp8", is_planned=False),
+    DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla", is_planned=False),
     DecodeJob(invariant=True, is_planned=False),
     DecodeJob("bf16", 0, True, kv_cache_format="fp8", invariant=True, is_planned=False),
 )

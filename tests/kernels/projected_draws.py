@@ -47,8 +47,11 @@ class Call:
         lengths = self.seqlens_kv, self.leftpad_kv
         return DecodeTensors(absorbed, rope, *cache, 1.0, seqlen_q > 1, False, None, *lengths)
 
+    def find_step(self) -> projected.Step | None:
+        return projected.step_of(self.tensors(), self.query, self.weight, self.dim_nope, self.dim_v, self.ranges)
+
     def step(self) -> projected.Step:
-        found = projected.step_of(self.tensors(), self.query, self.weight, self.dim_nope, self.dim_v, self.ranges)
+        found = self.find_step()
         assert found is not None
         return found
 

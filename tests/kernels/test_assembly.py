@@ -61,6 +61,7 @@ def test_what_an_instruction_reads(reader: str, registers: set[int]) -> None:
     [
         "R2UR UR4, R0",
         "@P1 R2UR P0, UR4, R0",
+        "ULOP3.LUT UP1, UR4, URZ, 0x1, URZ, 0xc0, !UPT",
         "ULDC.64 UR4, c[0x0][0x208]",
         "@UP0 UMOV UR4, 0x1",
         "S2UR UR4, SR_CTAID.X",

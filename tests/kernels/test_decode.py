@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -277,6 +278,21 @@ def test_any_strides(is_causal: bool) -> None:
     )
     found = mla_decode_attention(*tensors, is_causal=is_causal, return_lse=True, **inputs.options())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_heads_far_apart() -> None:
+    """The last head is 2**31 elements behind the first one or more. Memory that nothing touches takes no space."""
+    inputs = contiguous((1, 2, 3, 64, 16, 90), torch.float16)
+    expected = mla_decode_attention(*inputs.tensors(), **inputs.options())
+    queries = []
+    for x in inputs.tensors()[:2]:
+        apart = 2**30 + 8
+        elements = 2 * apart + x[:, :, 0].numel()
+        memory = torch.from_numpy(np.empty(elements, np.float16)).to(DEVICE)  # torch.empty would fill it with NaN here
+        far = memory.as_strided(x.shape, (1, x.shape[3], apart, 1))
+        queries.append(far.copy_(x))
+    found = mla_decode_attention(*queries, *inputs.tensors()[2:], **inputs.options())
+    assert torch.equal(found, expected)
 
 
 def test_one_cache_for_all_sequences_and_a_cut_one() -> None:

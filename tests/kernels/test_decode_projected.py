@@ -148,6 +148,15 @@ def test_a_wrong_argument_is_named_before_a_launch(call: Call) -> None:
     assert operate(Call(**{**vars(call), "c_kv": two})) is None
 
 
+def test_rows_of_the_weight_far_apart_are_left_to_others(call: Call) -> None:
+    """A tile of them exceeds int32 offsets."""
+    shape = call.weight.shape
+    most = max(projected.padded(call.dim_nope), projected.padded(call.dim_v))
+    for apart, is_taken in ((2**31 // most - 8, True), (2**31 // most, False)):
+        far = torch.empty_strided(shape, (apart, 1), dtype=call.weight.dtype, device="meta")
+        assert (Call(**{**vars(call), "weight": far}).find_step() is not None) == is_taken
+
+
 def test_lengths_at_any_address(call: Call) -> None:
     for shift in range(4):
         moved = torch.empty(call.ranges.numel() + shift, dtype=torch.int32)[shift:].view(call.ranges.shape)

@@ -77,11 +77,11 @@ def gather_kernel(
 ):
     """One program copies one row of one sequence; rows from the sequence's length on are zeros."""
     b = (tl.program_id(0) // max_seqlen_kv).to(tl.int64)
-    key = tl.program_id(0) % max_seqlen_kv
+    key = (tl.program_id(0) % max_seqlen_kv).to(tl.int64)
     exists = key < tl.load(seqlens_kv + b)
     page = tl.load(page_table + b * stride_pt + key // page_size, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
-    row = (key % page_size).to(tl.int64)  # rows of a transposed cache are far apart
+    row = key % page_size
     _copy_row(C_kv + page * stride_cb + row * stride_cn, C_out + b * stride_cob + key * stride_con, R, BLOCK_R, exists)
     if D_ROPE > 0:
         target = K_out + b * stride_kob + key * stride_kon

@@ -35,7 +35,7 @@ def in_order(x):
     BLOCK_ROWS: tl.constexpr = x.shape[0]
     BLOCK_R: tl.constexpr = x.shape[1]
     tl.static_assert(BLOCK_R % 32 == 0)
-    return x.reshape(BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(BLOCK_ROWS, BLOCK_R)
+    return x.reshape([BLOCK_ROWS, BLOCK_R // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([BLOCK_ROWS, BLOCK_R])
 
 
 @triton.jit(do_not_specialize=["batch", "num_parts"])

@@ -20,7 +20,7 @@ def load_queries(
 ):
     """Columns C0 .. C0 + C of the (query, head) rows ``rows``: [len(rows), C]; rows and columns out of range are 0."""
     columns = C0 + tl.arange(0, C)
-    offsets = (rows // num_heads).to(tl.int64) * stride_s + (rows % num_heads) * stride_h
+    offsets = (rows // num_heads).to(tl.int64) * stride_s + (rows % num_heads).to(tl.int64) * stride_h
     exists = rows[:, None] < num_rows
     if C0 + C > D:
         exists = exists & (columns[None, :] < D)

@@ -123,11 +123,11 @@ def gather_quantised_kernel(
 ):
     """One program copies one row of one sequence; zeros from its length on. KV_scale None: ``fp8_ds_mla``."""
     b = (tl.program_id(0) // max_seqlen_kv).to(tl.int64)
-    key = tl.program_id(0) % max_seqlen_kv
+    key = (tl.program_id(0) % max_seqlen_kv).to(tl.int64)
     exists = key < tl.load(seqlens_kv + b)
     page = tl.load(page_table + b * stride_pt + key // page_size, mask=exists, other=0).to(tl.int64)
     exists = exists & (page >= 0) & (page < num_pages)
-    row = (key % page_size).to(tl.int64)
+    row = key % page_size
     values = C_kv + page * stride_cb + row * stride_cn
     rope = K_rope + page * stride_kb + row * stride_kn
     c_out = C_out + b * stride_cob + key * stride_con

@@ -14,6 +14,7 @@ from mla_plugin.kernels.hopper.latent import KEYS
 load_plan = gluon.jit(plan.load_plan.fn)
 _part_range_of_few = gluon.jit(plan.part_range_of_few.fn)
 list_of_split = gluon.jit(combine.list_of_split.fn)
+in_order = gluon.jit(combine.in_order.fn)
 lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
 key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)

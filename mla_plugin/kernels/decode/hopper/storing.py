@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_plugin.kernels.decode.hopper.common import list_of_split
+from mla_plugin.kernels.decode.hopper.common import in_order, list_of_split
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.hopper.latent import HALF, OUT_ROWS
 from mla_plugin.kernels.tile_math import LN_2
@@ -31,8 +31,7 @@ def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: g
     layout: gl.constexpr = _MIXED if MIXED else acc.type.layout
     acc = acc.to(base.dtype.element_ty)
     if MIXED:
-        acc = acc.reshape([ROWS, HALF // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, HALF])
-        acc = gl.convert_layout(acc, layout)
+        acc = gl.convert_layout(in_order(acc), layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = which * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     exists = (tile * ROWS + rows < num_rows) & is_written

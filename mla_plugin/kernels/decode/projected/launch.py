@@ -102,8 +102,9 @@ def step_of(
 ) -> Step | None:
     """The launches of a call; None where its attention reads the cache by descriptors, or ``dim_nope`` is no 8 n.
 
-    With few keys it does not, as the plain kernel runs. The Hopper kernel is a few microseconds faster, but without
-    these launches the host takes 80 us longer.
+    None also if rows of ``weight`` lie so far apart that a tile of them exceeds int32 offsets. With few keys the plain
+    kernel runs, which does not use descriptors: the Hopper kernel is a few microseconds faster, but without these
+    launches the host takes 80 us longer.
 
     Args:
         tensors: checked; a contiguous cache in the dtype of the queries, 2 bytes an element, at most ``ROWS`` queries,
@@ -116,6 +117,8 @@ def step_of(
     """
     launches: Launches = make_launches(tensors, tiles_for_hopper=_TILES_FOR_HOPPER)
     if launches.described is not None or dim_nope % 8:  # the address of the rope part would never be one of 16 bytes
+        return None
+    if max(padded(dim_nope), padded(dim_v)) * weight.stride(0) >= 2**31:
         return None
     ((plan, attend, combine),) = launches.rounds
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
