@@ -259,6 +259,29 @@ def test_a_length_beyond_the_cache_counts_as_all_of_it() -> None:
     assert torch.equal(out, run(inputs, False)[0])
 
 
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_lengths_and_padding_at_the_ends_of_int32(page_size: int, parts: int) -> None:
+    """Such rows see no key, nothing overflows, and no page of theirs is looked up."""
+    shape, lengths = (4, 8, 20, 64, 16, 70), [70, 60, 50, 70]  # several row tiles: not all see the last key
+    inputs = paged(shape, page_size, torch.float16, lengths) if page_size else contiguous(shape, torch.float16, lengths)
+    wanted = run(inputs, True)
+    ends = torch.tensor([-(2**31), 60, -1, 70], dtype=torch.int32, device=DEVICE)
+    pads = None
+    if not page_size:
+        pads = torch.tensor([2**31 - 1, 0, 0, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    pages = inputs.page_table
+    if pages is not None:
+        pages = pages.clone()
+        pages[[0, 2]] = 2**30
+    tensors = DecodeTensors(*inputs.tensors(), inputs.softmax_scale, True, True, pages, ends, leftpad_kv=pads)
+    out, lse = decode_launch.decode(tensors, decode_layout.known_of(tensors))
+    assert torch.equal(out[1], wanted[0][1])
+    for b in (0, 2) if page_size else (0, 2, 3):
+        assert not out[b].any()
+        assert lse is not None
+        assert lse[b].isneginf().all()
+
+
 def strided(x: torch.Tensor, *order: int) -> torch.Tensor:
     """The same values, stored in another order of the dimensions."""
     inverse = [order.index(i) for i in range(len(order))]

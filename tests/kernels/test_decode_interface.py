@@ -1,14 +1,17 @@
 """What mla_decode_attention accepts, how it shares out keys, and how it behaves under autograd and torch.compile."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from mla_plugin import DecodeTensors
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention, tiles
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import tiles as decode_tiles
+from mla_plugin.kernels.decode.invariant import launch as invariant
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
 
 SHAPE = (2, 2, 4, 64, 16, 70)
@@ -327,6 +330,17 @@ def test_more_tiles_than_the_plan_can_count(monkeypatch: pytest.MonkeyPatch) -> 
             page_table=torch.zeros(batch, 1, dtype=torch.int32, device=DEVICE),
             seqlens_kv=torch.ones(batch, dtype=torch.int32, device=DEVICE),
         )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_rows_than_the_kernels_can_count(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 32 bits. Queries that are all the same one cost no memory."""
+    monkeypatch.setattr(decode_launch.Launch, "__call__", lambda *_, **__: pytest.fail("launched"))
+    query = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=DEVICE).expand(1, 2**26, 32, 16)
+    tensors = DecodeTensors(query, query[..., :0], *(query[:, :1, 0, :width] for width in (16, 0)), 0.1)
+    make = functools.partial(invariant.make_launches, chunk=128) if batch_invariant else decode_launch.make_launches
+    with pytest.raises(ValueError, match=r"67108864 queries of 32 heads.*rows.*fewer queries"):
+        make(tensors)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,15 @@ def test_left_padding_moves_no_bit() -> None:
         assert_same((out[0], lse[0]), (found[0][b], found[1][b]))
 
 
+def test_left_padding_at_the_end_of_int32() -> None:
+    """Of a sequence without a key: its rows see none, whatever the differences with the padding are."""
+    inputs = with_leftpad(contiguous((3, 3, 64, *DEEPSEEK, 70), torch.bfloat16, [0, 70, 3]), [2**31 - 1, 2, 2**31 - 1])
+    out, lse = run(inputs)
+    assert not out[[0, 2]].any()
+    assert lse[[0, 2]].isneginf().all()
+    assert_as_good_as_pytorch(out[1:2], lse[1:2], part(inputs, [1], slice(None), [70]), is_causal=True)
+
+
 def test_other_strides_give_the_same_bits() -> None:
     """Queries that descriptors cannot read are copied, and a cache that sequences share is gathered."""
     inputs = contiguous((2, 2, 5, *DEEPSEEK, 200), torch.bfloat16, [200, CHUNK])

@@ -52,6 +52,17 @@ def test_offsets_that_are_a_column_of_a_table(padded: bool) -> None:
         assert_equal(results(q, k, v, **options, **given | {name: column(given[name])}), expected)
 
 
+@pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
+def test_a_longest_sequence_beyond_the_tokens(mask: str) -> None:
+    """A host may pass any bound. The largest one would overflow int32 where tiles are counted."""
+    q, k, v = random(40, 2, 24), random(40, 2, 24), random(40, 2, 16)
+    given = {"cu_seqlens_q": offsets(0, 3, 40), "cu_seqlens_kv": offsets(0, 7, 40)}
+    options = {"qkv_format": "thd", "attn_mask_type": mask, "window_size": (20, 0 if "causal" in mask else 2**31 - 1)}
+    expected = results(q, k, v, max_seqlen_q=37, max_seqlen_kv=33, **options, **given)
+    for longest in (40, 2**31 - 1):
+        assert_equal(results(q, k, v, max_seqlen_q=longest, max_seqlen_kv=longest, **options, **given), expected)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lengths_of_a_dense_batch_that_are_a_column_of_a_table(layout: str) -> None:
     q, k, v = (random(2, 12, 2, width).permute(LAYOUTS[layout]) for width in (24, 24, 16))

@@ -44,6 +44,7 @@ _COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
 _MOST_KEYS = 2**31 - 2**15  # two of the largest chunks of a batch-invariant call may reach beyond the last key
+_MOST_ROWS = 2**31 - 2**10  # a tile of rows may reach beyond the last one
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
 
 
@@ -169,6 +170,15 @@ def count_tiles(batch: int, capacity: int, block_n: int) -> int:
     return key_tiles
 
 
+def check_rows(seqlen_q: int, heads: int) -> None:
+    """Raise ValueError if the kernels cannot count the (query, head) pairs of a sequence."""
+    if seqlen_q * heads > _MOST_ROWS:
+        raise ValueError(
+            f"{seqlen_q} queries of {heads} heads are {seqlen_q * heads} rows of a sequence, expected at most "
+            f"{_MOST_ROWS}, which the kernels count in int32: give them fewer queries at a time"
+        )
+
+
 def _plan_launch(
     device: Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
 ) -> Launch:
@@ -288,6 +298,7 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
         tiles_for_hopper: calls with fewer key tiles a part run on the plain kernel.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    check_rows(seqlen_q, heads)
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     is_transposed = transposed.takes(tensors, device)
     tile = transposed_rule.TILES if is_transposed else tile_of(tensors, device, rows)

@@ -18,13 +18,16 @@ FEW_SEQUENCES = 4
 
 @triton.jit
 def key_range(seqlens_kv, leftpad_kv, b, exists, capacity, BLOCK_N: tl.constexpr):
-    """(first key of the first tile, first visible key, length) of the sequences ``b``; length 0 if not ``exists``."""
+    """(first key of the first tile, first visible key, length) of the sequences ``b``; length 0 if not ``exists``.
+
+    All are within 0 .. capacity whatever the tensors say, so that differences of them stay within int32.
+    """
     length = tl.where(exists, capacity, 0)
     if seqlens_kv is not None:
-        length = tl.minimum(tl.load(seqlens_kv + b, mask=exists, other=0), capacity)
+        length = tl.maximum(tl.minimum(tl.load(seqlens_kv + b, mask=exists, other=0), capacity), 0)
     lowest = tl.where(exists, 0, 0)
     if leftpad_kv is not None:
-        lowest = tl.maximum(tl.load(leftpad_kv + b, mask=exists, other=0), 0)
+        lowest = tl.minimum(tl.maximum(tl.load(leftpad_kv + b, mask=exists, other=0), 0), capacity)
     return lowest // BLOCK_N * BLOCK_N, lowest, length
 
 

@@ -102,6 +102,7 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     the Hopper kernel always has 64 rows.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    launch.check_rows(seqlen_q, heads)
     device = launch.device_of(tensors.q_nope_abs.device)
     is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
