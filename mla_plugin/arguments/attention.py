@@ -205,7 +205,7 @@ def check_lengths(tensors: AttentionTensors, layout: Layout, mask: str) -> None:
 
 
 def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, mask: str) -> int:
-    """The value of a max_seqlen argument; defaults to the tensor's extent, and is never more.
+    """The value of a max_seqlen argument; defaults to the tensor's extent.
 
     Backends size their grids and choose kernels by it, so a wrong value gives a wrong result.
     """
@@ -215,7 +215,7 @@ def longest_sequence(name: str, given: int | None, extent: int, layout: Layout, 
         raise TypeError(f"{name}={given!r}; expected an int or None")
     has_lengths = layout.is_packed or "padding" in mask
     if has_lengths and 0 <= given <= (MAX_LENGTH if layout.is_packed else extent):
-        return given if given <= extent else extent
+        return given
     if given != extent:
         accepted = f"{extent}, the tensor's length, or None"
         if has_lengths:

@@ -135,10 +135,13 @@ def _packing_of(request: AttentionRequest, tensors: AttentionTensors | None) -> 
     from mla_plugin.kernels.prefill.packing import Packing
 
     lengths = {} if tensors is None else {name: getattr(tensors, name) for name in LENGTHS}
+    longest = (request.max_seqlen_q, request.max_seqlen_kv)
+    if tensors is not None and request.layout.is_packed:  # any bound is allowed, but kernels count its tiles in int32
+        longest = (min(longest[0], tensors.q.shape[0]), min(longest[1], tensors.k.shape[0]))
     return Packing(
         qkv_format=request.qkv_format,
-        max_seqlen_q=request.max_seqlen_q,
-        max_seqlen_kv=request.max_seqlen_kv,
+        max_seqlen_q=longest[0],
+        max_seqlen_kv=longest[1],
         mask=request.band,
         same_lengths=not request.lengths_may_differ,
         **lengths,
