@@ -23,6 +23,8 @@ from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, plan_kernel
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.decode.transposed import launch as transposed
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
+from mla_plugin.kernels.decode.wide import launch as wide
+from mla_plugin.kernels.decode.wide import rule as wide_rule
 from mla_plugin.kernels.launch import Launch, compile_together, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
@@ -48,7 +50,7 @@ _MOST_ROWS = 2**31 - 2**10  # a tile of rows may reach beyond the last one
 _OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
 
 
-Described = CacheDescriptors | hopper.Descriptors | transposed.Descriptors
+Described = CacheDescriptors | hopper.Descriptors | transposed.Descriptors | wide.Descriptors
 
 
 class Round(NamedTuple):
@@ -300,24 +302,32 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     check_rows(seqlen_q, heads)
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
-    is_transposed = transposed.takes(tensors, device)
-    tile = transposed_rule.TILES if is_transposed else tile_of(tensors, device, rows)
+    is_transposed, is_wide = transposed.takes(tensors, device), wide.takes(tensors, device)
+    is_over_bytes = is_transposed or is_wide
+    tile = tile_of(tensors, device, rows)
+    if is_over_bytes:
+        tile = transposed_rule.TILES if is_transposed else wide_rule.TILES
     key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
     row_tiles: int = ceil_div(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
     page_size = page_size_of(tensors)
-    can_describe = not is_transposed and can_use_descriptors(tensors, device, tile, page_size)
+    can_describe = not is_over_bytes and can_use_descriptors(tensors, device, tile, page_size)
     has_few = batch * key_tiles < slots * tiles_for_hopper
-    is_hopper = not is_transposed and not has_few and hopper.takes(tensors, device, can_describe)
+    is_hopper = not is_over_bytes and not has_few and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
-    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_transposed else tile.planned
+    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_over_bytes else tile.planned
     options = options_of(device, 4)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: Described | None = None
     if is_transposed:
         described = transposed.Descriptors(tensors)
         attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned)
+    elif is_wide:
+        described = wide.Descriptors(tensors)
+        attend = wide.attend_launch(
+            tensors, row_tiles * parts, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned
+        )
     elif is_hopper:
         described = hopper.Descriptors(tensors)
         attend = hopper.attend_launch(
@@ -338,6 +348,7 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     transposed_rows = transposed_rule.tile_rows(rows) if is_transposed else 0
     code = (
         is_hopper,
+        is_wide,
         is_planned,
         transposed_rows,
         getattr(described, "gathers", False),

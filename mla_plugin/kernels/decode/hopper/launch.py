@@ -33,7 +33,7 @@ _NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
 
 
-def _rows_of(queries: torch.Tensor) -> torch.Tensor | None:
+def rows_of(queries: torch.Tensor) -> torch.Tensor | None:
     """Queries [B, S_q, H, D] as [B, S_q * H, D]; None: their rows have no common stride."""
     batch, seqlen_q, heads, columns = queries.shape
     of_batch, of_query, of_head, _ = queries.stride()
@@ -85,7 +85,7 @@ def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool
 def can_read_queries(tensors: DecodeTensors) -> bool:
     """Whether descriptors can read the queries as they lie."""
     queries = (tensors.q_nope_abs, tensors.q_rope)
-    return starts_aligned(*queries) and all(rows is not None and can_read(rows) for rows in map(_rows_of, queries))
+    return starts_aligned(*queries) and all(rows is not None and can_read(rows) for rows in map(rows_of, queries))
 
 
 def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
@@ -108,7 +108,7 @@ class Descriptors:
         self.gathers = _gathers(tensors)
         self._dtype = tensors.q_nope_abs.dtype
         self._layout = block_layout(_DTYPES[self._dtype])
-        queries, cache = (_rows_of(tensors.q_nope_abs), _rows_of(tensors.q_rope)), (tensors.c_kv, tensors.k_rope)
+        queries, cache = (rows_of(tensors.q_nope_abs), rows_of(tensors.q_rope)), (tensors.c_kv, tensors.k_rope)
         read = queries if self.gathers else (*queries, *cache)
         self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``can_read_queries``
         self._made = functools.lru_cache(_MAX_DESCRIPTORS)(self._make)

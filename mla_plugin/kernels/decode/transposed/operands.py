@@ -131,10 +131,9 @@ def _words_of_tile(c_tiles, stage):
 
 
 @gluon.jit
-def values_of_step(c_tiles, stage, step: gl.constexpr, ROWS: gl.constexpr):
-    """16 keys of a tile's V^T as the left operand: float16 [RANK, STEP], its rows as in ``as_columns``."""
-    words = _words_of_tile(c_tiles, stage).slice(step * STEP, STEP, 0).load(_VALUE_WORDS)
-    even, odd = words.reshape([STEP // 2, 2, RANK // 4]).permute((0, 2, 1)).split()
+def pairs_of_keys(words):
+    """Words [STEP, n] of as many keys in float16: [n, 2, 2, STEP // 2, 2], word, column of it, pair of keys, key."""
+    even, odd = words.reshape([STEP // 2, 2, words.shape[1]]).permute((0, 2, 1)).split()
     # fmt: off
     f16x8: gl.constexpr = (
         gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
@@ -145,7 +144,13 @@ def values_of_step(c_tiles, stage, step: gl.constexpr, ROWS: gl.constexpr):
     )
     low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
     high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
-    x = gl.join(low, high).permute((1, 4, 3, 0, 2))  # word, column of the word (2 x 2), pair of keys, key
+    return gl.join(low, high).permute((1, 4, 3, 0, 2))
+
+
+@gluon.jit
+def values_of_step(c_tiles, stage, step: gl.constexpr, ROWS: gl.constexpr):
+    """16 keys of a tile's V^T as the left operand: float16 [RANK, STEP], its rows as in ``as_columns``."""
+    x = pairs_of_keys(_words_of_tile(c_tiles, stage).slice(step * STEP, STEP, 0).load(_VALUE_WORDS))
     x = x.reshape([2, 2, 2, 2, 2, 2, 2, 2, 2, STEP]).permute((5, 6, 7, 0, 1, 8, 2, 3, 4, 9)).reshape([RANK, STEP])
     return gl.convert_layout(x, gl.DotOperandLayout(0, product_layout(ROWS), 2))
 

@@ -1,0 +1,1 @@
+"""The wide decode kernel: more than 32 rows over e4m3, on Hopper."""

@@ -1,0 +1,103 @@
+"""The launch of the wide decode kernel. rule.py says which calls it takes; ``takes`` adds what tensors decide."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
+from mla_plugin.kernels.decode.device import Device
+from mla_plugin.kernels.decode.hopper.launch import can_read_queries, has_aligned_rows, rows_of
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
+from mla_plugin.kernels.decode.wide import rule
+from mla_plugin.kernels.decode.wide.common import ROWS
+from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
+from mla_plugin.kernels.descriptors import Address
+from mla_plugin.kernels.launch import Launch
+
+GIVEN = (
+    *("Parts", "Out", "Lse", "KV_scale", "page_table", "seqlens_kv"),
+    *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
+)
+_QUERIES_128, _QUERIES_64 = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(64, 16, 3)
+
+
+def takes(tensors: DecodeTensors, device: Device) -> bool:
+    """Whether the kernel computes such calls."""
+    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    reason = rule.other_kernel_because(
+        tensors.q_nope_abs.dtype,
+        rank,
+        tensors.q_rope.shape[-1],
+        seqlen_q * heads,
+        None if tensors.page_table is None else tensors.c_kv.shape[1],
+        kv_cache_format=tensors.kv_cache_format,
+        has_leftpad_kv=tensors.leftpad_kv is not None,
+        has_aligned_rows=has_aligned_rows(tensors),
+        batch_invariant=False,
+    )
+    if not device.has_gluon or reason is not None or tensors.c_kv.numel() == 0:
+        return False
+    return can_read_queries(tensors) and can_read(tensors.c_kv) and can_read(tensors.k_rope)
+
+
+class Descriptors:
+    """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors."""
+
+    def __init__(self, tensors: DecodeTensors) -> None:
+        queries = (rows_of(tensors.q_nope_abs), rows_of(tensors.q_rope))
+        read = [x for x in (*queries, tensors.c_kv, tensors.k_rope) if x is not None]  # all are: ``can_read_queries``
+        kinds = (
+            (torch.bfloat16, ROWS.value, 64, _QUERIES_128),
+            (torch.bfloat16, ROWS.value, 32, _QUERIES_64),
+            (torch.uint8, KEYS.value, PANEL.value, bytes_layout(PANEL.value)),
+            (torch.uint8, KEYS.value, ROPE.value, bytes_layout(ROPE.value)),
+        )
+        self._kinds = [(tuple(x.shape), strides_of(x), *kind) for x, kind in zip(read, kinds, strict=True)]
+        self._made = functools.lru_cache(4 * MAX_CACHES)(self._make)
+
+    def _make(self, which: int, address: int) -> TensorDescriptor:
+        shape, strides, dtype, rows, columns, layout = self._kinds[which]
+        memory: Any = Address(address, dtype)
+        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, rows, columns], layout)
+
+    def arguments(
+        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> tuple[object, ...]:
+        """Those of a call, by ``GIVEN``."""
+        read = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
+        made = [self._made(which, x.data_ptr()) for which, x in enumerate(read)]
+        return (parts, out, lse, tensors.kv_scale, tensors.page_table, tensors.seqlens_kv, *made, scale)
+
+
+def attend_launch(
+    tensors: DecodeTensors,
+    programs: int,
+    parts: int,
+    page_size: int,
+    options: dict[str, int | None],
+    *,
+    overhead: int,
+    is_planned: bool,
+) -> Launch:
+    """The launch of the kernel; the arguments of each call are ``GIVEN``.
+
+    Args:
+        programs: row tiles x ``parts``.
+        page_size: 0: contiguous.
+        options: of ``options_of``.
+        overhead: of a sequence, in tiles, as for ``plan_kernel``.
+        is_planned: another kernel has written the plan.
+    """
+    batch, seqlen_q, heads, _ = tensors.q_nope_abs.shape
+    fixed: dict[str, object] = {"batch": batch, "num_heads": heads, "seqlen_q": seqlen_q}
+    fixed |= {"capacity": tensors.capacity, "num_parts": parts, "overhead": overhead}
+    fixed |= {"stride_pt": 0 if tensors.page_table is None else tensors.page_table.stride(0)}
+    fixed |= {"PAGE_SIZE": page_size, "CAUSAL": tensors.causal and seqlen_q > 1}
+    fixed |= {"DEPENDENT": bool(options.get("launch_pdl")), "PLANNED": is_planned}
+    return Launch(wide_decode_kernel, (programs, 1, 1), GIVEN, fixed, options)
