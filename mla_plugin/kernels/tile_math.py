@@ -204,14 +204,14 @@ def nonzero_scale(scale):
 
 
 @triton.jit
-def float16_factor(largest):
-    """(factor, its inverse): powers of 2 that bring rows, whose largest numbers are given, into float16's range.
+def row_factor(largest, TOP: tl.constexpr):
+    """(factor, its inverse): powers of 2 that bring rows, whose largest numbers are given, into a dtype's range.
 
-    A row's largest number comes to lie between 2^14 and 2^15 if it is at least 2^-112, so that bfloat16 loses no bit
-    of numbers down to 2^-28 of the row's largest.
+    A row's largest number comes to lie between 2^TOP and 2^(TOP + 1) if it is at least 2^(TOP - 126). With 14, for
+    float16, bfloat16 loses no bit of numbers down to 2^-28 of the row's largest.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(268 - exponent, 253)
+    exponent = tl.minimum(254 + TOP - exponent, 253)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
     return factor, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 

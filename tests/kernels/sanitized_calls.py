@@ -12,6 +12,8 @@ import torch
 
 import mla_plugin
 from mla_plugin.kernels import mla_decode_attention
+from mla_plugin.kernels.decode.transposed import rule as transposed_rule
+from mla_plugin.kernels.decode.wide import rule as wide_rule
 from mla_plugin.kernels.hopper.rule import LATENT
 
 OPTIONS = {"device": "cuda", "dtype": torch.bfloat16}
@@ -23,6 +25,8 @@ DECODE = (
     (4, 64, 8192, 128, 2),
     (3, 128, 100, 16, 1),
 )
+# H, page_size, S_q
+OVER_E4M3 = ((16, 64, 1), (20, 128, 1), (8, 64, 4), (16, 48, 1), (40, 64, 1), (128, 128, 1), (24, 64, 3))
 
 
 def prefill(is_causal: bool, packed: bool, head_dims: tuple[int, int] = (192, 128)) -> list[torch.Tensor]:
@@ -75,8 +79,10 @@ def decode(batch: int, heads: int, keys: int, page_size: int, queries: int) -> t
     return torch.stack([first, invariant])
 
 
-def few_rows(heads: int, page_size: int, queries: int) -> torch.Tensor:
-    """Over e4m3; of the last sequence one key."""
+def over_e4m3(heads: int, page_size: int, queries: int) -> torch.Tensor:
+    """By the kernels over bytes, in a batch of any size; of the last sequence one key."""
+    for rule in (transposed_rule, wide_rule):
+        rule.TILES_OF_A_PART = 0
     pages = torch.randint(0, 0x70, (24, page_size, 576), device="cuda", dtype=torch.uint8)
     q = torch.randn(3, queries, heads, 576, **OPTIONS).split([512, 64], -1)
     arguments = {
@@ -102,8 +108,8 @@ def main() -> None:
                 assert all(x.isfinite().all() for x in prefill(is_causal, packed, head_dims))
     for case in DECODE:
         assert decode(*case).isfinite().all()
-    for heads, page_size, queries in ((16, 64, 1), (20, 128, 1), (8, 64, 4), (16, 48, 1)):
-        few_rows(heads, page_size, queries)
+    for heads, page_size, queries in OVER_E4M3:
+        over_e4m3(heads, page_size, queries)
     print("all calls are done")
 
 

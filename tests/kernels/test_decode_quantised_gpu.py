@@ -9,7 +9,10 @@ import torch
 
 import mla_plugin
 from mla_plugin import cache
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, paged
+from mla_plugin.arguments import decode_layout
+from mla_plugin.kernels.decode.transposed import rule as transposed_rule
+from mla_plugin.kernels.decode.wide import rule as wide_rule
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, assert_out_as_good_as_pytorch, paged
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +115,80 @@ def test_few_rows(heads: int, seqlen_q: int, page_size: int | None, dtype: torch
     again = run(call, inputs, True)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
+
+
+def out_of(call: dict[str, object], inputs: Inputs, is_causal: bool) -> torch.Tensor:
+    """Without the log-sum-exp: on compute capability 9.0 more than 16 rows are then multiplied in e4m3."""
+    q = {"q_nope_abs": inputs.q_nope_abs, "q_rope": inputs.q_rope}
+    return mla_plugin.decode(**q, **call, **inputs.options(), causal=is_causal, backend="triton")
+
+
+@pytest.fixture
+def in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels over bytes, also where a call is so small that others are faster."""
+    for rule in (transposed_rule, wide_rule):
+        monkeypatch.setattr(rule, "TILES_OF_A_PART", 0)
+    monkeypatch.setattr(decode_layout, "_known", {})
+
+
+@pytest.mark.usefixtures("in_any_batch")
+@pytest.mark.parametrize("page_size", [None, 64, 192])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q"), [(20, 1), (32, 1), (8, 4), (33, 1), (64, 1), (24, 4), (128, 1), (128, 2)]
+)
+def test_products_over_e4m3(heads: int, seqlen_q: int, page_size: int | None) -> None:
+    call, inputs = few_rows(heads, seqlen_q, page_size, torch.bfloat16, RAGGED)
+    out = out_of(call, inputs, True)
+    assert_out_as_good_as_pytorch(out, inputs, True)
+    assert torch.equal(out, out_of(call, inputs, True))
+
+
+@pytest.mark.usefixtures("in_any_batch")
+@pytest.mark.parametrize("heads", [24, 64, 128])
+@pytest.mark.parametrize("batch", [1, 3, 300])
+def test_products_over_e4m3_in_batches_of_any_size(batch: int, heads: int) -> None:
+    """Sequences in many parts, and many sequences in one; no mask of queries."""
+    lengths = [(37 * b) % 700 + 3000 // batch for b in range(batch)]
+    call, inputs = few_rows(heads, 1, 64, torch.bfloat16, lengths)
+    assert_out_as_good_as_pytorch(out_of(call, inputs, False), inputs, False)
+
+
+@pytest.mark.usefixtures("in_any_batch")
+@pytest.mark.parametrize("heads", [32, 64])
+def test_products_over_e4m3_of_unlike_sizes(heads: int) -> None:
+    """Rows of unlike sizes, one of zeros, and rows with an element far above the others."""
+    call, inputs = few_rows(heads, 1, 64, torch.bfloat16, [1000, 65])
+    factors = torch.tensor([1e-30, 1e4, 1.0, 0.0], device="cuda").repeat(heads // 4)[:, None]
+    q_nope_abs, q_rope = ((x.float() * factors).bfloat16() for x in (inputs.q_nope_abs, inputs.q_rope))
+    q_nope_abs[:, :, 2::8, 7] = 300.0
+    inputs = replace(inputs, q_nope_abs=q_nope_abs, q_rope=q_rope)
+    out = out_of(call, inputs, False)
+    for kind in range(4):
+        some = replace(inputs, q_nope_abs=q_nope_abs[:, :, kind::4], q_rope=q_rope[:, :, kind::4])
+        assert_out_as_good_as_pytorch(out[:, :, kind::4], some, False)
+
+
+@pytest.mark.usefixtures("in_any_batch")
+@pytest.mark.parametrize("heads", [32, 64, 128])
+def test_a_captured_graph_of_products_over_e4m3(heads: int) -> None:
+    """It follows lengths, the cache and its scale."""
+    lengths, later = [1500, 700, 64, 0, 9], [5, 0, 1500, 1000, 64]
+    call, inputs = few_rows(heads, 1, 64, torch.bfloat16, lengths)
+    other_call, other = few_rows(heads, 1, 64, torch.bfloat16, later, seed=1)
+    out_of(call, inputs, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = out_of(call, inputs, True)
+    assert inputs.page_table is not None
+    assert inputs.seqlens_kv is not None
+    for name in ("q_nope_abs", "q_rope", "page_table", "seqlens_kv"):
+        getattr(inputs, name).copy_(getattr(other, name))
+    call["kv_cache"].copy_(other_call["kv_cache"])
+    call["kv_scale"].mul_(0.5)
+    other_call["kv_scale"] = call["kv_scale"].clone()
+    graph.replay()
+    assert torch.equal(out, out_of(other_call, other, True))
 
 
 @pytest.mark.parametrize("heads", [16, 32])

@@ -79,7 +79,7 @@ def program(job: Job) -> Program:
 
     from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
 
-    types = {"Parts": "*bf16", "Out": "*bf16", "Lse": "*fp32", "KV_scale": "*fp32", "page_table": "*i32"}
+    types = {"Parts": "*bf16", "Out": "*bf16", "KV_scale": "*fp32", "page_table": "*i32"}
     types |= {"seqlens_kv": "*i32", "softmax_scale": "fp32"}
     for name, element, bits, columns in (
         *(("desc_q", "bf16", 16, 64), ("desc_r", "bf16", 16, 32)),
@@ -102,9 +102,7 @@ def _loops(instructions: list[Instruction]) -> list[list[Instruction]]:
         if end.target is not None and end.target < end.address
     ]
     found = [body for body in found if {"HGMMA", "QGMMA"} <= {x.opcode.split(".")[0] for x in body}]
-    return [
-        body for body in found if not any(other is not body and set(other) < set(body) for other in found)
-    ]
+    return [body for body in found if not any(other is not body and set(other) < set(body) for other in found)]
 
 
 def measured(program: Program) -> Found:

@@ -349,6 +349,7 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     code = (
         is_hopper,
         is_wide,
+        tensors.return_lse,
         is_planned,
         transposed_rows,
         getattr(described, "gathers", False),

@@ -14,6 +14,7 @@ from mla_plugin.hooks.decode import DecodeOutput, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.kernels.decode.hopper import rule
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
+from mla_plugin.kernels.decode.wide import rule as wide_rule
 from mla_plugin.kernels.hopper.device import CAPABILITY, unfit_device_because
 from mla_plugin.plugins.triton import needs
 
@@ -65,19 +66,21 @@ def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
     Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
-    Lengths are rounded up to a power of two, so that a batch near the limit of the transposed kernel with 17 to 32
-    (query, head) pairs may run by another one.
+    Lengths are rounded up to a power of two, so that a batch near the least size that the transposed kernel, with 17 to
+    32 (query, head) pairs, or the wide kernel takes may run by another one.
     """
     if platform.device_type != "cuda" or platform.compute_capability != CAPABILITY:
         return
-    other = _other_kernel_because(request, platform)
+    is_wide = _rows(request) > transposed_rule.MAX_ROWS
+    name = "wide" if is_wide else "transposed"
+    other = _not_wide_because(request, platform) if is_wide else _not_transposed_because(request, platform)
     if other is None:
-        yield "by the transposed kernel"
+        yield f"by the {name} kernel"
         return
     reason = plain_kernel_because(request, platform)
     yield "by the Hopper kernel" if reason is None else f"by the plain kernel: {reason}"
-    if request.kv_cache_format == FP8 and _rows(request) <= transposed_rule.MAX_ROWS:
-        yield f"not by the transposed kernel: {other}"
+    if request.kv_cache_format == FP8:
+        yield f"not by the {name} kernel: {other}"
 
 
 def _rows(request: DecodeRequest) -> int:
@@ -85,7 +88,7 @@ def _rows(request: DecodeRequest) -> int:
     return request.seqlen_q * request.num_heads
 
 
-def _other_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
+def _not_transposed_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the transposed kernel does not compute such calls; None: it does."""
     reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
     return (
@@ -102,6 +105,27 @@ def _other_kernel_because(request: DecodeRequest, platform: Platform) -> str | N
             batch_invariant=request.batch_invariant,
         )
         or transposed_rule.few_tiles_because(_rows(request), _tiles(request), _processors(platform))
+    )
+
+
+def _not_wide_because(request: DecodeRequest, platform: Platform) -> str | None:
+    """Why the wide kernel does not compute such calls; None: it does, if it can read the queries."""
+    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
+    return (
+        reason
+        or wide_rule.other_kernel_because(
+            request.dtype,
+            request.kv_lora_rank,
+            request.qk_rope_head_dim,
+            _rows(request),
+            request.page_size,
+            kv_cache_format=request.kv_cache_format,
+            has_leftpad_kv=request.has_leftpad_kv,
+            has_aligned_rows=request.has_aligned_rows,
+            batch_invariant=request.batch_invariant,
+            return_lse=request.return_lse,
+        )
+        or wide_rule.few_tiles_because(_rows(request), _tiles(request), _processors(platform))
     )
 
 

@@ -12,6 +12,7 @@ from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
+from mla_plugin.kernels.decode.wide import rule as wide_rule
 from mla_plugin.kernels.hopper import launch_backward, launch_forward, rule
 from mla_plugin.kernels.hopper.device import CAPABILITY
 from mla_plugin.kernels.launch import Launch
@@ -31,7 +32,8 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(
         decode_launch, "device_of", lambda device: Device("Hopper", PROGRAMS, True, False, "fields", True)
     )
-    monkeypatch.setattr(transposed_rule, "TILES_OF_A_PART", 0)
+    for rule_of_bytes in (transposed_rule, wide_rule):
+        monkeypatch.setattr(rule_of_bytes, "TILES_OF_A_PART", 0)
     monkeypatch.setattr(
         decode_launch, "options_of", lambda device, num_warps, **_: {"num_warps": num_warps, "launch_pdl": True}
     )

@@ -132,7 +132,13 @@ class Shared:
 
     def write(self, x: torch.Tensor) -> None:
         """Set the elements."""
+        if self._words is not None:
+            x = x.contiguous().view(self.owner.data.dtype)
         self.owner.data[self._positions()] = x.to(self.owner.data.dtype).broadcast_to(self.shape)
+
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.owner.data.element_size()
 
     def load(self, layout: Any) -> Value:
         self.owner.before_access()
@@ -153,13 +159,13 @@ class Shared:
     def poison(self) -> None:
         """Make the elements undefined."""
         dtype = self.owner.data.dtype
-        self.write(torch.full(self.shape, poison_of(dtype), dtype=dtype))
+        self.owner.data[self._positions()] = torch.full(self.shape, poison_of(dtype), dtype=dtype)
 
     def write_by(self, writer: int, x: torch.Tensor) -> None:
         """Set the elements by threads, whose bit is ``writer``: products see them after a fence."""
         positions, data, unfenced = self._positions(), self.owner.data, self.owner.unfenced
         before = data[positions]
-        self.write(x)
+        data[positions] = x.broadcast_to(self.shape)
         after = data[positions]
         is_changed = ~(before.eq(after) | (before.isnan() & after.isnan()))
         others = torch.where(is_changed, 0, unfenced[positions])

@@ -57,7 +57,8 @@ class Barrier:
 
     def copy(self, descriptor: Descriptor, start: list[Any], target: Shared) -> None:
         """Start a copy by TMA, whose bytes count here."""
-        assert list(target.shape) == descriptor.block, f"{target.shape} for a block of {descriptor.block}"
+        given = target.read().shape
+        assert list(given) == descriptor.block, f"{given} for a block of {descriptor.block}"
         if not target.is_fenced():
             raise RuntimeError("a copy to shared memory that threads wrote without fence_async_shared")
         target.poison()
@@ -65,7 +66,7 @@ class Barrier:
 
         def land() -> None:
             target.write(descriptor.tile(at))
-            self._expected -= target.read().numel() * target.owner.data.element_size()
+            self._expected -= target.size()
 
         self._copies.append(land)
         if self._lands_at_once:

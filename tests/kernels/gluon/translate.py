@@ -194,8 +194,11 @@ class Program:
         shape = [int(size) for size in shape]
         if isinstance(layout, hopper.mbarrier.MBarrierLayout):
             return Barriers(shape[0], self._scheduler.lands_at_once)
-        self._allocations.append(Allocation(dtype, shape, self._scheduler.pause, self._scheduler.bit))
-        return Shared(self._allocations[-1], 0, shape, layout)
+        # e4m3 as bytes: PyTorch does not compare such numbers
+        is_e4m3 = torch_dtype(dtype) == torch.float8_e4m3fn
+        memory = gl.uint8 if is_e4m3 else dtype
+        self._allocations.append(Allocation(memory, shape, self._scheduler.pause, self._scheduler.bit))
+        return Shared(self._allocations[-1], 0, shape, layout, None, torch.float8_e4m3fn if is_e4m3 else None)
 
     def _specialize(self, functions: list[Any], num_warps: list[int], registers: list[int]) -> None:
         assert len(num_warps) == len(registers) == len(functions) - 1

@@ -16,6 +16,7 @@ TORCH_OF = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
 }
 DTYPE_OF = {found: tl.dtype(name) for name, found in TORCH_OF.items()}
 

@@ -19,7 +19,9 @@ lse_of_parts = gluon.jit(combine.lse_of_parts.fn)
 key_range = gluon.jit(plan.key_range.fn)
 tiles_between = gluon.jit(plan.tiles_between.fn)
 nonzero_scale = gluon.jit(tile_math.nonzero_scale.fn)
-float16_factor = gluon.jit(tile_math.float16_factor.fn)
+row_factor = gluon.jit(tile_math.row_factor.fn)
+FLOAT16_TOP = gl.constexpr(14)
+"""Of ``row_factor``: the largest number of a row of queries in float16 lies between 2^14 and 2^15."""
 
 
 @gluon.jit

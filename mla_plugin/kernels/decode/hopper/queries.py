@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import float16_factor, nonzero_scale
+from mla_plugin.kernels.decode.hopper.common import FLOAT16_TOP, nonzero_scale, row_factor
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, synchronize
 from mla_plugin.kernels.hopper.latent import PANELS, PANELS_OF_HALF, SCALE, panels_as_matrix
 
@@ -49,7 +49,7 @@ def scale_queries(tiles, q_converted, scale_log2, which: gl.constexpr, DTYPE: gl
     synchronize()
     mbarrier.arrive(q_converted.index(0))
     mbarrier.wait(q_converted.index(0), 0)
-    factor, inverse = float16_factor(gl.maximum(largest, maxima.index(1 - which).load(_LAYOUT_ROWS)))
+    factor, inverse = row_factor(gl.maximum(largest, maxima.index(1 - which).load(_LAYOUT_ROWS)), FLOAT16_TOP)
     if which == 0:
         maxima.index(SCALE).store(nonzero_scale(inverse * scale_log2))
     for i in gl.static_range(PANELS_OF_HALF):

@@ -18,11 +18,37 @@ PANELS = gl.constexpr(4)
 STAGES = gl.constexpr(2)
 """Tiles in shared memory."""
 
+E4M3 = gl.constexpr(gl.float8e4nv)
+E4M3_TOP = gl.constexpr(7)
+"""Of ``row_factor``: the largest number of a row of queries in e4m3 lies between 2^7 and 2^8."""
+
+
+LOW = gl.constexpr(64.0)
+"""What the lower terms of the queries are multiplied by, so that e4m3 holds smaller ones."""
+
+
+@gluon.constexpr_function
+def splits_queries(dtype, rows, has_lse):
+    """Whether the scores are products over e4m3, of two terms of the queries: see kernels/README.md."""
+    return dtype == gl.bfloat16 and rows > 16 and not has_lse
+
 
 @gluon.constexpr_function
 def product_layout(rows):
     """The layout of a WGMMA accumulator with ``rows`` (query, head) pairs as its columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def scores_layout(rows):
+    """The same of a product over e4m3."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
+
+
+@gluon.constexpr_function
+def panel_layout(columns):
+    """The layout of [rows, columns] of e4m3, in panels."""
+    return gl.NVMMASharedLayout(min(columns, PANEL.value), 8, 2)
 
 
 @gluon.constexpr_function

@@ -12,14 +12,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_plugin.kernels.decode.hopper.common import (
-    float16_factor,
+    FLOAT16_TOP,
     lse_of_parts,
     nonzero_scale,
     piece_of,
+    row_factor,
     share_of_tiles,
 )
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, product_layout
+from mla_plugin.kernels.decode.transposed.common import (
+    E4M3,
+    E4M3_TOP,
+    KEYS,
+    LOW,
+    PANEL,
+    PANELS,
+    RANK,
+    ROPE,
+    STAGES,
+    panel_layout,
+    product_layout,
+    scores_layout,
+)
 from mla_plugin.kernels.decode.transposed.operands import (
     STEP,
     as_columns,
@@ -49,16 +63,33 @@ def _load_rows(base, num_rows, num_heads, stride_s, stride_h, ROWS: gl.constexpr
 
 
 @gluon.jit
+def _store_terms(tile, x):
+    """x [ROWS, columns] as two terms in e4m3, whose sum it is, one after the other; the lower ones times LOW."""
+    ROWS: gl.constexpr = x.shape[0]
+    high = x.to(E4M3)
+    tile.slice(0, ROWS, 0).store(high)
+    tile.slice(ROWS, ROWS, 0).store(((x - high.to(gl.float32)) * LOW).to(E4M3))
+
+
+@gluon.jit
 def _load_queries(
     q, r, q_tile, r_tile, num_rows, num_heads, stride_qs, stride_qh, stride_rs, stride_rh, ROWS: gl.constexpr
 ):
-    """Write a sequence's queries to shared memory in float16, each row times a power of 2; returns its inverse."""
+    """Write a sequence's queries to shared memory, each row times a power of 2; returns its inverse.
+
+    In float16, or, where the tiles are e4m3, in two terms.
+    """
     nope = _load_rows(q, num_rows, num_heads, stride_qs, stride_qh, ROWS, RANK)
     rope = _load_rows(r, num_rows, num_heads, stride_rs, stride_rh, ROWS, ROPE)
     largest = gl.maximum(gl.max(gl.abs(nope), 1), gl.max(gl.abs(rope), 1))
-    factor, inverse = float16_factor(largest)
-    q_tile.store(as_operand_of_scores((nope * factor[:, None]).to(gl.float16)))
-    r_tile.store(as_operand_of_scores((rope * factor[:, None]).to(gl.float16)))
+    if q_tile.dtype == E4M3:
+        factor, inverse = row_factor(largest, E4M3_TOP)
+        _store_terms(q_tile, nope * factor[:, None])
+        _store_terms(r_tile, rope * factor[:, None])
+    else:
+        factor, inverse = row_factor(largest, FLOAT16_TOP)
+        q_tile.store(as_operand_of_scores((nope * factor[:, None]).to(gl.float16)))
+        r_tile.store(as_operand_of_scores((rope * factor[:, None]).to(gl.float16)))
     fence_async_shared()
     synchronize()
     return inverse
@@ -78,13 +109,27 @@ def _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _store_weights(p, p_tile):
-    """Weights [KEYS, ROWS] to shared memory, for a product.
+def _scores_of_terms(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
+    """keys q^T of a tile over e4m3, without a conversion: [KEYS, ROWS], with the keys in order."""
+    s = gl.zeros([KEYS, 2 * ROWS], gl.float32, scores_layout(2 * ROWS))
+    keys = r_tiles.index(stage)._reinterpret(E4M3, [KEYS, ROPE], panel_layout(ROPE))
+    s = warpgroup_mma(keys, r_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    keys = c_tiles.index(stage * PANELS)._reinterpret(E4M3, [KEYS, RANK], panel_layout(RANK))
+    s = warpgroup_mma(keys, q_tile.permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    high, low = s.reshape([KEYS, 2, ROWS]).permute((0, 2, 1)).split()
+    return gl.convert_layout(high + low * (1.0 / LOW), product_layout(ROWS))
+
+
+@gluon.jit
+def _store_weights(p, p_tile, is_in_order: gl.constexpr):
+    """Weights [KEYS, ROWS] to shared memory, for a product; ``is_in_order``: the keys are, and not as in the scores.
 
     No warp writes before all have waited for the previous product, which reads the previous weights: the maximum over
     keys, which goes over all warps, lies between.
     """
-    p_tile.store(in_order_of_keys(p.to(gl.float16)))
+    p = p.to(gl.float16)
+    p_tile.store(p if is_in_order else in_order_of_keys(p))
     fence_async_shared()
     synchronize()
 
@@ -99,14 +144,18 @@ def _fold_tile(
     ``tile_reference``.
     """
     q_tile, r_tile, c_tiles, r_tiles, p_tile = tiles
-    s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
+    IS_SPLIT: gl.constexpr = q_tile.dtype == E4M3
+    if IS_SPLIT:
+        s = _scores_of_terms(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
+    else:
+        s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
     if start + KEYS > seen_by_all:
-        s = gl.where(key_of_rows(ROWS)[:, None] < (visible - start)[None, :], s, float("-inf"))
+        s = gl.where(key_of_rows(ROWS, IS_SPLIT)[:, None] < (visible - start)[None, :], s, float("-inf"))
     new_reference, highest = tile_reference(gl.max(s, 0) * scale, reference, highest)
     p = gl.exp2(s * scale[None, :] - new_reference[None, :])
     rescale = gl.exp2(reference - new_reference)
     sums = sums * rescale[None, :] + p
-    _store_weights(p, p_tile)
+    _store_weights(p, p_tile, IS_SPLIT)
     if start + KEYS > length:
         zero_rows(c_tiles, stage, length - start)
         fence_async_shared()

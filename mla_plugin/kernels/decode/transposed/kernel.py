@@ -10,7 +10,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES, bytes_layout
+from mla_plugin.kernels.decode.transposed.common import (
+    E4M3,
+    KEYS,
+    PANEL,
+    PANELS,
+    RANK,
+    ROPE,
+    STAGES,
+    bytes_layout,
+    panel_layout,
+    splits_queries,
+)
 from mla_plugin.kernels.decode.transposed.computing import compute
 from mla_plugin.kernels.decode.transposed.gathering import gather
 from mla_plugin.kernels.hopper.common import gdc_wait
@@ -160,8 +171,13 @@ def transposed_decode_kernel(
     other arguments, and what is written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has run before. The
     warps wait for the kernel before this one after all else has been set up.
     """
-    q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
-    r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
+    if splits_queries(Out.dtype.element_ty, ROWS, Lse is not None):
+        gl.static_assert(C_kv is None)  # a product would read what threads copied, and they do not fence it
+        q_tile = gl.allocate_shared_memory(E4M3, [2 * ROWS, RANK], panel_layout(RANK))
+        r_tile = gl.allocate_shared_memory(E4M3, [2 * ROWS, ROPE], panel_layout(ROPE))
+    else:
+        q_tile = gl.allocate_shared_memory(gl.float16, [ROWS, RANK], gl.NVMMASharedLayout(128, 16, 2))
+        r_tile = gl.allocate_shared_memory(gl.float16, [ROWS, ROPE], gl.NVMMASharedLayout(128, 16, 2))
     p_tile = gl.allocate_shared_memory(gl.float16, [KEYS, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16, 2))
     c_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES * PANELS, 1, KEYS, PANEL], bytes_layout(PANEL))
     r_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, 1, KEYS, ROPE], bytes_layout(ROPE))

@@ -23,7 +23,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE
+from mla_plugin.kernels.decode.transposed.common import (
+    E4M3,
+    KEYS,
+    PANEL,
+    PANELS,
+    RANK,
+    ROPE,
+    panel_layout,
+    product_layout,
+    scores_layout,
+)
 
 ROWS = gl.constexpr(64)
 """(query, head) pairs of a tile."""
@@ -35,22 +45,15 @@ TERMS = gl.constexpr(2)
 """e4m3 numbers whose sum is an element of the queries."""
 BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
 """Rows of queries that are converted at a time, and how many such blocks there are."""
-SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS.value, 32]))
+SCORES = gl.constexpr(scores_layout(KEYS.value))
 SCORES_ROWS = gl.constexpr(gl.SliceLayout(1, SCORES))
-OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 16]))
+OUT = gl.constexpr(product_layout(ROWS.value))
 """The accumulator's layout: [HALF, ROWS], transposed."""
 OUT_ROWS = gl.constexpr(gl.SliceLayout(0, OUT))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-E4M3 = gl.constexpr(gl.float8e4nv)
 REFERENCE, RESCALE, SCALE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 """Where ``vectors`` has the references of both warpgroups' last tiles, the factors of earlier sums, and of the scores."""
 VECTORS = gl.constexpr(5)
-
-
-@gluon.constexpr_function
-def panel_layout(columns):
-    """A panel [rows, columns] of e4m3."""
-    return gl.NVMMASharedLayout(columns, 8, 2)
 
 
 @gluon.jit

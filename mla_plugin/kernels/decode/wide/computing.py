@@ -14,7 +14,7 @@ from mla_plugin.kernels.decode.wide.queries import convert_queries
 from mla_plugin.kernels.decode.wide.tiles import fold_tiles, no_keys
 from mla_plugin.kernels.decode.wide.values import RESULT, in_columns
 from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
-from mla_plugin.kernels.tile_math import LN_2, LOG2_E
+from mla_plugin.kernels.tile_math import LOG2_E
 
 
 @gluon.jit
@@ -45,7 +45,6 @@ def _store_piece(
     Parts,
     parts_lse,
     Out,
-    Lse,
     acc,
     reference,
     row_sum,
@@ -56,28 +55,21 @@ def _store_piece(
     slot,
     is_written,
     is_whole,
-    num_heads,
-    seqlen_q,
+    num_rows,
     which: gl.constexpr,
 ):
-    """As ``store_piece`` of the Hopper kernel, with the columns in order."""
-    num_rows = seqlen_q * num_heads
-    exists = (rows < num_rows) & is_written
+    """As ``store_piece`` of the Hopper kernel, with the columns in order and without the results' log-sum-exp."""
     empty = row_sum == 0.0
     inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, row_sum)) * kv_scale
-    lse_log2 = gl.where(empty, float("-inf"), reference + gl.log2(gl.where(empty, 1.0, row_sum)))
     acc *= gl.convert_layout(inverse, OUT_ROWS)[None, :]
     if is_whole:
         _store_half(Out + gl.cast(b, gl.int64) * num_rows * RANK, acc, tile, num_rows, is_written, which)
-        if Lse is not None:
-            if which == 0:
-                lse_rows = (gl.cast(b, gl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
-                gl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
     else:
         slot_row = slot.to(gl.int64) * num_rows
         _store_half(Parts + slot_row * RANK, acc, tile, num_rows, is_written, which)
         if which == 0:
-            gl.store(parts_lse + slot_row + rows, lse_log2, mask=exists)
+            lse_log2 = gl.where(empty, float("-inf"), reference + gl.log2(gl.where(empty, 1.0, row_sum)))
+            gl.store(parts_lse + slot_row + rows, lse_log2, mask=(rows < num_rows) & is_written)
 
 
 @gluon.jit
@@ -86,7 +78,6 @@ def compute(
     KV_scale,
     Parts,
     Out,
-    Lse,
     tiles,
     barriers,
     softmax_scale,
@@ -138,7 +129,19 @@ def compute(
         if steps > 0:
             convert_queries(tiles, barriers, used, scale_log2, which)
             acc, reference, row_sum, even, odd = fold_tiles(
-                acc, reference, row_sum, low, steps, used + 2, even, odd, length, seen_by_all, visible, tiles, barriers,
+                acc,
+                reference,
+                row_sum,
+                low,
+                steps,
+                used + 2,
+                even,
+                odd,
+                length,
+                seen_by_all,
+                visible,
+                tiles,
+                barriers,
                 which,
             )
             used += 2 + steps
@@ -150,8 +153,8 @@ def compute(
         slot = gl.where(high == sequence_tiles, num_parts + first_part, part)
         # fmt: off
         _store_piece(
-            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, Lse, acc, reference, total, kv_scale, rows, b,
-            tile, slot, low < high, count == 1, num_heads, seqlen_q, which,
+            Parts, lse_of_parts(Parts, num_parts, num_rows, RANK), Out, acc, reference, total, kv_scale, rows, b,
+            tile, slot, low < high, count == 1, num_rows, which,
         )
         # fmt: on
         if which == 0:

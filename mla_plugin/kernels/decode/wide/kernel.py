@@ -9,18 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, ROPE, bytes_layout
-from mla_plugin.kernels.decode.wide.common import (
-    BLOCK,
-    BLOCKS,
-    E4M3,
-    ROWS,
-    STAGES,
-    TERMS,
-    VECTOR,
-    VECTORS,
-    panel_layout,
-)
+from mla_plugin.kernels.decode.transposed.common import E4M3, KEYS, PANEL, PANELS, ROPE, bytes_layout, panel_layout
+from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, ROWS, STAGES, TERMS, VECTOR, VECTORS
 from mla_plugin.kernels.decode.wide.computing import compute
 from mla_plugin.kernels.decode.wide.loading import load
 
@@ -32,7 +22,6 @@ _LOADING, _COMPUTING = gl.constexpr(24), gl.constexpr(240)
 def wide_decode_kernel(
     Parts,
     Out,
-    Lse,
     KV_scale,
     page_table,
     seqlens_kv,
@@ -91,11 +80,11 @@ def wide_decode_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                seqlens_kv, KV_scale, Parts, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
                 capacity, num_parts, overhead, 0, CAUSAL, DEPENDENT, PLANNED,
             )),
             (compute, (
-                seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                seqlens_kv, KV_scale, Parts, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
                 capacity, num_parts, overhead, 1, CAUSAL, DEPENDENT, PLANNED,
             )),
             (load, (

@@ -19,9 +19,10 @@ from mla_plugin.kernels.decode.wide.common import ROWS
 from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.launch import Launch
+from mla_plugin.kernels.tiles import ceil_div
 
 GIVEN = (
-    *("Parts", "Out", "Lse", "KV_scale", "page_table", "seqlens_kv"),
+    *("Parts", "Out", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
 _QUERIES_128, _QUERIES_64 = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(64, 16, 3)
@@ -29,7 +30,7 @@ _QUERIES_128, _QUERIES_64 = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayo
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
     """Whether the kernel computes such calls."""
-    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     reason = rule.other_kernel_because(
         tensors.q_nope_abs.dtype,
         rank,
@@ -40,7 +41,10 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
         has_leftpad_kv=tensors.leftpad_kv is not None,
         has_aligned_rows=has_aligned_rows(tensors),
         batch_invariant=False,
+        return_lse=tensors.return_lse,
     )
+    tiles = batch * max(1, ceil_div(tensors.capacity, KEYS.value))
+    reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     if not device.has_gluon or reason is not None or tensors.c_kv.numel() == 0:
         return False
     return can_read_queries(tensors) and can_read(tensors.c_kv) and can_read(tensors.k_rope)
@@ -69,10 +73,10 @@ class Descriptors:
     def arguments(
         self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
-        """Those of a call, by ``GIVEN``."""
+        """Those of a call, by ``GIVEN``; lse is None."""
         read = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
         made = [self._made(which, x.data_ptr()) for which, x in enumerate(read)]
-        return (parts, out, lse, tensors.kv_scale, tensors.page_table, tensors.seqlens_kv, *made, scale)
+        return (parts, out, tensors.kv_scale, tensors.page_table, tensors.seqlens_kv, *made, scale)
 
 
 def attend_launch(

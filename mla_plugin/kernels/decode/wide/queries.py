@@ -12,17 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import float16_factor, nonzero_scale
-from mla_plugin.kernels.decode.transposed.common import PANEL, PANELS, ROPE
-from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, E4M3, HALF, SCALE, STAGES, VECTOR, panel_layout
+from mla_plugin.kernels.decode.hopper.common import nonzero_scale, row_factor
+from mla_plugin.kernels.decode.transposed.common import E4M3, E4M3_TOP, PANEL, PANELS, ROPE, panel_layout
+from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, HALF, SCALE, STAGES, VECTOR
 from mla_plugin.kernels.hopper.common import synchronize
 
 _COLUMNS = gl.constexpr(64)
 """Of a panel of c_kv's queries in bfloat16: 128 bytes."""
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT))
-_BELOW_FLOAT16 = gl.constexpr(2.0**-7)
-"""``float16_factor`` brings the largest number of a row to 2^14."""
 
 
 @gluon.jit
@@ -57,9 +55,7 @@ def _largest(x):
 def _store_terms(panels, panel, second, x, factor, block, COLUMNS: gl.constexpr):
     """Both terms of x, times the rows' factor, to BLOCK rows of panel ``panel`` and of the one ``second`` panels on."""
     x *= gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-    blocks = panels.index(0)._reinterpret(
-        E4M3, [panels.shape[0] * BLOCKS, BLOCK, COLUMNS], panel_layout(COLUMNS)
-    )
+    blocks = panels.index(0)._reinterpret(E4M3, [panels.shape[0] * BLOCKS, BLOCK, COLUMNS], panel_layout(COLUMNS))
     high = x.to(E4M3)
     blocks.index(panel * BLOCKS + block).store(high)
     blocks.index((panel + second) * BLOCKS + block).store((x - high.to(gl.float32)).to(E4M3))
@@ -89,11 +85,11 @@ def convert_queries(tiles, barriers, used, scale_log2, which: gl.constexpr):
     mbarrier.wait(converted.index(0), 0)
     for block in range(BLOCKS):
         found = largest.index(block).load(_ROWS)
-        factor, inverse = float16_factor(gl.maximum(found, largest.index(BLOCKS + block).load(_ROWS)))
-        factor *= _BELOW_FLOAT16
+        found = gl.maximum(found, largest.index(BLOCKS + block).load(_ROWS))
+        factor, inverse = row_factor(found, E4M3_TOP)
         if which == 0:
             scales = vectors.index(SCALE)._reinterpret(gl.float32, [BLOCKS, BLOCK], VECTOR)
-            scales.index(block).store(nonzero_scale(inverse * (1.0 / _BELOW_FLOAT16) * scale_log2))
+            scales.index(block).store(nonzero_scale(inverse * scale_log2))
         for pair in gl.static_range(HALF // PANEL):
             panel = which * (HALF // PANEL) + pair
             _store_terms(q_tiles, panel, PANELS, _pair(c_tiles, own, pair, block), factor, block, PANEL)

@@ -11,6 +11,8 @@ from mla_plugin.kernels.decode.transposed.rule import MAX_ROWS
 
 DTYPE = torch.bfloat16
 """Of queries. An element of float16 has more bits than two numbers of e4m3."""
+TILES_OF_A_PART = 4
+"""A call must have at least so many: converting a piece's queries takes as long as four tiles gain."""
 TILES = DecodeTile(
     block_m=TILE,
     block_n=TILE,
@@ -34,6 +36,7 @@ def other_kernel_because(
     has_leftpad_kv: bool,
     has_aligned_rows: bool,
     batch_invariant: bool,
+    return_lse: bool,
 ) -> str | None:
     """Why another kernel computes such calls on a device that Gluon kernels run on; None: see ``takes``.
 
@@ -56,6 +59,19 @@ def other_kernel_because(
         return "leftpad_kv, which the wide kernel does not take"
     if batch_invariant:
         return "batch_invariant=True, which the wide kernel does not take"
+    if return_lse:
+        return "return_lse=True, the wide kernel multiplies in e4m3, which is too inexact for the log-sum-exp"
     if not has_aligned_rows:
         return "rows of the cache that do not start on 16 bytes, the wide kernel needs them to"
+    return None
+
+
+def few_tiles_because(rows: int, tiles: int, processors: int) -> str | None:
+    """Why another kernel computes calls of at most ``tiles`` key tiles; None: it does not."""
+    row_tiles = -(-rows // TILES.block_m)
+    if tiles * row_tiles < processors * TILES_OF_A_PART:
+        return (
+            f"{tiles} tiles of {TILE} keys for {row_tiles} tiles of {TILES.block_m} (query, head) pairs, the wide kernel "
+            f"needs {TILES_OF_A_PART} key tiles for each of {processors} multiprocessors"
+        )
     return None

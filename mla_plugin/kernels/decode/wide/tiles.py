@@ -142,7 +142,19 @@ def _accumulate(acc, start, length, used, tiles, barriers, owner: gl.constexpr, 
 
 @gluon.jit
 def _own_tile(
-    acc, reference, highest, row_sum, start, used, uses, length, seen_by_all, visible, tiles, barriers, which: gl.constexpr
+    acc,
+    reference,
+    highest,
+    row_sum,
+    start,
+    used,
+    uses,
+    length,
+    seen_by_all,
+    visible,
+    tiles,
+    barriers,
+    which: gl.constexpr,
 ):
     """Fold an own tile into acc and into the reference and sum of each row."""
     vectors = tiles[5]
@@ -156,9 +168,7 @@ def _own_tile(
 
 
 @gluon.jit
-def _others_tile(
-    acc, reference, highest, row_sum, start, used, uses, length, tiles, barriers, which: gl.constexpr
-):
+def _others_tile(acc, reference, highest, row_sum, start, used, uses, length, tiles, barriers, which: gl.constexpr):
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
     reference, highest, row_sum = _take(reference, highest, row_sum, uses, tiles, barriers, 1 - which)
     acc = _accumulate(acc, start, length, used, tiles, barriers, 1 - which, which)
@@ -167,7 +177,19 @@ def _others_tile(
 
 @gluon.jit
 def _two_tiles(
-    acc, reference, highest, row_sum, start, used, even, odd, length, seen_by_all, visible, tiles, barriers,
+    acc,
+    reference,
+    highest,
+    row_sum,
+    start,
+    used,
+    even,
+    odd,
+    length,
+    seen_by_all,
+    visible,
+    tiles,
+    barriers,
     which: gl.constexpr,
 ):
     """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``."""
