@@ -14,7 +14,7 @@ FEW_ROWS = 16
 
 So the other kernels are faster where TMA cannot load the pages, and in small batches (kernels/README.md).
 """
-TILES_OF_A_PART = 2
+TILES_OF_A_PART = 3
 """A call with more rows than ``FEW_ROWS`` must have at least so many."""
 TILES = DecodeTile(
     block_m=MAX_ROWS,

@@ -11,7 +11,7 @@ from mla_plugin.kernels.decode.transposed.rule import MAX_ROWS
 
 DTYPE = torch.bfloat16
 """Of queries. An element of float16 has more bits than two numbers of e4m3."""
-TILES_OF_A_PART = 4
+TILES_OF_A_PART = 6
 """A call must have at least so many: converting a piece's queries takes as long as four tiles gain."""
 TILES = DecodeTile(
     block_m=TILE,
