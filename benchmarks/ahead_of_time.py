@@ -4,6 +4,7 @@
     python -m benchmarks.ahead_of_time --hopper  compiles the Hopper kernels, and leaves the rest of the file as it is
     python -m benchmarks.ahead_of_time --projected  the same of the kernels around a decode with W_UK and W_UV
     python -m benchmarks.ahead_of_time --transposed  the same of the transposed decode kernel
+    python -m benchmarks.ahead_of_time --wide        the same of the wide one
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
 Which tiles, head dimensions and GPUs: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
@@ -126,11 +127,11 @@ def measure() -> dict[str, Any]:
     return kept | {kind: measure_kind(kind) for kind in KINDS}
 
 
-KINDS = ("hopper", "projected", "transposed")
+KINDS = ("hopper", "projected", "transposed", "wide")
 
 
 def measure_kind(kind: str) -> list[dict[str, Any]]:
-    """The same of the Hopper kernels, of those around a decode with W_UK and W_UV, or of the transposed one."""
+    """The same of the Hopper kernels, of those around a decode with W_UK and W_UV, or of one over bytes."""
     found = printed(f"tests.kernels.{kind}_compiler", AFRESH, cache=Path(triton.knobs.cache.dir))
     return [{"name": name, "key": key, "found": result} for name, (key, result) in found.items()]
 

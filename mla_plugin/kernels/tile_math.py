@@ -208,11 +208,12 @@ def row_factor(largest, TOP: tl.constexpr):
     """(factor, its inverse): powers of 2 that bring rows, whose largest numbers are given, into a dtype's range.
 
     A row's largest number comes to lie between 2^TOP and 2^(TOP + 1) if it is at least 2^(TOP - 126). With 14, for
-    float16, bfloat16 loses no bit of numbers down to 2^-28 of the row's largest.
+    float16, bfloat16 loses no bit of numbers down to 2^-28 of the row's largest. The factor of infinity is NaN: e4m3
+    has no infinity, and the row's scores are NaN anyway.
     """
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(254 + TOP - exponent, 253)
-    factor = (exponent << 23).to(tl.float32, bitcast=True)
+    of_largest = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.minimum(254 + TOP - of_largest, 253)
+    factor = tl.where(of_largest == 255, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
     return factor, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 

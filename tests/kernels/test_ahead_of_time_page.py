@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from benchmarks import ahead_of_time
-from tests.kernels import decode_compiler, hopper_compiler, prefill_compiler, transposed_compiler
+from tests.kernels import decode_compiler, hopper_compiler, prefill_compiler, transposed_compiler, wide_compiler
 
 FOUND = json.loads(ahead_of_time.RESULTS.read_text())
 
@@ -41,7 +42,8 @@ def test_the_results_hold_every_hopper_kernel() -> None:
     )
 
 
-def test_the_results_hold_every_transposed_kernel() -> None:
-    assert [record["name"] for record in FOUND["transposed"]] == [job.name for job in transposed_compiler.JOBS], (
-        "run python -m benchmarks.ahead_of_time --transposed"
+@pytest.mark.parametrize(("kind", "jobs"), [("transposed", transposed_compiler.JOBS), ("wide", wide_compiler.JOBS)])
+def test_the_results_hold_every_kernel_over_bytes(kind: str, jobs: Iterable[Any]) -> None:
+    assert [record["name"] for record in FOUND[kind]] == [job.name for job in jobs], (
+        f"run python -m benchmarks.ahead_of_time --{kind}"
     )

@@ -93,7 +93,7 @@ def test_the_backend_launches_what_it_says(
     accepted = decode.select(DecodeRequest.of(tensors).replace(device_type="cuda"), H100)
     assert isinstance(accepted, Accepted)
     assert (hopper_decode_kernel in launched) == is_expected
-    assert (accepted.notes == ("by the Hopper kernel",)) == is_expected
+    assert (accepted.notes[0] == "by the Hopper kernel") == is_expected
 
 
 @pytest.mark.parametrize("kv_format", [FP8, FP8_DS_MLA, PLAIN])

@@ -23,6 +23,7 @@ MODULES = (
         "decode.projected.kernels",
         "decode.hopper.kernel",
         "decode.transposed.kernel",
+        "decode.wide.kernel",
         "decode.cache",
     ),
     *("decode.invariant.kernel", "decode.invariant.combine", "decode.quantised_cache"),

@@ -154,13 +154,13 @@ def test_the_backend_launches_what_it_says(
 
 
 @pytest.mark.parametrize(
-    ("rows", "tiles", "is_few"), [(16, 1, False), (17, 527, True), (17, 528, False), (32, 1, True), (32, 5000, False)]
+    ("rows", "tiles", "is_few"), [(16, 1, False), (17, 791, True), (17, 792, False), (32, 1, True), (32, 5000, False)]
 )
 def test_small_batches_of_more_rows_are_not_its(rows: int, tiles: int, is_few: bool) -> None:
     reason = rule.few_tiles_because(rows, tiles, 132)
     assert (reason is not None) == is_few
     if reason is not None:
-        assert reason.startswith(f"{tiles} tiles of 64 keys in 264 parts, the transposed kernel needs 2 in each")
+        assert reason.startswith(f"{tiles} tiles of 64 keys in 264 parts, the transposed kernel needs 3 in each")
 
 
 @pytest.mark.usefixtures("hopper")

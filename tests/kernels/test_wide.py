@@ -141,6 +141,19 @@ def test_queries_of_unlike_sizes(largest: float, at: int) -> None:
     check(inputs, tensors)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_query_that_is_not_finite_spoils_its_row_alone(value: float) -> None:
+    inputs, tensors = call_of((1, 1, 64, 130), 64, FP8, BFLOAT16, [130])
+    expected = decode(tensors)
+    q_nope_abs, q_rope = inputs.q_nope_abs.clone(), inputs.q_rope.clone()
+    q_nope_abs[0, 0, 3, 300], q_rope[0, 0, 40, 5] = value, value
+    out = decode(with_queries(inputs, tensors, q_nope_abs, q_rope)[1])
+    spoiled = torch.zeros(64, dtype=torch.bool)
+    spoiled[[3, 40]] = True
+    assert out[0, 0, spoiled].isnan().all()
+    assert torch.equal(out[0, 0, ~spoiled], expected[0, 0, ~spoiled])
+
+
 def test_runs_agree_bit_for_bit_in_any_order_of_warps() -> None:
     _, tensors = call_of((3, 1, 70, 500), 64, FP8, BFLOAT16, [500, 333, 64])
     first = decode(tensors)

@@ -14,13 +14,17 @@ from tests.kernels.hopper_compiler import loose_arrivals
 
 @dataclass(frozen=True)
 class Job:
-    """One kind of call; page_size 0: contiguous; ``is_planned``: a kernel before it writes its plan."""
+    """One kind of call; page_size 0: contiguous; ``is_planned``: a kernel before it writes its plan.
+
+    ``has_lse``: it wants the log-sum-exp; otherwise 32 rows of bfloat16 are multiplied in e4m3.
+    """
 
     rows: int
     page_size: int
     is_causal: bool
     dtype: str = "bf16"
     is_planned: bool = True
+    has_lse: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -32,6 +36,7 @@ class Job:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         few = "" if self.is_planned else " of few"
+        few += "" if self.has_lse else " without lse"
         return f"{self.rows} rows{few} {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
 
 
@@ -39,6 +44,7 @@ JOBS = (
     *(Job(16, 64, False), Job(16, 0, True, "fp16"), Job(16, 16, True), Job(16, 1, False, "fp16")),
     *(Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16")),
     *(Job(16, 64, True, is_planned=False), Job(16, 16, False, is_planned=False), Job(32, 0, True, is_planned=False)),
+    *(Job(32, 64, True, has_lse=False), Job(32, 0, False, is_planned=False, has_lse=False)),
 )
 
 
@@ -52,6 +58,7 @@ class Found:
         spills: spilled stores.
         undefined_reads: see assembly.py.
         products, waits: matrix instructions of the loop over key tiles, and where it waits for some.
+        scores: of the products those over e4m3.
         from_registers: of the products those whose left operand is in registers.
         conversions: of e4m3 in the loop, two numbers each.
         wide_loads, loads: from shared memory in the loop, of 16 bytes and of fewer.
@@ -65,6 +72,7 @@ class Found:
     spills: int
     undefined_reads: list[str]
     products: int
+    scores: int
     waits: int
     from_registers: int
     conversions: int
@@ -100,6 +108,9 @@ def program(job: Job) -> Program:
         constants["REGISTERS"] = LOADING_REGISTERS
     if not job.page_size:
         constants["page_table"] = None
+    if not job.has_lse:
+        types.pop("Lse")
+        constants["Lse"] = None
     options = {"num_warps": 4, "launch_pdl": True, "maxnreg": _REGISTERS}
     return Program(90, transposed_decode_kernel, types, constants, options, strides_are_aligned=False)
 
@@ -133,6 +144,7 @@ def measured(program: Program) -> Found:
         spills=sum(x.opcode.startswith("STL") for x in instructions),
         undefined_reads=undefined_reads(assembly),
         products=len(products),
+        scores=count("QGMMA"),
         waits=count("WARPGROUP.DEPBAR"),
         from_registers=sum(re.search(r"HGMMA\S* R\d+, R\d+,", text) is not None for text in products),
         conversions=count("F2FP.F16.E4M3"),

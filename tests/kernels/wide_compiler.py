@@ -95,14 +95,18 @@ def program(job: Job) -> Program:
 
 
 def _loops(instructions: list[Instruction]) -> list[list[Instruction]]:
-    """The smallest loop of each computing warpgroup with products over both operands."""
+    """The smallest loop with products over both operands of each computing warpgroup, which share no instruction."""
     found = [
         [x for x in instructions if end.target <= x.address <= end.address]
         for end in instructions
         if end.target is not None and end.target < end.address
     ]
     found = [body for body in found if {"HGMMA", "QGMMA"} <= {x.opcode.split(".")[0] for x in body}]
-    return [body for body in found if not any(other is not body and set(other) < set(body) for other in found)]
+    smallest: list[list[Instruction]] = []
+    for body in sorted(found, key=len):
+        if all(body[-1].address < other[0].address or other[-1].address < body[0].address for other in smallest):
+            smallest.append(body)
+    return smallest
 
 
 def measured(program: Program) -> Found:

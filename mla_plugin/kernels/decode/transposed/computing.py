@@ -147,10 +147,12 @@ def _fold_tile(
     IS_SPLIT: gl.constexpr = q_tile.dtype == E4M3
     if IS_SPLIT:
         s = _scores_of_terms(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
+        keys = gl.arange(0, KEYS, gl.SliceLayout(1, product_layout(ROWS)))
     else:
         s = _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS)
+        keys = key_of_rows(ROWS)
     if start + KEYS > seen_by_all:
-        s = gl.where(key_of_rows(ROWS, IS_SPLIT)[:, None] < (visible - start)[None, :], s, float("-inf"))
+        s = gl.where(keys[:, None] < (visible - start)[None, :], s, float("-inf"))
     new_reference, highest = tile_reference(gl.max(s, 0) * scale, reference, highest)
     p = gl.exp2(s * scale[None, :] - new_reference[None, :])
     rescale = gl.exp2(reference - new_reference)

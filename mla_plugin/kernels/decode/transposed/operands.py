@@ -77,13 +77,10 @@ _VALUE_WORDS = gl.constexpr(
 
 
 @gluon.jit
-def key_of_rows(ROWS: gl.constexpr, is_in_order: gl.constexpr):
-    """The key in its tile that each row of the scores [KEYS, ROWS] stands for; ``is_in_order``: the one of its number.
-
-    That is where the keys were no operand in registers.
-    """
+def key_of_rows(ROWS: gl.constexpr):
+    """The key in its tile that each row of the scores [KEYS, ROWS] stands for."""
     row = gl.arange(0, KEYS, gl.SliceLayout(1, product_layout(ROWS)))
-    return row if is_in_order else (row & 56) | ((row & 1) << 2) | ((row >> 1) & 3)
+    return (row & 56) | ((row & 1) << 2) | ((row >> 1) & 3)
 
 
 @gluon.jit

@@ -52,7 +52,7 @@ OUT = gl.constexpr(product_layout(ROWS.value))
 OUT_ROWS = gl.constexpr(gl.SliceLayout(0, OUT))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 REFERENCE, RESCALE, SCALE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-"""Where ``vectors`` has the references of both warpgroups' last tiles, the factors of earlier sums, and of the scores."""
+"""Where ``vectors`` has the references of both warpgroups' last tiles, factors of earlier sums, and of the scores."""
 VECTORS = gl.constexpr(5)
 
 

@@ -1,4 +1,4 @@
-"""The loading warp of the wide decode kernel: the queries of each piece, then its key tiles, by TMA, slot after slot."""
+"""The loading warp of the wide decode kernel: the queries of each piece, then its key tiles, slot after slot."""
 
 from __future__ import annotations
 
