@@ -71,7 +71,7 @@ def few_tiles_because(rows: int, tiles: int, processors: int) -> str | None:
     row_tiles = -(-rows // TILES.block_m)
     if tiles * row_tiles < processors * TILES_OF_A_PART:
         return (
-            f"{tiles} tiles of {TILE} keys for {row_tiles} tiles of {TILES.block_m} (query, head) pairs, the wide kernel "
-            f"needs {TILES_OF_A_PART} key tiles for each of {processors} multiprocessors"
+            f"{tiles} tiles of {TILE} keys for {row_tiles} tiles of {TILES.block_m} (query, head) pairs, the wide "
+            f"kernel needs {TILES_OF_A_PART} key tiles for each of {processors} multiprocessors"
         )
     return None

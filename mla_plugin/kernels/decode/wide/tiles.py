@@ -1,4 +1,4 @@
-"""The two computing warpgroups of the wide decode kernel over key tiles: one owns the even ones, the other the odd ones.
+"""The two computing warpgroups of the wide decode kernel: one owns the even key tiles, the other one the odd ones.
 
 As in ``kernels/hopper/latent.py``: a warpgroup computes the scores and weights of its own tiles and hands the weights
 to the other one; both accumulate every tile, each for half of the columns. Here both read the weights from shared
