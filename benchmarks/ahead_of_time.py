@@ -8,8 +8,8 @@
     python -m benchmarks.ahead_of_time --page    writes docs/kernels_ahead_of_time.md from the JSON file
 
 Which tiles, head dimensions and GPUs: ``jobs`` of tests/kernels/prefill_compiler.py, without --all-targets, and of
-tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/hopper_compiler.py, projected_compiler.py and
-transposed_compiler.py, which the page does not show.
+tests/kernels/decode_compiler.py; ``JOBS`` of tests/kernels/<kind>_compiler.py for each of ``KINDS``, which the page
+does not show.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import triton
 
 from tests.kernels import decode_compiler
-from tests.kernels.compiler import AFRESH, RECORDED, ROOT, Usage, blocks_per_processor, keyed_results, printed
+from tests.kernels.compiler import AFRESH, KINDS, RECORDED, ROOT, Usage, blocks_per_processor, keyed_results, printed
 from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, TYPES, Job, jobs
 
 RESULTS = RECORDED
@@ -125,9 +125,6 @@ def measure() -> dict[str, Any]:
     decode = [_record(job, *found[job.name]) for job in decode_compiler.jobs()]
     kept = {"triton": triton.__version__, "records": prefill, "miscompiled": miscompiled, "decode": decode}
     return kept | {kind: measure_kind(kind) for kind in KINDS}
-
-
-KINDS = ("hopper", "projected", "transposed", "wide")
 
 
 def measure_kind(kind: str) -> list[dict[str, Any]]:

@@ -27,6 +27,8 @@ from tests.kernels.assembly import undefined_reads
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results" / "ahead_of_time.json"
+KINDS = ("hopper", "projected", "transposed", "wide")
+"""What ``RECORDED`` has of kernels in Gluon and of others: ``JOBS`` of tests/kernels/<kind>_compiler.py."""
 AFRESH = "--afresh"
 # bytes of shared memory: what one block may ask for, and what one multiprocessor has
 PER_BLOCK = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -197,8 +199,7 @@ def _recorded() -> dict[str, dict[str, Any]]:
     names = [field.name for field in fields(Usage)]
     records = (*found["records"], *found["decode"], found["miscompiled"])
     usages = {record["key"]: {name: record[name] for name in names} for record in records}
-    kinds = ("hopper", "projected", "transposed")
-    return usages | {record["key"]: record["found"] for kind in kinds for record in found[kind]}
+    return usages | {record["key"]: record["found"] for kind in KINDS for record in found.get(kind, ())}
 
 
 def results(module: str, *arguments: str, cache: Path) -> dict[str, Usage]:

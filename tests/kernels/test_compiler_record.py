@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compiler import AFRESH, RECORDED, ROOT, keyed_results
+from tests.kernels.compiler import AFRESH, KINDS, RECORDED, ROOT, keyed_results
 from tests.kernels.prefill_compiler import DEEPSEEK, MISCOMPILED, jobs
 
 pytestmark = pytest.mark.xdist_group("compiler")
@@ -65,6 +65,7 @@ def test_a_key_stands_for_all_that_a_program_is_made_of() -> None:
 
 def test_every_record_has_a_key_of_its_own() -> None:
     found = json.loads(RECORDED.read_text())
-    records = (*found["records"], *found["decode"], *found["hopper"], *found["transposed"], found["miscompiled"])
+    of_kinds = [record for kind in KINDS for record in found[kind]]
+    records = (*found["records"], *found["decode"], *of_kinds, found["miscompiled"])
     keys = [record["key"] for record in records]
     assert len(set(keys)) == len(keys)

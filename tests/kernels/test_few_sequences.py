@@ -1,4 +1,4 @@
-"""Up to four sequences are divided by the Hopper and the transposed kernel themselves, more by a kernel before."""
+"""Up to four sequences are divided by the Gluon kernels themselves, more by a kernel before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from mla_plugin.kernels.decode.projected import launch as projected
-from tests.kernels.decode_cases import assert_as_good_as_pytorch
+from tests.kernels.decode_cases import assert_as_good_as_pytorch, assert_out_as_good_as_pytorch
 from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
 
@@ -53,6 +53,22 @@ def test_a_plan_changes_no_bit(
     monkeypatch.setattr("mla_plugin.arguments.decode_layout._known", {})
     assert_planned(tensors, True)
     assert all(torch.equal(a, b) for a, b in zip(first, decode(tensors), strict=True))
+
+
+@pytest.mark.parametrize("heads", [20, 40])
+@pytest.mark.parametrize("batch", [4, 5])
+def test_products_over_e4m3_of_few_sequences(batch: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which calls without the log-sum-exp have: with and without a plan, and the same bits."""
+    inputs, tensors = call_of((batch, 1, heads, 200), 64, FP8, BFLOAT16, LENGTHS[:batch])
+    tensors = tensors._replace(return_lse=False)
+    assert_planned(tensors, batch == 5)
+    out, _ = decode_launch.decode(tensors, known_of(tensors))
+    assert_out_as_good_as_pytorch(out, inputs, is_causal=False)
+    if batch == 4:
+        monkeypatch.setattr(decode_launch, "FEW_SEQUENCES", 0)
+        monkeypatch.setattr("mla_plugin.arguments.decode_layout._known", {})
+        assert_planned(tensors, True)
+        assert torch.equal(out, decode_launch.decode(tensors, known_of(tensors))[0])
 
 
 @pytest.mark.parametrize(("seqlen_kv", "is_plain"), [(5 * 64, True), (5 * 64 + 1, False)])

@@ -14,7 +14,7 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.transposed import launch as transposed
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, assert_out_as_good_as_pytorch
+from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, assert_out_as_good_as_pytorch, attend
 from tests.kernels.gathered_cases import call_of, with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
 
@@ -47,14 +47,20 @@ def decode(tensors: DecodeTensors) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
+def _without_lse(tensors: DecodeTensors) -> torch.Tensor:
+    """out of a call that does not want the log-sum-exp."""
+    given = tensors._replace(return_lse=False)
+    out, lse = decode_launch.decode(given, known_of(given))
+    assert lse is None
+    return out
+
+
 def check(inputs: Inputs, tensors: DecodeTensors) -> None:
     """As good as PyTorch over the same numbers, by the transposed kernel."""
     assert is_taken(tensors)
     assert_as_good_as_pytorch(*decode(tensors), inputs, tensors.causal)
-    without = tensors._replace(return_lse=False)  # more than 16 rows of bfloat16 are then multiplied in e4m3
-    out, lse = decode_launch.decode(without, known_of(without))
-    assert lse is None
-    assert_out_as_good_as_pytorch(out, inputs, tensors.causal)
+    # more than 16 rows of bfloat16 are then multiplied in e4m3
+    assert_out_as_good_as_pytorch(_without_lse(tensors), inputs, tensors.causal)
 
 
 @pytest.mark.parametrize("heads", [16, 20])
@@ -140,16 +146,31 @@ def test_a_call_may_want_no_lse() -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**60])
+def test_terms_of_queries_are_exact(scale: float) -> None:
+    """One element of a row has any of the 128 significands of bfloat16: the scores lose none of its bits.
+
+    Plain PyTorch rounds scores to bfloat16, so its error would hide a term that is cut off.
+    """
+    inputs, tensors = call_of((4, 1, 32, 65), 64, FP8, BFLOAT16, [65] * 4)
+    q_nope_abs, q_rope = torch.zeros_like(inputs.q_nope_abs), torch.zeros_like(inputs.q_rope)
+    q_nope_abs[..., 100] = (1 + torch.arange(128) / 128).view(4, 1, 32) * scale
+    inputs, tensors = with_queries(inputs, tensors, q_nope_abs.bfloat16(), q_rope)
+    softmax_scale = 8.0 / scale
+    inputs = dataclasses.replace(inputs, softmax_scale=softmax_scale)
+    out = _without_lse(tensors._replace(softmax_scale=softmax_scale))
+    exact, _ = attend(inputs, False, torch.float64)
+    assert (out.double() - exact).norm() <= 2.5e-3 * exact.norm()
+
+
 @pytest.mark.parametrize("heads", [16, 32])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_query_that_is_not_finite_spoils_its_row_alone(value: float, heads: int) -> None:
     inputs, tensors = call_of((1, 1, heads, 130), 64, FP8, BFLOAT16, [130])
     q_nope_abs, q_rope = inputs.q_nope_abs.clone(), inputs.q_rope.clone()
     q_nope_abs[0, 0, 3, 300], q_rope[0, 0, 10, 5] = value, value
-    tensors = tensors._replace(return_lse=False)
-    expected, _ = decode_launch.decode(tensors, known_of(tensors))
-    given = with_queries(inputs, tensors, q_nope_abs, q_rope)[1]
-    out, _ = decode_launch.decode(given, known_of(given))
+    expected = _without_lse(tensors)
+    out = _without_lse(with_queries(inputs, tensors, q_nope_abs, q_rope)[1])
     spoiled = torch.zeros(heads, dtype=torch.bool)
     spoiled[[3, 10]] = True
     assert out[0, 0, spoiled].isnan().all()

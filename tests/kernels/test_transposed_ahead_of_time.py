@@ -41,7 +41,7 @@ def test_two_programs_fit_a_multiprocessor(job: Job, compiled: dict[str, Any]) -
 def test_each_byte_is_loaded_and_converted_once_for_a_product(job: Job, compiled: dict[str, Any]) -> None:
     """A tile of 64 keys for the scores and for the sums, by 128 threads, 16 bytes a load and two a conversion."""
     found = compiled[job.name]
-    used = (64 * (512 + 64) if job.has_lse else 0) + 64 * 512
+    used = (0 if job.has_scores_in_e4m3 else 64 * (512 + 64)) + 64 * 512
     zeroed = 64 * 512
     assert found["conversions"] == used // 2 // 128
     assert found["wide_loads"] == (used + zeroed) // 16 // 128
@@ -54,10 +54,10 @@ def test_products_wait_where_the_kernel_says_so(job: Job, compiled: dict[str, An
     """The assembler lets each one wait for the previous one where registers are not free: here it adds no wait."""
     found = compiled[job.name]
     scores, sums = (512 + 64) // 16, (512 // 64) * (64 // 16)
-    assert found["products"] == found["from_registers"] == sums + (scores if job.has_lse else 0)
-    assert found["scores"] == (0 if job.has_lse else scores // 2)
+    assert found["products"] == found["from_registers"] == sums + (0 if job.has_scores_in_e4m3 else scores)
+    assert found["scores"] == (scores // 2 if job.has_scores_in_e4m3 else 0)
     # after k_rope's product and those of four panels, or after all over e4m3; of 16 keys of V
-    assert found["waits"] == (5 if job.has_lse else 1) + 4
+    assert found["waits"] == (1 if job.has_scores_in_e4m3 else 5) + 4
 
 
 @EVERY_JOB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.wide import launch as wide
 from tests.kernels import gathered_cases
-from tests.kernels.decode_cases import Inputs, assert_out_as_good_as_pytorch
+from tests.kernels.decode_cases import Inputs, assert_out_as_good_as_pytorch, attend
 from tests.kernels.gathered_cases import with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
 
@@ -139,6 +140,23 @@ def test_queries_of_unlike_sizes(largest: float, at: int) -> None:
         assert decode(tensors).isfinite().all()
         return
     check(inputs, tensors)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**60])
+def test_terms_of_queries_are_exact(scale: float) -> None:
+    """One element of a row has any of the 128 significands of bfloat16: the scores lose none of its bits.
+
+    Plain PyTorch rounds scores to bfloat16, so its error would hide a term that is cut off.
+    """
+    inputs, tensors = call_of((2, 1, 64, 65), 64, FP8, BFLOAT16, [65] * 2)
+    q_nope_abs, q_rope = torch.zeros_like(inputs.q_nope_abs), torch.zeros_like(inputs.q_rope)
+    q_nope_abs[..., 100] = (1 + torch.arange(128) / 128).view(2, 1, 64) * scale
+    inputs, tensors = with_queries(inputs, tensors, q_nope_abs.bfloat16(), q_rope)
+    softmax_scale = 8.0 / scale
+    inputs = dataclasses.replace(inputs, softmax_scale=softmax_scale)
+    out = decode(tensors._replace(softmax_scale=softmax_scale))
+    exact, _ = attend(inputs, False, torch.float64)
+    assert (out.double() - exact).norm() <= 2.5e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

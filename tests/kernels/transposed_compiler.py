@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_plugin.kernels.decode.hopper.rule import lies_in_several_pages
+from mla_plugin.kernels.decode.transposed.rule import FEW_ROWS
 from tests.kernels.assembly import Instruction, programs, undefined_reads
 from tests.kernels.compiler import Program, built, print_results
 from tests.kernels.hopper_compiler import loose_arrivals
@@ -32,6 +33,11 @@ class Job:
         return lies_in_several_pages(self.page_size or None)
 
     @property
+    def has_scores_in_e4m3(self) -> bool:
+        """Whether its scores are products over e4m3."""
+        return self.dtype == "bf16" and self.rows > FEW_ROWS and not self.has_lse
+
+    @property
     def name(self) -> str:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
@@ -45,6 +51,7 @@ JOBS = (
     *(Job(32, 64, True), Job(32, 0, False), Job(32, 192, True, "fp16")),
     *(Job(16, 64, True, is_planned=False), Job(16, 16, False, is_planned=False), Job(32, 0, True, is_planned=False)),
     *(Job(32, 64, True, has_lse=False), Job(32, 0, False, is_planned=False, has_lse=False)),
+    Job(16, 64, False, has_lse=False),
 )
 
 

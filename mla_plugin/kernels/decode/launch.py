@@ -303,20 +303,20 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     check_rows(seqlen_q, heads)
     device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
     is_transposed, is_wide = transposed.takes(tensors, device), wide.takes(tensors, device)
-    is_over_bytes = is_transposed or is_wide
+    is_fp8_kernel = is_transposed or is_wide
     tile = tile_of(tensors, device, rows)
-    if is_over_bytes:
+    if is_fp8_kernel:
         tile = transposed_rule.TILES if is_transposed else wide_rule.TILES
     key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
     row_tiles: int = ceil_div(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
     parts = min(slots, batch * key_tiles)
     page_size = page_size_of(tensors)
-    can_describe = not is_over_bytes and can_use_descriptors(tensors, device, tile, page_size)
+    can_describe = not is_fp8_kernel and can_use_descriptors(tensors, device, tile, page_size)
     has_few = batch * key_tiles < slots * tiles_for_hopper
-    is_hopper = not is_over_bytes and not has_few and hopper.takes(tensors, device, can_describe)
+    is_hopper = not is_fp8_kernel and not has_few and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
-    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_over_bytes else tile.planned
+    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_fp8_kernel else tile.planned
     options = options_of(device, 4)
     shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
     described: Described | None = None

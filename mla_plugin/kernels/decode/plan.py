@@ -83,7 +83,7 @@ def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhea
 def part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
     """As ``part_range``, without left padding, one sequence after the other.
 
-    Without operations across threads, so that every warp of the Hopper and the transposed kernel can do it by itself:
+    Without operations across threads, so that every warp of the Gluon kernels can do it by itself:
     for up to ``FEW_SEQUENCES`` that takes less time than ``plan_kernel``.
     """
     total = capacity * 0
@@ -129,7 +129,7 @@ def plan_kernel(
 ):
     """Writes the plan of ``decode_kernel``: ``part_range`` of each part. Grid: (parts,).
 
-    Also of the Hopper and the transposed kernel, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
+    Also of the Gluon kernels, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
     reductions over threads in the same kernel make ptxas hold the addresses of the queries in 72 registers, and spill
     (CUDA 12.9; a tile took 20 % longer).
     """

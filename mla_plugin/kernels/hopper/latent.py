@@ -352,4 +352,4 @@ def sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
     # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
     mbarrier.arrive(finished.index(0))
     mbarrier.wait(finished.index(0), exchanges & 1)
-    return row_sum + sums.index(slot + 1 - which).load(SCORES_ROWS)
+    return row_sum + sums.index(slot + 1 - which).load(row_sum.type.layout)

@@ -61,7 +61,7 @@ def decode(
             cache_leftpad). ``seqlens_kv`` still counts from the cache's first token.
         causal: the queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.
         backend: use this backend and no other; it never falls back.
-        return_lse: also return the log-sum-exp.
+        return_lse: also return the log-sum-exp. It may decide about the kernel, and so about the last bits of out.
         batch_invariant: the bits of a query's out and lse must not depend on the rest of the call: the other sequences
             and its index among them, the width of the page table, the other queries of its sequence.
         kv_cache_format: ``"plain"``: the cache is in the dtype of the queries. ``"fp8"``: uint8 or float8_e4m3fn,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
-    Strides of queries that rule out the Hopper kernel are known in the call alone; with batch_invariant none do.
+    Strides of queries that rule out the Hopper or the wide kernel are known in the call alone, and so is whether
+    sequences share a cache, which both leave to others; with batch_invariant no strides do.
     Lengths are rounded up to a power of two, so that a batch near the least size that the transposed kernel, with 17 to
     32 (query, head) pairs, or the wide kernel takes may run by another one.
     """
@@ -88,43 +90,39 @@ def _rows(request: DecodeRequest) -> int:
     return request.seqlen_q * request.num_heads
 
 
+def _facts(request: DecodeRequest) -> dict[str, Any]:
+    """Arguments that the rules of all kernels have."""
+    return {
+        "dtype": request.dtype,
+        "kv_lora_rank": request.kv_lora_rank,
+        "qk_rope_head_dim": request.qk_rope_head_dim,
+        "rows": _rows(request),
+        "page_size": request.page_size,
+        "kv_cache_format": request.kv_cache_format,
+        "has_leftpad_kv": request.has_leftpad_kv,
+        "has_aligned_rows": request.has_aligned_rows,
+        "batch_invariant": request.batch_invariant,
+    }
+
+
+def _unfit(platform: Platform) -> str | None:
+    return unfit_device_because(platform.compute_capability, platform.version("triton"))
+
+
 def _not_transposed_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the transposed kernel does not compute such calls; None: it does."""
-    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
     return (
-        reason
-        or transposed_rule.other_kernel_because(
-            request.dtype,
-            request.kv_lora_rank,
-            request.qk_rope_head_dim,
-            _rows(request),
-            request.page_size,
-            kv_cache_format=request.kv_cache_format,
-            has_leftpad_kv=request.has_leftpad_kv,
-            has_aligned_rows=request.has_aligned_rows,
-            batch_invariant=request.batch_invariant,
-        )
+        _unfit(platform)
+        or transposed_rule.other_kernel_because(**_facts(request))
         or transposed_rule.few_tiles_because(_rows(request), _tiles(request), _processors(platform))
     )
 
 
 def _not_wide_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the wide kernel does not compute such calls; None: it does, if it can read the queries."""
-    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
     return (
-        reason
-        or wide_rule.other_kernel_because(
-            request.dtype,
-            request.kv_lora_rank,
-            request.qk_rope_head_dim,
-            _rows(request),
-            request.page_size,
-            kv_cache_format=request.kv_cache_format,
-            has_leftpad_kv=request.has_leftpad_kv,
-            has_aligned_rows=request.has_aligned_rows,
-            batch_invariant=request.batch_invariant,
-            return_lse=request.return_lse,
-        )
+        _unfit(platform)
+        or wide_rule.other_kernel_because(**_facts(request), return_lse=request.return_lse)
         or wide_rule.few_tiles_because(_rows(request), _tiles(request), _processors(platform))
     )
 
@@ -140,20 +138,7 @@ def _tiles(request: DecodeRequest) -> int:
 
 def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
     """Why the plain kernel computes such calls; None: the Hopper kernel does, if it can read the queries."""
-    reason = unfit_device_because(platform.compute_capability, platform.version("triton"))
-    if reason is not None:
-        return reason
-    return rule.plain_kernel_because(
-        request.dtype,
-        request.kv_lora_rank,
-        request.qk_rope_head_dim,
-        _rows(request),
-        request.page_size,
-        kv_cache_format=request.kv_cache_format,
-        has_leftpad_kv=request.has_leftpad_kv,
-        has_aligned_rows=request.has_aligned_rows,
-        batch_invariant=request.batch_invariant,
-    )
+    return _unfit(platform) or rule.plain_kernel_because(**_facts(request))
 
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:

@@ -32,8 +32,8 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(
         decode_launch, "device_of", lambda device: Device("Hopper", PROGRAMS, True, False, "fields", True)
     )
-    for rule_of_bytes in (transposed_rule, wide_rule):
-        monkeypatch.setattr(rule_of_bytes, "TILES_OF_A_PART", 0)
+    for rule_of_fp8 in (transposed_rule, wide_rule):
+        monkeypatch.setattr(rule_of_fp8, "TILES_OF_A_PART", 0)
     monkeypatch.setattr(
         decode_launch, "options_of", lambda device, num_warps, **_: {"num_warps": num_warps, "launch_pdl": True}
     )

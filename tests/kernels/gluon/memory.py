@@ -133,6 +133,7 @@ class Shared:
     def write(self, x: torch.Tensor) -> None:
         """Set the elements."""
         if self._words is not None:
+            assert x.dtype == self._words
             x = x.contiguous().view(self.owner.data.dtype)
         self.owner.data[self._positions()] = x.to(self.owner.data.dtype).broadcast_to(self.shape)
 

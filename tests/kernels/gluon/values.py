@@ -18,6 +18,7 @@ TORCH_OF = {
     "fp32": torch.float32,
     "fp8e4nv": torch.float8_e4m3fn,
 }
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 DTYPE_OF = {found: tl.dtype(name) for name, found in TORCH_OF.items()}
 
 
@@ -68,6 +69,9 @@ class Value:
         found = torch_dtype(dtype)
         if bitcast:
             assert found.itemsize == self.data.element_size()
+        elif found == torch.float8_e4m3fn:
+            # the GPU saturates, PyTorch may not: no kernel of ours relies on either
+            assert not (self.data.abs() > E4M3_MAX).any(), "a number above e4m3's largest one"
         return Value(self.data.view(found) if bitcast else self.data.to(found), self.layout)
 
     def reshape(self, shape: list[int]) -> Value:

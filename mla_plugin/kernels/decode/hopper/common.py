@@ -1,4 +1,4 @@
-"""Shared by the warps of the Hopper and the transposed decode kernel: the plan's functions, and the keys of a piece."""
+"""Shared by the warps of the decode kernels in Gluon: the plan's functions, and the keys of a piece."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Sizes and layouts of the transposed decode kernel."""
+"""Sizes and layouts of the transposed and the wide decode kernel."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from mla_plugin.kernels.decode.transposed.rule import FEW_ROWS
 
 KEYS = gl.constexpr(64)
 """Keys of a tile: the rows of a WGMMA."""
@@ -23,14 +25,20 @@ E4M3_TOP = gl.constexpr(7)
 """Of ``row_factor``: the largest number of a row of queries in e4m3 lies between 2^7 and 2^8."""
 
 
-LOW = gl.constexpr(64.0)
-"""What the lower terms of the queries are multiplied by, so that e4m3 holds smaller ones."""
+LOW = gl.constexpr(32.0)
+"""What the lower terms of queries in e4m3 are multiplied by.
+
+At most 2^3, they stay below 448, e4m3's largest number, and their last bits down to 2^-14 are held.
+"""
 
 
 @gluon.constexpr_function
 def splits_queries(dtype, rows, has_lse):
-    """Whether the scores are products over e4m3, of two terms of the queries: see kernels/README.md."""
-    return dtype == gl.bfloat16 and rows > 16 and not has_lse
+    """Whether the scores are products over e4m3, of two terms of the queries.
+
+    These are too inexact for the log-sum-exp, and with few rows hardly faster; float16 would need a third term.
+    """
+    return dtype == gl.bfloat16 and rows > FEW_ROWS and not has_lse
 
 
 @gluon.constexpr_function

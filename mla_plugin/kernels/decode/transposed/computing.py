@@ -64,7 +64,7 @@ def _load_rows(base, num_rows, num_heads, stride_s, stride_h, ROWS: gl.constexpr
 
 @gluon.jit
 def _store_terms(tile, x):
-    """x [ROWS, columns] as two terms in e4m3, whose sum it is, one after the other; the lower ones times LOW."""
+    """x [ROWS, columns] as two terms: rows 0 .. ROWS - 1 are its e4m3 rounding, the next ROWS the rest times LOW."""
     ROWS: gl.constexpr = x.shape[0]
     high = x.to(E4M3)
     tile.slice(0, ROWS, 0).store(high)
@@ -110,7 +110,10 @@ def _scores(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
 
 @gluon.jit
 def _scores_of_terms(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr):
-    """keys q^T of a tile over e4m3, without a conversion: [KEYS, ROWS], with the keys in order."""
+    """keys q^T of a tile over e4m3, without a conversion: [KEYS, ROWS], with the keys in order.
+
+    One product has both terms of the queries as its columns.
+    """
     s = gl.zeros([KEYS, 2 * ROWS], gl.float32, scores_layout(2 * ROWS))
     keys = r_tiles.index(stage)._reinterpret(E4M3, [KEYS, ROPE], panel_layout(ROPE))
     s = warpgroup_mma(keys, r_tile.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -123,7 +126,7 @@ def _scores_of_terms(q_tile, r_tile, c_tiles, r_tiles, stage, ROWS: gl.constexpr
 
 @gluon.jit
 def _store_weights(p, p_tile, is_in_order: gl.constexpr):
-    """Weights [KEYS, ROWS] to shared memory, for a product; ``is_in_order``: the keys are, and not as in the scores.
+    """Weights [KEYS, ROWS] to shared memory, for a product; ``is_in_order``: row i is key i, not as ``key_of_rows``.
 
     No warp writes before all have waited for the previous product, which reads the previous weights: the maximum over
     keys, which goes over all warps, lies between.

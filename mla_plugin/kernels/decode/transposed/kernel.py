@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
 from mla_plugin.kernels.decode.transposed.common import (
     E4M3,
     KEYS,
@@ -24,57 +23,8 @@ from mla_plugin.kernels.decode.transposed.common import (
 )
 from mla_plugin.kernels.decode.transposed.computing import compute
 from mla_plugin.kernels.decode.transposed.gathering import gather
+from mla_plugin.kernels.decode.transposed.loading import load
 from mla_plugin.kernels.hopper.common import gdc_wait
-
-
-@gluon.jit
-def _load(
-    desc_c,
-    desc_k,
-    page_table,
-    seqlens_kv,
-    Parts,
-    tiles,
-    barriers,
-    batch,
-    num_heads,
-    seqlen_q,
-    capacity,
-    num_parts,
-    overhead,
-    stride_pt,
-    PAGE_SIZE: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    PLANNED: gl.constexpr,
-):
-    """The loading warp: the key tiles of every piece of this program's part, in the order of the computing warps."""
-    _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
-    full, empty = barriers
-    part = gl.program_id(0)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, seqlen_q * num_heads, RANK, PLANNED
-    )
-    used = 0
-    for b in range(first_b, last_b):
-        at += overhead
-        _, sequence_tiles, low, _, steps = piece_of(
-            seqlens_kv, b, 0, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
-        )
-        for n in range(steps):
-            key = (low + n) * KEYS
-            block, row = b, key
-            if PAGE_SIZE > 0:
-                block = gl.load(page_table + gl.cast(b, gl.int64) * stride_pt + key // PAGE_SIZE)
-                row = key % PAGE_SIZE
-            stage = used % STAGES
-            mbarrier.wait(empty.index(stage), (used // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), KEYS * (RANK + ROPE))
-            tma.async_copy_global_to_shared(desc_k, [block, row, 0], full.index(stage), r_tiles.index(stage))
-            for panel in gl.static_range(PANELS):
-                target = c_tiles.index(stage * PANELS + panel)
-                tma.async_copy_global_to_shared(desc_c, [block, row, panel * PANEL], full.index(stage), target)
-            used += 1
-        at += sequence_tiles
 
 
 @gluon.jit
@@ -109,7 +59,7 @@ def _produce(
         gdc_wait()
     # fmt: off
     if C_kv is None:
-        _load(
+        load(
             desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
             num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, PLANNED,
         )
@@ -168,8 +118,9 @@ def transposed_decode_kernel(
     Descriptors of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles
     [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. With C_kv and K_rope in place of both their rows are
     gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The
-    other arguments, and what is written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has run before. The
-    warps wait for the kernel before this one after all else has been set up.
+    other arguments, and what is written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has run before.
+    Where ``splits_queries`` says so, the results depend on whether Lse is None. The warps wait for the kernel before
+    this one after all else has been set up.
     """
     if splits_queries(Out.dtype.element_ty, ROWS, Lse is not None):
         gl.static_assert(C_kv is None)  # a product would read what threads copied, and they do not fence it

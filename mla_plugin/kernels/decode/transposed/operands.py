@@ -177,11 +177,16 @@ def as_columns(acc):
 
 
 @gluon.jit
-def zero_rows(c_tiles, stage, first):
-    """Write 0 to the rows of a tile of c_kv from ``first`` on: they may be NaN, and 0 * NaN is NaN."""
-    rows = gl.arange(0, STEP, gl.SliceLayout(1, _VALUE_WORDS))
-    tile = _words_of_tile(c_tiles, stage)
+def zero_words(words, first, LAYOUT: gl.constexpr):
+    """Write 0 to the rows of words [KEYS, n] from ``first`` on; LAYOUT: of STEP rows in registers."""
+    rows = gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT))
     for step in gl.static_range(KEYS // STEP):
         if first < (step + 1) * STEP:
-            part = tile.slice(step * STEP, STEP, 0)
-            part.store(gl.where((rows < first - step * STEP)[:, None], part.load(_VALUE_WORDS), 0))
+            part = words.slice(step * STEP, STEP, 0)
+            part.store(gl.where((rows < first - step * STEP)[:, None], part.load(LAYOUT), 0))
+
+
+@gluon.jit
+def zero_rows(c_tiles, stage, first):
+    """Write 0 to the rows of a tile of c_kv from ``first`` on: they may be NaN, and 0 * NaN is NaN."""
+    zero_words(_words_of_tile(c_tiles, stage), first, _VALUE_WORDS)

@@ -51,13 +51,8 @@ def other_kernel_because(
         rows: (query, head) pairs of a sequence.
         dtype, kv_lora_rank and the others: as in ``DecodeRequest``.
     """
-    if kv_cache_format != FP8:
-        return f"{kv_cache_format=}, the transposed kernel needs {FP8!r}"
     if dtype not in DTYPES:
         return f"{dtype}, the transposed kernel needs bfloat16 or float16"
-    if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
-        widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
-        return f"{widths}, the transposed kernel needs {RANK} and {ROPE}"
     if rows > MAX_ROWS:
         return f"{rows} (query, head) pairs of a sequence, the transposed kernel needs at most {MAX_ROWS}"
     if rows > FEW_ROWS and lies_in_several_pages(page_size):
@@ -65,12 +60,36 @@ def other_kernel_because(
             f"{rows} (query, head) pairs of a sequence with {page_size=}, the transposed kernel needs at most "
             f"{FEW_ROWS} or pages of a multiple of {TILE}"
         )
+    # fmt: off
+    return cache_reason(
+        "transposed", kv_lora_rank, qk_rope_head_dim, kv_cache_format, has_leftpad_kv=has_leftpad_kv,
+        has_aligned_rows=has_aligned_rows, batch_invariant=batch_invariant,
+    )
+    # fmt: on
+
+
+def cache_reason(
+    kernel: str,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    kv_cache_format: str,
+    *,
+    has_leftpad_kv: bool,
+    has_aligned_rows: bool,
+    batch_invariant: bool,
+) -> str | None:
+    """What the transposed and the wide ``kernel`` need alike: why it does not compute such calls, or None."""
+    if kv_cache_format != FP8:
+        return f"{kv_cache_format=}, the {kernel} kernel needs {FP8!r}"
+    if (kv_lora_rank, qk_rope_head_dim) != (RANK, ROPE):
+        widths = f"kv_lora_rank={kv_lora_rank}, qk_rope_head_dim={qk_rope_head_dim}"
+        return f"{widths}, the {kernel} kernel needs {RANK} and {ROPE}"
     if has_leftpad_kv:
-        return "leftpad_kv, which the transposed kernel does not take"
+        return f"leftpad_kv, which the {kernel} kernel does not take"
     if batch_invariant:
-        return "batch_invariant=True, which the transposed kernel does not take"
+        return f"batch_invariant=True, which the {kernel} kernel does not take"
     if not has_aligned_rows:
-        return "rows of the cache that do not start on 16 bytes, the transposed kernel needs them to"
+        return f"rows of the cache that do not start on 16 bytes, the {kernel} kernel needs them to"
     return None
 
 

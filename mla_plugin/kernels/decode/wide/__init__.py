@@ -1,1 +1,1 @@
-"""The wide decode kernel: more than 32 rows over e4m3, on Hopper."""
+"""The wide decode kernel of Hopper: over e4m3, for more (query, head) pairs than the transposed kernel takes."""

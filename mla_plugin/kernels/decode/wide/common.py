@@ -2,12 +2,14 @@
 
 ``tiles``, in shared memory:
 
-- q_tiles, r_tiles_q: the queries of a piece in e4m3, [ROWS, RANK] and [ROWS, ROPE], two terms each, whose sum they are;
-- c_tiles, r_tiles: ``STAGES`` slots, each of a key tile as TMA copies it, or of half of the queries in bfloat16;
-- p_tiles: weights of an own tile of each warpgroup, [KEYS, ROWS], float16;
-- vectors: float32 of each row, see the numbers below;
-- largest: [2 * BLOCKS, BLOCK], the largest number of each row in the columns of each warpgroup;
-- sums: [4, ROWS], of both warpgroups' tiles, two slots each in turn.
+- q_tiles [TERMS * PANELS, ROWS, PANEL], r_tiles_q [TERMS, ROWS, ROPE]: the queries of a piece in e4m3, as two terms
+  whose sum they are;
+- c_tiles [STAGES * PANELS, 1, KEYS, PANEL], r_tiles [STAGES, 1, KEYS, ROPE]: bytes, ``STAGES`` slots. A slot has a key
+  tile as TMA copies it, or half of the columns of a piece's queries in bfloat16;
+- p_tiles [2, KEYS, ROWS]: the weights of each warpgroup's last own tile, float16;
+- vectors [VECTORS, ROWS]: float32, see ``REFERENCE`` and the others;
+- largest [2 * BLOCKS, BLOCK]: the largest number of each row in the columns of each warpgroup;
+- sums [4, ROWS]: as in ``kernels/hopper/latent.py``.
 
 ``barriers``, and who arrives at them:
 
@@ -34,13 +36,13 @@ from mla_plugin.kernels.decode.transposed.common import (
     product_layout,
     scores_layout,
 )
+from mla_plugin.kernels.decode.wide.rule import SLOTS
+from mla_plugin.kernels.hopper.common import ROWS
 
-ROWS = gl.constexpr(64)
-"""(query, head) pairs of a tile."""
-HALF = gl.constexpr(256)
-"""Columns of c_kv that a computing warpgroup accumulates."""
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(SLOTS)
 """Slots in shared memory."""
+QUERY_COLUMNS = gl.constexpr(64)
+"""Of a panel of queries in bfloat16: 128 bytes. Of q_rope a panel has half as many."""
 TERMS = gl.constexpr(2)
 """e4m3 numbers whose sum is an element of the queries."""
 BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
@@ -52,8 +54,14 @@ OUT = gl.constexpr(product_layout(ROWS.value))
 OUT_ROWS = gl.constexpr(gl.SliceLayout(0, OUT))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 REFERENCE, RESCALE, SCALE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
-"""Where ``vectors`` has the references of both warpgroups' last tiles, factors of earlier sums, and of the scores."""
+"""Rows of ``vectors``: references of both warpgroups' last tiles, their factors of earlier sums, factor of scores."""
 VECTORS = gl.constexpr(5)
+
+
+@gluon.constexpr_function
+def query_layout(columns, rank):
+    """The layout of a panel [rows, columns] of queries in bfloat16, with 1s before it for a higher rank."""
+    return gl.NVMMASharedLayout(2 * columns, 16, rank)
 
 
 @gluon.jit

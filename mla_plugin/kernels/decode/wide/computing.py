@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_plugin.kernels.decode.hopper.common import lse_of_parts, piece_of, share_of_tiles
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence
 from mla_plugin.kernels.decode.transposed.common import RANK
-from mla_plugin.kernels.decode.wide.common import HALF, OUT_ROWS, ROWS, SCORES_ROWS
+from mla_plugin.kernels.decode.wide.common import OUT_ROWS, SCORES_ROWS
 from mla_plugin.kernels.decode.wide.queries import convert_queries
 from mla_plugin.kernels.decode.wide.tiles import fold_tiles, no_keys
 from mla_plugin.kernels.decode.wide.values import RESULT, in_columns
-from mla_plugin.kernels.hopper.common import gdc_launch_dependents, gdc_wait, synchronize
+from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents, gdc_wait
+from mla_plugin.kernels.hopper.latent import HALF, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
-
-
-@gluon.jit
-def _sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
-    """The sums of both warpgroups' tiles; ``exchanges``: how often they were exchanged before."""
-    # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
-    slot = 2 * (exchanges & 1)
-    sums.index(slot + which).store(row_sum)
-    synchronize()
-    mbarrier.arrive(finished.index(0))
-    mbarrier.wait(finished.index(0), exchanges & 1)
-    return row_sum + sums.index(slot + 1 - which).load(SCORES_ROWS)
 
 
 @gluon.jit
@@ -95,7 +83,8 @@ def compute(
     """Computing warpgroup ``which`` over every piece of this program's part; writes half of the columns."""
     if DEPENDENT:
         gdc_wait()
-    sums, finished = tiles[7], barriers[5]
+    _q_tiles, _r_tiles_q, _c_tiles, _r_tiles, _p_tiles, _vectors, _largest, sums = tiles
+    _full, _empty, _published, _taken, _converted, finished = barriers
     num_rows = seqlen_q * num_heads
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
@@ -145,7 +134,7 @@ def compute(
                 which,
             )
             used += 2 + steps
-            total = _sum_of_both(row_sum, sums, finished, pieces, which)
+            total = sum_of_both(row_sum, sums, finished, pieces, which)
             pieces += 1
         if DEPENDENT:
             if b == last_b - 1:

@@ -10,11 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_plugin.kernels.decode.transposed.common import E4M3, KEYS, PANEL, PANELS, ROPE, bytes_layout, panel_layout
-from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, ROWS, STAGES, TERMS, VECTOR, VECTORS
+from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, STAGES, TERMS, VECTOR, VECTORS
 from mla_plugin.kernels.decode.wide.computing import compute
 from mla_plugin.kernels.decode.wide.loading import load
+from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 
-_LOADING, _COMPUTING = gl.constexpr(24), gl.constexpr(240)
+_COMPUTING, _LOADING = gl.constexpr(240), gl.constexpr(LOADING_REGISTERS)
 """Registers of a thread."""
 
 

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_plugin.arguments.decode import DecodeTensors
@@ -15,9 +14,10 @@ from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper.launch import can_read_queries, has_aligned_rows, rows_of
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.wide import rule
-from mla_plugin.kernels.decode.wide.common import ROWS
+from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, query_layout
 from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
 from mla_plugin.kernels.descriptors import Address
+from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.tiles import ceil_div
 
@@ -25,7 +25,6 @@ GIVEN = (
     *("Parts", "Out", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
-_QUERIES_128, _QUERIES_64 = gl.NVMMASharedLayout(128, 16, 3), gl.NVMMASharedLayout(64, 16, 3)
 
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
@@ -57,8 +56,7 @@ class Descriptors:
         queries = (rows_of(tensors.q_nope_abs), rows_of(tensors.q_rope))
         read = [x for x in (*queries, tensors.c_kv, tensors.k_rope) if x is not None]  # all are: ``can_read_queries``
         kinds = (
-            (torch.bfloat16, ROWS.value, 64, _QUERIES_128),
-            (torch.bfloat16, ROWS.value, 32, _QUERIES_64),
+            *((torch.bfloat16, ROWS.value, n, query_layout(n, 3)) for n in (QUERY_COLUMNS.value, ROPE.value // 2)),
             (torch.uint8, KEYS.value, PANEL.value, bytes_layout(PANEL.value)),
             (torch.uint8, KEYS.value, ROPE.value, bytes_layout(ROPE.value)),
         )

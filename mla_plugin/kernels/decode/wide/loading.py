@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE
-from mla_plugin.kernels.decode.wide.common import ROWS, STAGES
-from mla_plugin.kernels.hopper.common import gdc_wait
-
-_COLUMNS = gl.constexpr(64)
-"""Of a panel of queries in bfloat16, which takes as many bytes as one of a key tile; half as many of q_rope's."""
-
-
-@gluon.jit
-def _begin(full, empty, used):
-    """Wait until a slot is free; returns it and its barrier, which expects as many bytes for queries as for keys."""
-    slot = used % STAGES
-    mbarrier.wait(empty.index(slot), (used // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), KEYS * (RANK + ROPE))
-    return slot
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANELS, RANK, ROPE
+from mla_plugin.kernels.decode.transposed.loading import begin_slot, load_tile
+from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, STAGES, query_layout
+from mla_plugin.kernels.hopper.common import ROWS, gdc_wait
 
 
 @gluon.jit
 def _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, row):
     """Half of the columns in each of two slots."""
-    of_c: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    of_r: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
+    OF_ROPE: gl.constexpr = ROPE // 2
     for half in gl.static_range(2):
-        slot = _begin(full, empty, used + half)
+        slot = begin_slot(full, empty, used + half, STAGES)
         for i in gl.static_range(PANELS):
-            target = c_tiles.index(slot * PANELS + i)._reinterpret(gl.bfloat16, [1, ROWS, _COLUMNS], of_c)
-            at = [b, row, (half * PANELS + i) * _COLUMNS]
+            target = c_tiles.index(slot * PANELS + i)._reinterpret(
+                gl.bfloat16, [1, ROWS, QUERY_COLUMNS], query_layout(QUERY_COLUMNS, 3)
+            )
+            at = [b, row, (half * PANELS + i) * QUERY_COLUMNS]
             tma.async_copy_global_to_shared(desc_q, at, full.index(slot), target)
-        target = r_tiles.index(slot)._reinterpret(gl.bfloat16, [1, ROWS, _COLUMNS // 2], of_r)
-        tma.async_copy_global_to_shared(desc_r, [b, row, half * (_COLUMNS // 2)], full.index(slot), target)
+        target = r_tiles.index(slot)._reinterpret(gl.bfloat16, [1, ROWS, OF_ROPE], query_layout(OF_ROPE, 3))
+        tma.async_copy_global_to_shared(desc_r, [b, row, half * OF_ROPE], full.index(slot), target)
 
 
 @gluon.jit
@@ -84,15 +74,11 @@ def load(
             _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, tile * ROWS)
             used += 2
         for n in range(steps):
-            key = (low + n) * KEYS
-            block, row = b, key
-            if PAGE_SIZE > 0:
-                block = gl.load(page_table + gl.cast(b, gl.int64) * stride_pt + key // PAGE_SIZE)
-                row = key % PAGE_SIZE
-            slot = _begin(full, empty, used)
-            tma.async_copy_global_to_shared(desc_k, [block, row, 0], full.index(slot), r_tiles.index(slot))
-            for panel in gl.static_range(PANELS):
-                target = c_tiles.index(slot * PANELS + panel)
-                tma.async_copy_global_to_shared(desc_c, [block, row, panel * PANEL], full.index(slot), target)
+            # fmt: off
+            load_tile(
+                desc_c, desc_k, page_table, b, (low + n) * KEYS, stride_pt, c_tiles, r_tiles, full, empty, used,
+                PAGE_SIZE, STAGES,
+            )
+            # fmt: on
             used += 1
         at += sequence_tiles

@@ -1,9 +1,9 @@
 """Queries of the wide decode kernel: from bfloat16, as TMA copies them, to two terms in e4m3.
 
-An element of bfloat16 has 8 significant bits and e4m3 has 4, so it is the sum of an e4m3 number and of what is left,
-exactly as long as that is at least 2^-9, the smallest positive e4m3 number. Each row is multiplied by a power of 2 so
-that its largest number lies between 2^7 and 2^8: elements down to 2^-10 of the row's largest keep all their bits, and
-no element has an error above 2^-18 of it.
+bfloat16 has 8 significant bits and e4m3 has 4, so an element is the sum of its e4m3 rounding and of the rest in e4m3,
+exactly if its last bit is at least 2^-9, e4m3's smallest positive number. ``row_factor`` brings a row's largest number
+to at least 2^E4M3_TOP, 2^7: elements down to 2^-9 of it are exact, and no error exceeds 2^-17 of it. The lower terms
+are not scaled as those of the transposed kernel: the products by both terms are added in one accumulator.
 """
 
 from __future__ import annotations
@@ -14,33 +14,30 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mla_plugin.kernels.decode.hopper.common import nonzero_scale, row_factor
 from mla_plugin.kernels.decode.transposed.common import E4M3, E4M3_TOP, PANEL, PANELS, ROPE, panel_layout
-from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, HALF, SCALE, STAGES, VECTOR
+from mla_plugin.kernels.decode.wide.common import BLOCK, BLOCKS, QUERY_COLUMNS, SCALE, STAGES, VECTOR, query_layout
 from mla_plugin.kernels.hopper.common import synchronize
+from mla_plugin.kernels.hopper.latent import HALF
 
-_COLUMNS = gl.constexpr(64)
-"""Of a panel of c_kv's queries in bfloat16: 128 bytes."""
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT))
 
 
 @gluon.jit
 def _pair(copied, slot, pair: gl.constexpr, block):
-    """BLOCK rows of two panels of queries, [BLOCK, 2 * _COLUMNS] in float32."""
+    """BLOCK rows of two panels of queries, [BLOCK, 2 * QUERY_COLUMNS] in float32."""
     panels = copied.index(0)._reinterpret(
-        gl.bfloat16, [STAGES * PANELS * BLOCKS, BLOCK, _COLUMNS], gl.NVMMASharedLayout(128, 16, 2)
+        gl.bfloat16, [STAGES * PANELS * BLOCKS, BLOCK, QUERY_COLUMNS], query_layout(QUERY_COLUMNS, 2)
     )
     first = (slot * PANELS + 2 * pair) * BLOCKS + block
     x = gl.join(panels.index(first).load(_LAYOUT), panels.index(first + BLOCKS).load(_LAYOUT))
-    return x.permute((0, 2, 1)).reshape([BLOCK, 2 * _COLUMNS]).to(gl.float32)
+    return x.permute((0, 2, 1)).reshape([BLOCK, 2 * QUERY_COLUMNS]).to(gl.float32)
 
 
 @gluon.jit
 def _rope(copied, first_slot, second_slot, block):
     """BLOCK rows of the queries' rope columns, half of which are in each slot: [BLOCK, ROPE] in float32."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    halves = copied.index(0)._reinterpret(
-        gl.bfloat16, [STAGES * BLOCKS, BLOCK, ROPE // 2], gl.NVMMASharedLayout(64, 16, 2)
-    )
+    halves = copied.index(0)._reinterpret(gl.bfloat16, [STAGES * BLOCKS, BLOCK, ROPE // 2], query_layout(ROPE // 2, 2))
     first = halves.index(first_slot * BLOCKS + block).load(layout)
     x = gl.join(first, halves.index(second_slot * BLOCKS + block).load(layout))
     return x.permute((0, 2, 1)).reshape([BLOCK, ROPE]).to(gl.float32)
@@ -52,13 +49,14 @@ def _largest(x):
 
 
 @gluon.jit
-def _store_terms(panels, panel, second, x, factor, block, COLUMNS: gl.constexpr):
-    """Both terms of x, times the rows' factor, to BLOCK rows of panel ``panel`` and of the one ``second`` panels on."""
+def _store_terms(panels, panel, distance, x, factor, block):
+    """Both terms of x, times the rows' factor, to BLOCK rows of a panel and of the one ``distance`` panels on."""
+    COLUMNS: gl.constexpr = panels.shape[2]
     x *= gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
     blocks = panels.index(0)._reinterpret(E4M3, [panels.shape[0] * BLOCKS, BLOCK, COLUMNS], panel_layout(COLUMNS))
     high = x.to(E4M3)
     blocks.index(panel * BLOCKS + block).store(high)
-    blocks.index((panel + second) * BLOCKS + block).store((x - high.to(gl.float32)).to(E4M3))
+    blocks.index((panel + distance) * BLOCKS + block).store((x - high.to(gl.float32)).to(E4M3))
 
 
 @gluon.jit
@@ -92,9 +90,9 @@ def convert_queries(tiles, barriers, used, scale_log2, which: gl.constexpr):
             scales.index(block).store(nonzero_scale(inverse * scale_log2))
         for pair in gl.static_range(HALF // PANEL):
             panel = which * (HALF // PANEL) + pair
-            _store_terms(q_tiles, panel, PANELS, _pair(c_tiles, own, pair, block), factor, block, PANEL)
+            _store_terms(q_tiles, panel, PANELS, _pair(c_tiles, own, pair, block), factor, block)
         if which == 1:
-            _store_terms(r_tiles_q, 0, 1, _rope(r_tiles, first, second, block), factor, block, ROPE)
+            _store_terms(r_tiles_q, 0, 1, _rope(r_tiles, first, second, block), factor, block)
     fence_async_shared()
     synchronize()
     mbarrier.arrive(empty.index(first))

@@ -22,12 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mla_plugin.kernels.decode.transposed.common import KEYS
 from mla_plugin.kernels.decode.transposed.operands import STEP
 from mla_plugin.kernels.decode.wide.common import (
-    HALF,
     OUT,
     OUT_ROWS,
     REFERENCE,
     RESCALE,
-    ROWS,
     SCALE,
     SCORES,
     SCORES_ROWS,
@@ -38,7 +36,8 @@ from mla_plugin.kernels.decode.wide.common import (
     terms_of_queries,
 )
 from mla_plugin.kernels.decode.wide.values import values_of, words_of_step, zero_rows
-from mla_plugin.kernels.hopper.common import synchronize, tile_reference
+from mla_plugin.kernels.hopper.common import ROWS, synchronize, tile_reference
+from mla_plugin.kernels.hopper.latent import HALF
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
 
 
@@ -104,7 +103,7 @@ def _take(reference, highest, row_sum, uses, tiles, barriers, other: gl.constexp
     _full, _empty, published, _taken, _converted, _finished = barriers
     mbarrier.wait(published.index(other), uses & 1)
     new_reference = vectors.index(REFERENCE + other).load(SCORES_ROWS)
-    # one held at FLOAT16_SPAN below the highest is not the highest: so both warpgroups know the same
+    # a reference held at FLOAT16_SPAN below the highest is lower than it: both warpgroups know the same highest one
     highest = gl.maximum(highest, new_reference)
     return new_reference, highest, row_sum * gl.exp2(reference - new_reference)
 
@@ -141,29 +140,16 @@ def _accumulate(acc, start, length, used, tiles, barriers, owner: gl.constexpr, 
 
 
 @gluon.jit
-def _own_tile(
-    acc,
-    reference,
-    highest,
-    row_sum,
-    start,
-    used,
-    uses,
-    length,
-    seen_by_all,
-    visible,
-    tiles,
-    barriers,
-    which: gl.constexpr,
-):
-    """Fold an own tile into acc and into the reference and sum of each row."""
-    vectors = tiles[5]
-    s = _scores(tiles, barriers[0], used)
+def _own_tile(acc, reference, highest, row_sum, start, used, uses, length, seen_by_all, visible, tiles, barriers):
+    """Fold a tile that warpgroup 0, which calls this, owns into acc and into the reference and sum of each row."""
+    _q_tiles, _r_tiles_q, _c_tiles, _r_tiles, _p_tiles, vectors, _largest, _sums = tiles
+    full, _empty, _published, _taken, _converted, _finished = barriers
+    s = _scores(tiles, full, used)
     p, reference, highest, row_sum, rescale = _weights(
         s, reference, highest, row_sum, start, seen_by_all, visible, vectors
     )
-    _publish(p, reference, rescale, uses, tiles, barriers, which)
-    acc = _accumulate(acc, start, length, used, tiles, barriers, which, which)
+    _publish(p, reference, rescale, uses, tiles, barriers, 0)
+    acc = _accumulate(acc, start, length, used, tiles, barriers, 0, 0)
     return acc, reference, highest, row_sum
 
 
@@ -195,15 +181,16 @@ def _two_tiles(
     """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``."""
     if which == 0:
         acc, reference, highest, row_sum = _own_tile(
-            acc, reference, highest, row_sum, start, used, even, length, seen_by_all, visible, tiles, barriers, 0
+            acc, reference, highest, row_sum, start, used, even, length, seen_by_all, visible, tiles, barriers
         )
         acc, reference, highest, row_sum = _others_tile(
             acc, reference, highest, row_sum, start + KEYS, used + 1, odd, length, tiles, barriers, 0
         )
     else:
         # its own weights first: the other warpgroup waits for them
-        vectors = tiles[5]
-        s = _scores(tiles, barriers[0], used + 1)
+        _q_tiles, _r_tiles_q, _c_tiles, _r_tiles, _p_tiles, vectors, _largest, _sums = tiles
+        full, _empty, _published, _taken, _converted, _finished = barriers
+        s = _scores(tiles, full, used + 1)
         reference, highest, row_sum = _take(reference, highest, row_sum, even, tiles, barriers, 0)
         p, reference, highest, row_sum, rescale = _weights(
             s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, vectors
@@ -241,8 +228,7 @@ def fold_tiles(
 ):
     """Fold ``steps`` tiles from tile ``low`` on; the first of them, in slot ``used``, is an even one.
 
-    ``even`` and ``odd`` are how many such tiles there were before; both are returned, too. The sums are those of the
-    own tiles.
+    ``even`` and ``odd``: even and odd tiles folded so far; returned as well. ``row_sum`` is of the own tiles' weights.
     """
     highest = reference
     for pair in range(steps // 2):
@@ -261,7 +247,7 @@ def fold_tiles(
         # fmt: off
         if which == 0:
             acc, reference, highest, row_sum = _own_tile(
-                acc, reference, highest, row_sum, start, used, even, length, seen_by_all, visible, tiles, barriers, 0,
+                acc, reference, highest, row_sum, start, used, even, length, seen_by_all, visible, tiles, barriers,
             )
         else:
             acc, reference, highest, row_sum = _others_tile(

@@ -6,8 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS
-from mla_plugin.kernels.decode.transposed.operands import STEP, pairs_of_keys, words_layout
-from mla_plugin.kernels.decode.wide.common import HALF, OUT, ROWS
+from mla_plugin.kernels.decode.transposed.operands import STEP, pairs_of_keys, words_layout, zero_words
+from mla_plugin.kernels.decode.wide.common import OUT
+from mla_plugin.kernels.hopper.common import ROWS
+from mla_plugin.kernels.hopper.latent import HALF
 
 _WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -62,9 +64,4 @@ def in_columns(acc):
 @gluon.jit
 def zero_rows(c_tiles, slot, first, half: gl.constexpr):
     """Write 0 to half of the columns of the rows from ``first`` on: they may be NaN, and 0 * NaN is NaN."""
-    rows = gl.arange(0, STEP, gl.SliceLayout(1, _WORDS))
-    tile = _words_of_half(c_tiles, slot, half)
-    for step in gl.static_range(KEYS // STEP):
-        if first < (step + 1) * STEP:
-            part = tile.slice(step * STEP, STEP, 0)
-            part.store(gl.where((rows < first - step * STEP)[:, None], part.load(_WORDS), 0))
+    zero_words(_words_of_half(c_tiles, slot, half), first, _WORDS)
