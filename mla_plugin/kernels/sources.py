@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -36,9 +37,13 @@ def _hash(function: JITCallable, entered: set[int]) -> None:
 
 
 def _helpers(function: JITCallable) -> Iterator[JITCallable]:
-    """The functions that it calls, and perhaps others of the same names, which do no harm."""
-    names = function.fn.__code__.co_names
-    for name in names:
+    """The functions that it calls, of its own module and of others."""
+    code = function.fn.__code__
+    # not attributes: ``load_tile``, which calls ``gl.load``, would seem to call a ``load`` of its module that calls it,
+    # and which of both is hashed first would decide about the hash
+    loaded = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"}
+    names = code.co_names
+    for name in (name for name in names if name in loaded):
         found = function.__globals__.get(name)
         if isinstance(found, JITCallable):
             yield found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_plugin.arguments.cache_format import FP8, ROPE
+from mla_plugin.arguments.cache_format import FP8, RANK, ROPE
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
@@ -170,6 +170,28 @@ def test_a_query_that_is_not_finite_spoils_its_row_alone(value: float) -> None:
     spoiled[[3, 40]] = True
     assert out[0, 0, spoiled].isnan().all()
     assert torch.equal(out[0, 0, ~spoiled], expected[0, 0, ~spoiled])
+
+
+@pytest.mark.parametrize("key", [3, 70, 140, 200])
+def test_a_key_far_above_all_others(key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weight alone is not 0, in tiles of either warpgroup: both know the highest score so far."""
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)
+    inputs, tensors = call_of((1, 1, 64, 256), 64, FP8, BFLOAT16, [256])
+    q_nope_abs, q_rope = inputs.q_nope_abs.clone(), inputs.q_rope.clone()
+    q_nope_abs[:] = (inputs.tokens[0, key, :RANK] * 30).bfloat16()
+    inputs, tensors = with_queries(inputs, tensors, q_nope_abs, q_rope)
+    softmax_scale = 300 / float(q_nope_abs[0, 0, 0].double() @ inputs.tokens[0, key, :RANK].double())
+    inputs = dataclasses.replace(inputs, softmax_scale=softmax_scale)
+    check(inputs, tensors._replace(softmax_scale=softmax_scale))
+
+
+@pytest.mark.parametrize("length", [64, 130])
+def test_a_cache_whose_scale_is_zero_gives_zeros(length: int) -> None:
+    """Also where keys are masked: their scores are -inf, and -inf * 0 is NaN."""
+    _, tensors = call_of((1, 1, 64, 192), 64, FP8, BFLOAT16, [length])
+    assert tensors.kv_scale is not None
+    out = decode(tensors._replace(kv_scale=torch.zeros_like(tensors.kv_scale)))
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_runs_agree_bit_for_bit_in_any_order_of_warps() -> None:

@@ -133,8 +133,8 @@ def _accumulate(acc, start, length, used, tiles, barriers, owner: gl.constexpr, 
     synchronize()  # all warps have read the tile; the last product runs from registers
     mbarrier.arrive(empty.index(slot))
     acc = warpgroup_mma_wait(0, [acc])
+    synchronize()  # no warp's product reads p_tiles[owner] any more
     if owner != which:
-        synchronize()
         mbarrier.arrive(taken.index(owner))
     return acc
 
