@@ -66,8 +66,8 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
-    Strides of queries that rule out the Hopper or the wide kernel are known in the call alone, and so is whether
-    sequences share a cache, which both leave to others; with batch_invariant no strides do.
+    Strides of queries that rule out the Hopper or the wide kernel are known in the call alone; with batch_invariant
+    none do. So is whether sequences share a cache, which the wide kernel does not take.
     Lengths are rounded up to a power of two, so that a batch near the least size that the transposed kernel, with 17 to
     32 (query, head) pairs, or the wide kernel takes may run by another one.
     """

@@ -64,21 +64,24 @@ def has_aligned_rows(tensors: DecodeTensors) -> bool:
     )
 
 
+def facts_of(tensors: DecodeTensors) -> dict[str, Any]:
+    """Arguments that the rules of all kernels have, but for ``batch_invariant``, which tensors do not tell."""
+    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    return {
+        "dtype": tensors.q_nope_abs.dtype,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": tensors.q_rope.shape[-1],
+        "rows": seqlen_q * heads,
+        "page_size": None if tensors.page_table is None else tensors.c_kv.shape[1],
+        "kv_cache_format": tensors.kv_cache_format,
+        "has_leftpad_kv": tensors.leftpad_kv is not None,
+        "has_aligned_rows": has_aligned_rows(tensors),
+    }
+
+
 def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool = False) -> bool:
     """Whether the kernel computes calls with such a cache, dtype and widths, and, if not ``batch_invariant``, rows."""
-    q_nope_abs = tensors.q_nope_abs
-    _, seqlen_q, heads, rank = q_nope_abs.shape
-    reason = rule.plain_kernel_because(
-        q_nope_abs.dtype,
-        rank,
-        tensors.q_rope.shape[-1],
-        seqlen_q * heads,
-        None if tensors.page_table is None else tensors.c_kv.shape[1],
-        kv_cache_format=tensors.kv_cache_format,
-        has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=has_aligned_rows(tensors),
-        batch_invariant=batch_invariant,
-    )
+    reason = rule.plain_kernel_because(**facts_of(tensors), batch_invariant=batch_invariant)
     return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
 
 

@@ -12,7 +12,7 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper.gathering import UNIT
-from mla_plugin.kernels.decode.hopper.launch import has_aligned_rows
+from mla_plugin.kernels.decode.hopper.launch import facts_of
 from mla_plugin.kernels.decode.hopper.rule import lies_in_several_pages
 from mla_plugin.kernels.decode.transposed import rule
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
@@ -38,18 +38,8 @@ _NO_CACHE = (None, None)
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
     """Whether the kernel computes such calls."""
-    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    reason = rule.other_kernel_because(
-        tensors.q_nope_abs.dtype,
-        rank,
-        tensors.q_rope.shape[-1],
-        seqlen_q * heads,
-        None if tensors.page_table is None else tensors.c_kv.shape[1],
-        kv_cache_format=tensors.kv_cache_format,
-        has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=has_aligned_rows(tensors),
-        batch_invariant=False,
-    )
+    batch, seqlen_q, heads, _ = tensors.q_nope_abs.shape
+    reason = rule.other_kernel_because(**facts_of(tensors), batch_invariant=False)
     tiles = batch * max(1, ceil_div(tensors.capacity, KEYS.value))
     reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     if seqlen_q * heads > rule.FEW_ROWS and _gathers(tensors):

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
-from mla_plugin.kernels.decode.hopper.launch import can_read_queries, has_aligned_rows, rows_of
+from mla_plugin.kernels.decode.hopper.launch import can_read_queries, facts_of, rows_of
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.wide import rule
 from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, query_layout
@@ -29,19 +29,8 @@ GIVEN = (
 
 def takes(tensors: DecodeTensors, device: Device) -> bool:
     """Whether the kernel computes such calls."""
-    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    reason = rule.other_kernel_because(
-        tensors.q_nope_abs.dtype,
-        rank,
-        tensors.q_rope.shape[-1],
-        seqlen_q * heads,
-        None if tensors.page_table is None else tensors.c_kv.shape[1],
-        kv_cache_format=tensors.kv_cache_format,
-        has_leftpad_kv=tensors.leftpad_kv is not None,
-        has_aligned_rows=has_aligned_rows(tensors),
-        batch_invariant=False,
-        return_lse=tensors.return_lse,
-    )
+    batch, seqlen_q, heads, _ = tensors.q_nope_abs.shape
+    reason = rule.other_kernel_because(**facts_of(tensors), batch_invariant=False, return_lse=tensors.return_lse)
     tiles = batch * max(1, ceil_div(tensors.capacity, KEYS.value))
     reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     if not device.has_gluon or reason is not None or tensors.c_kv.numel() == 0:
