@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_plugin import environment
-from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, stages_for
+from mla_plugin.kernels.decode.tiles import DECODE, DecodeTile, for_batch, stages_for
 from mla_plugin.kernels.tiles import GPU_CLASSES
 from tests.kernels.compiler import Program, print_results
 
@@ -59,6 +59,8 @@ def jobs() -> list[Job]:
                 continue
             found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 0))
             found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 1))
+            if tile.gathered:
+                found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, for_batch(tile, 1, 2**31, 1), 1))
             if tile.block_m == 64 and gpu_class != "163 KiB":
                 found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True))
                 found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True, invariant=True))

@@ -59,6 +59,22 @@ def test_pieces_that_the_device_chooses(batch: int, heads: int) -> None:
     check(paged((batch, 1, heads, 512, 64, 4096), 64, torch.bfloat16, lengths), is_causal=False)
 
 
+@pytest.mark.parametrize("page_size", [1, 48])
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+def test_gathered_tiles_of_a_large_batch(seqlen_q: int, page_size: int) -> None:
+    lengths = [(37 * b) % 1153 for b in range(480)]
+    shape = (480, seqlen_q, 8, 512, 64, 1152)
+    inputs = paged(shape, page_size, torch.bfloat16, lengths)
+    check(inputs, is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [8, 32, 128])
+@pytest.mark.parametrize(("batch", "length"), [(64, 640), (128, 512), (256, 130), (33, 1000)])
+def test_equal_lengths(batch: int, length: int, heads: int) -> None:
+    """Sequences that lie in one part, or in exactly two, and some that do not."""
+    check(paged((batch, 1, heads, 512, 64, length), 64, torch.bfloat16, [length] * batch), is_causal=False)
+
+
 @pytest.mark.parametrize("more", [[], [77]])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_a_captured_graph_follows_lengths_and_pages(heads: int, more: list[int]) -> None:

@@ -277,10 +277,10 @@ def check_rounds(draw: random.Random) -> None:
         assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
         largest = CHUNK // TILE * size_of(max(counts) - 1)
         tiles_of_all = [-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held]
-        share, in_chunk = -(-sum(tiles_of_all) // parts), CHUNK // TILE
-        chunks_of_all = sum(-(-n // in_chunk) for n in tiles_of_all)
-        if rounds == 1 and chunks_of_all <= 2 * parts:
-            share = -(-chunks_of_all // parts) * in_chunk
+        longest = -(-sum(tiles_of_all) // parts) + largest - 1
+        for grain in (CHUNK // TILE, 2 * CHUNK // TILE) if rounds == 1 else ():
+            shares = sum(-(-n // grain) for n in tiles_of_all)
+            longest = min(longest, -(-shares // parts) * grain + max(largest - grain, 0))
         for first, last, slot, start, end in of_parts:
             tiles = 0
             for b in range(first, last):
@@ -291,7 +291,7 @@ def check_rounds(draw: random.Random) -> None:
                     assert 0 <= slot <= slot + counts[b] <= slots
                 tiles += sum(-(-max(min(CHUNK * size_of(n), lengths[b] - first_of(n)), 1) // TILE) for n in chunks)
                 slot += counts[b]
-            assert tiles < share + largest
+            assert tiles <= longest
     assert [sorted(chunks) for chunks in seen] == [list(range(count)) for count in counts]
 
 

@@ -39,12 +39,25 @@ def tiles_of(lengths: list[int]) -> list[int]:
     return [max(1, -(-length // BLOCK_N)) for length in lengths]
 
 
+def part_size(tiles: list[int], overhead: int, parts: int) -> int:
+    """The smallest size with enough parts; up to a 25th more where no equal sequence then has a part's end inside it.
+
+    Or where each is exactly so many parts as fit into it.
+    """
+    costs = [count + overhead for count in tiles]
+    even = -(-sum(costs) // parts)
+    if len(costs) <= FEW_SEQUENCES or sum(costs) >= 2**30 or sum(costs) != costs[0] * len(costs):
+        return even
+    cost = costs[0]
+    whole = [size for size in range(even, even + even // 25 + 1) if size % cost == 0 or cost == cost // even * size]
+    return whole[0] if whole else even
+
+
 def check_runs(lengths: list[int], parts: int, overhead: int) -> None:
     tiles = tiles_of(lengths)
-    total = sum(tiles) + overhead * len(tiles)
     seen: list[list[range]] = [[] for _ in tiles]
     for part, (first, last, begin, size) in enumerate(plan(lengths, parts, overhead)):
-        assert size == -(-total // parts)
+        assert size == part_size(tiles, overhead, parts)
         for b in range(first, last):
             begin += overhead
             low, high = max(part * size - begin, 0), min(part * size + size - begin, tiles[b])
@@ -59,6 +72,8 @@ def random_lengths(draw: random.Random) -> list[int]:
     top = draw.choice([1, 5, 40, 300])
     tiles = draw.choice([0, 1, 2, 50])
     lengths = [draw.choice([0, 1, BLOCK_N * tiles, BLOCK_N * tiles + 1, draw.randrange(top + 1)]) for _ in range(batch)]
+    if draw.random() < 0.25:
+        return [lengths[0]] * batch
     if draw.random() < 0.5:
         lengths[draw.randrange(batch)] = draw.choice([3000, 100_000])
     return lengths
@@ -77,6 +92,21 @@ def test_five_hundred_plans_on_a_gpu() -> None:
         check_runs(random_lengths(draw), draw.choice([1, 2, 13, 66, 132, 264]), draw.choice([0, 1, 4]))
 
 
+@pytest.mark.parametrize(
+    ("batch", "tiles", "parts", "pieces"),
+    [(64, 96, 66, 1), (128, 64, 66, 1), (128, 128, 264, 2), (32, 128, 132, 4), (256, 32, 264, 1), (60, 96, 66, 3)],
+)
+def test_equal_sequences_are_cut_no_more_than_needed(batch: int, tiles: int, parts: int, pieces: int) -> None:
+    """Unless parts would become too long, as in the last case."""
+    counts = [0] * batch
+    for part, (first, last, begin, size) in enumerate(plan([tiles * BLOCK_N] * batch, parts, 4)):
+        for b in range(first, last):
+            begin += 4
+            counts[b] += max(part * size - begin, 0) < min(part * size + size - begin, tiles)
+            begin += tiles
+    assert max(counts) == pieces
+
+
 @pytest.mark.parametrize("overhead", [0, 4])
 def test_lengths_that_end_with_a_part(overhead: int) -> None:
     """Sequences of exactly one part, none, a part and a tile more."""
@@ -89,6 +119,7 @@ def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
     draw = random.Random(seed)
     batch, parts, overhead = draw.randint(1, FEW_SEQUENCES), draw.choice([1, 2, 13, 66]), draw.choice([0, 1, 4])
     lengths = [draw.choice([0, 1, BLOCK_N, BLOCK_N + 1, draw.randrange(5000), 100_000]) for _ in range(batch)]
+    lengths = [lengths[0]] * batch if draw.random() < 0.5 else lengths
     seqlens_kv = torch.tensor(lengths, dtype=torch.int32)
     divide = Program((1,), (0,), 0).translated(part_range_of_few)
     for part, expected in enumerate(plan(lengths, parts, overhead)):

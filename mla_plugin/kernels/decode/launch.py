@@ -307,11 +307,12 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     tile = tile_of(tensors, device, rows)
     if is_fp8_kernel:
         tile = transposed_rule.TILES if is_transposed else wide_rule.TILES
-    key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
+    page_size = page_size_of(tensors)
     row_tiles: int = ceil_div(rows, tile.block_m)
     slots = choose_parts(row_tiles, device.processors * tile.programs)
+    tile = decode_tiles.for_batch(tile, page_size, batch * ceil_div(tensors.capacity, tile.block_n), slots)
+    key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
     parts = min(slots, batch * key_tiles)
-    page_size = page_size_of(tensors)
     can_describe = not is_fp8_kernel and can_use_descriptors(tensors, device, tile, page_size)
     has_few = batch * key_tiles < slots * tiles_for_hopper
     is_hopper = not is_fp8_kernel and not has_few and hopper.takes(tensors, device, can_describe)

@@ -14,6 +14,7 @@ SEQUENCES = tl.constexpr(256)
 """Sequences processed per step."""
 FEW_SEQUENCES = 4
 """Up to so many, the programs of the Hopper kernels work out their parts by themselves; with 8 that takes longer."""
+_FEW = tl.constexpr(FEW_SEQUENCES)
 
 
 @triton.jit
@@ -56,6 +57,23 @@ def _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.conste
 
 
 @triton.jit
+def _part_size(total, first, batch, num_parts):
+    """The cost of a part of sequences that cost ``total`` together, and the first one ``first``.
+
+    Where all of many sequences cost as much, none has a piece more than it must if that makes parts longer by a 25th at
+    most. If it only seems so, parts are a little longer, but not wrong.
+    """
+    size = tl.cdiv(total, num_parts)
+    # below 2**30: the ends of parts that became longer must be int32 as well
+    if (batch > _FEW) & (total < 2**30) & (total == first.to(tl.int64) * batch):
+        pieces = tl.maximum(first // size, 1)
+        whole = tl.cdiv(size, first) * first // pieces
+        if (first % pieces == 0) & (whole - size <= size // 25):
+            size = whole
+    return size
+
+
+@triton.jit
 def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.constexpr):
     """The contiguous range of tiles that is one part; all sequences are concatenated, ``overhead`` before each.
 
@@ -64,7 +82,8 @@ def part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhea
         ``begin``; the part is [part * size, (part + 1) * size).
     """
     total = _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
-    size = tl.cdiv(total, num_parts)
+    cost = _costs(seqlens_kv, leftpad_kv, total * 0, batch, capacity, overhead, BLOCK_N)
+    size = _part_size(total, cost, batch, num_parts)
     start = part * size
     first, last, begin, before = total * 0, total * 0, total * 0, total * 0
     for b0 in range(0, batch, SEQUENCES):

@@ -24,6 +24,7 @@ class DecodeTile(NamedTuple):
         programs: programs that one SM runs at a time.
         planned: whether ``plan_kernel`` computes the share of each program of a plain kernel, or the program itself.
         max_registers: ``maxnreg`` of the launch; None: chosen by ptxas.
+        gathered: block_n and gathered_stages of large batches if a page number is loaded for every key; None: as above.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class DecodeTile(NamedTuple):
     programs: int
     planned: bool = False
     max_registers: int | None = None
+    gathered: tuple[int, int] | None = None
 
 
 # (most columns of c_kv and k_rope together, tile); the first entry with enough columns whose block_m holds all rows is
@@ -47,11 +49,12 @@ DECODE: dict[tuple[str, int], _Entries] = {
     # 17 to 32 rows (H 24): 64 x 64 with half of its rows empty 160, 32 x 32 172, 32 x 64 188: WGMMA has 64 rows
     # 64 rows (H 128): the plan in a separate kernel 289, in the kernel 327; 32 keys a tile a third slower; pages of 1:
     # 3 stages 374, 2 stages 600; pages of 16: 2 stages 360, 3 stages 375
+    # 16 rows in pages of 1: 64 keys and 3 stages 141, 32 keys and 6 stages 142; B 256 475 and 529, but B 8 33 and 29
     ("Hopper", 2): (
         (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
         (320, DecodeTile(64, 64, 8, 3, 3, 3, 1, planned=True)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2)),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2, gathered=(64, 3))),
         (576, DecodeTile(64, 64, 8, 2, 2, 3, 1, planned=True)),
     ),
     ("227 KiB", 2): (
@@ -137,10 +140,27 @@ PAGES_OF_A_TILE = 4
 """A tile of at most so many whole pages loads one page number per page."""
 
 
+def _gathers(tile: DecodeTile, page_size: int) -> bool:
+    """Whether a page number is loaded for every key."""
+    if page_size == 0 or page_size % tile.block_n == 0:
+        return False
+    return tile.block_n % page_size != 0 or tile.block_n // page_size > PAGES_OF_A_TILE
+
+
 def stages_for(tile: DecodeTile, page_size: int) -> int:
     """Pipeline stages for pages of ``page_size``; 0: contiguous."""
     if page_size == 0:
         return tile.num_stages
-    in_one_page = page_size % tile.block_n == 0
-    of_few_pages = tile.block_n % page_size == 0 and tile.block_n // page_size <= PAGES_OF_A_TILE
-    return tile.paged_stages if in_one_page or of_few_pages else tile.gathered_stages
+    return tile.gathered_stages if _gathers(tile, page_size) else tile.paged_stages
+
+
+_TILES_OF_LARGE = 64
+"""Of a part, for DecodeTile.gathered: with fewer the last one's keys weigh more than what larger tiles gain."""
+
+
+def for_batch(tile: DecodeTile, page_size: int, key_tiles: int, slots: int) -> DecodeTile:
+    """The tile for a batch of up to so many tiles of keys, by ``slots`` concurrent programs."""
+    if tile.gathered is None or key_tiles < slots * _TILES_OF_LARGE or not _gathers(tile, page_size):
+        return tile
+    block_n, stages = tile.gathered
+    return tile._replace(block_n=block_n, gathered_stages=stages, gathered=None)

@@ -27,7 +27,7 @@ def compute(
 ):
     """Computing warpgroup ``which`` over every query tile of this program; writes half of the columns."""
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
-    q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
+    q_full, _q_empty, _k_full, _k_empty, _published, finished = barriers
     r_full, r_empty = record_barriers
     # fmt: off
     (Out, Lse, stride_ob, stride_oh, stride_om, stride_lb, stride_lh, max_seqlen_q, window_right, softmax_scale,
@@ -60,10 +60,9 @@ def compute(
             # fmt: off
             acc, row_max, row_sum, even, odd = fold_tiles(
                 acc, row_max, row_sum, 0, steps, even, odd, seqlen_kv, seen_by_all, visible, scale_log2, tiles,
-                barriers, which, "plain",
+                barriers, tile, True, which, "plain", True,
             )
             # fmt: on
-            mbarrier.arrive(q_empty.index(0))
             total = sum_of_both(row_sum, sums, finished, tile, which)
             tile += 1
         empty = (total == 0.0) | (rows >= seqlen_q)

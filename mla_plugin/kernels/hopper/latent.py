@@ -168,12 +168,43 @@ def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_
 
 
 @gluon.jit
-def _publish(p, reference, p_tile, maxima, published, which: gl.constexpr):
-    """Hand an own tile's weights and reference to the other warpgroup, which has read the previous ones."""
+def _publish(p, reference, row_sum, tiles, barriers, exchanges, is_last, which: gl.constexpr):
+    """Hand an own tile's weights and reference to the other warpgroup, which has read the previous ones.
+
+    is_last: ``row_sum`` is that of all own tiles of the piece, and handed over as well.
+    """
+    _q_tiles, _k_tiles, p_tile, maxima, sums = tiles
+    _q_full, _q_empty, _k_full, _k_empty, published, finished = barriers
     p_tile.store(p)
     maxima.index(which).store(reference)
+    if is_last:
+        _sums_of(sums, exchanges, which).store(row_sum)
     synchronize()
     mbarrier.arrive(published.index(which))
+    if is_last:
+        mbarrier.arrive(finished.index(0))
+
+
+@gluon.jit
+def _sums_of(sums, exchanges, which: gl.constexpr):
+    """Where warpgroup ``which`` writes its sums: two places in turn, as the other one may still read the previous."""
+    return sums.index(2 * (exchanges & 1) + which)
+
+
+@gluon.jit
+def hand_over_sums(row_sum, sums, finished, exchanges, which: gl.constexpr):
+    """Write a warpgroup's sums of a piece; ``exchanges``: how often that was done before."""
+    _sums_of(sums, exchanges, which).store(row_sum)
+    synchronize()
+    # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
+    mbarrier.arrive(finished.index(0))
+
+
+@gluon.jit
+def sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
+    """The sums of both warpgroups' tiles, after both have handed them over."""
+    mbarrier.wait(finished.index(0), exchanges & 1)
+    return row_sum + _sums_of(sums, exchanges, 1 - which).load(row_sum.type.layout)
 
 
 @gluon.jit
@@ -203,33 +234,58 @@ def _own_tile(
     scale_log2,
     tiles,
     barriers,
+    exchanges,
+    is_last,
+    releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Fold an own tile into acc [ROWS, HALF] and into the reference and sum of each row."""
-    q_tiles, k_tiles, p_tile, maxima, _sums = tiles
-    _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
+    """Fold an own tile into acc [ROWS, HALF] and into the reference and sum of each row.
+
+    is_last: of the piece; releases: the queries, which no other own tile needs.
+    """
+    q_tiles, k_tiles, _p_tile, maxima, _sums = tiles
+    _q_full, q_empty, k_full, k_empty, _published, _finished = barriers
     s = _scores(q_tiles, k_tiles, k_full, uses, which)
+    if releases:
+        mbarrier.arrive(q_empty.index(0))
     p, reference, highest, row_sum, rescale = _weights(
         s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, maxima, FORMAT
     )
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
-    _publish(p, reference, p_tile, maxima, published, which)
+    _publish(p, reference, row_sum, tiles, barriers, exchanges, is_last, which)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which, FORMAT)
     return acc, reference, highest, row_sum
 
 
 @gluon.jit
 def _others_tile(
-    acc, reference, highest, row_sum, start, uses, length, tiles, barriers, which: gl.constexpr, FORMAT: gl.constexpr
+    acc,
+    reference,
+    highest,
+    row_sum,
+    start,
+    uses,
+    length,
+    tiles,
+    barriers,
+    exchanges,
+    is_last,
+    releases,
+    which: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
-    _q_tiles, k_tiles, p_tile, maxima, _sums = tiles
-    _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
+    _q_tiles, k_tiles, p_tile, maxima, sums = tiles
+    _q_full, q_empty, k_full, k_empty, published, finished = barriers
+    if releases:
+        mbarrier.arrive(q_empty.index(0))
     other: gl.constexpr = 1 - which
     p, reference, highest, row_sum, rescale = _take(
         reference, highest, row_sum, uses, p_tile, maxima, published, other, FORMAT
     )
+    if is_last:
+        hand_over_sums(row_sum, sums, finished, exchanges, which)
     mbarrier.wait(k_full.index(2 * other + which), uses & 1)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which, FORMAT)
     return acc, reference, highest, row_sum
@@ -250,25 +306,34 @@ def _two_tiles(
     scale_log2,
     tiles,
     barriers,
+    exchanges,
+    is_last,
+    releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``."""
+    """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``.
+
+    is_last: the piece ends with them; releases: and these queries are not needed again.
+    """
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
-    _q_full, _q_empty, k_full, k_empty, published, _finished = barriers
+    _q_full, q_empty, k_full, k_empty, published, _finished = barriers
     if which == 0:
         # fmt: off
         acc, reference, highest, row_sum = _own_tile(
             acc, reference, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
+            exchanges, False, is_last & releases, 0, FORMAT,
+        )
+        acc, reference, highest, row_sum = _others_tile(
+            acc, reference, highest, row_sum, start + KEYS, odd, length, tiles, barriers, exchanges, is_last, False,
             0, FORMAT,
         )
         # fmt: on
-        acc, reference, highest, row_sum = _others_tile(
-            acc, reference, highest, row_sum, start + KEYS, odd, length, tiles, barriers, 0, FORMAT
-        )
     else:
         # its own weights first: the other warpgroup waits for them
         s = _scores(q_tiles, k_tiles, k_full, odd, 1)
+        if is_last & releases:
+            mbarrier.arrive(q_empty.index(0))
         p0, reference, highest, row_sum, rescale0 = _take(
             reference, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
         )
@@ -276,7 +341,7 @@ def _two_tiles(
             s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, maxima, FORMAT
         )
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
-        _publish(p1, reference, p_tile, maxima, published, 1)
+        _publish(p1, reference, row_sum, tiles, barriers, exchanges, is_last, 1)
         mbarrier.wait(k_full.index(1), even & 1)
         acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1, FORMAT)
         acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1, FORMAT)
@@ -306,21 +371,32 @@ def fold_tiles(
     scale_log2,
     tiles,
     barriers,
+    exchanges,
+    releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """Fold ``steps`` tiles from tile ``low`` on, the first of which is in stage 0; returns ``even`` and ``odd``, too.
 
-    The sums are those of the own tiles. scale_log2: not used in a format ``in_float16``, where each row has its own in
-    ``maxima[SCALE]``.
+    The sums are those of the own tiles, and handed over for ``sum_of_both``.
+
+    Args:
+        scale_log2: not used in a format ``in_float16``, where each row has its own in ``maxima[SCALE]``.
+        exchanges: how often sums were handed over before.
+        releases: the queries as well, so that TMA can copy the next ones and the tiles after them.
+        EARLY: the former before the last products, so that neither warpgroup waits until the other one has ended, and
+            the latter after the last scores.
     """
+    _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
+    _q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
     highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):
         start = (low + 2 * pair) * KEYS
         # fmt: off
         acc, reference, highest, row_sum = _two_tiles(
             acc, reference, highest, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles,
-            barriers, which, FORMAT,
+            barriers, exchanges, (2 * pair + 2 == steps) if EARLY else False, releases, which, FORMAT,
         )
         # fmt: on
         even += 1
@@ -331,25 +407,17 @@ def fold_tiles(
         if which == 0:
             acc, reference, highest, row_sum = _own_tile(
                 acc, reference, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles,
-                barriers, 0, FORMAT,
+                barriers, exchanges, EARLY, releases & EARLY, 0, FORMAT,
             )
         else:
             acc, reference, highest, row_sum = _others_tile(
-                acc, reference, highest, row_sum, start, even, length, tiles, barriers, 1, FORMAT
+                acc, reference, highest, row_sum, start, even, length, tiles, barriers, exchanges, EARLY,
+                releases & EARLY, 1, FORMAT,
             )
         # fmt: on
         even += 1
+    if not EARLY:
+        if releases:
+            mbarrier.arrive(q_empty.index(0))
+        hand_over_sums(row_sum, sums, finished, exchanges, which)
     return acc, reference, row_sum, even, odd
-
-
-@gluon.jit
-def sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
-    """The sums of both warpgroups' tiles; ``exchanges``: how often they were exchanged before."""
-    # two slots of each, in turn: the other warpgroup may still read the sums of the previous piece
-    slot = 2 * (exchanges & 1)
-    sums.index(slot + which).store(row_sum)
-    synchronize()
-    # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
-    mbarrier.arrive(finished.index(0))
-    mbarrier.wait(finished.index(0), exchanges & 1)
-    return row_sum + sums.index(slot + 1 - which).load(row_sum.type.layout)

@@ -124,7 +124,7 @@ def compute_chunks(
     # otherwise a chunk could begin in stage 1, where the loading warp does not expect it
     gl.static_assert(CHUNK % (2 * KEYS) == 0)
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
-    q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
+    q_full, _q_empty, _k_full, _k_empty, _published, finished = barriers
     num_rows = seqlen_q * num_heads
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
@@ -158,10 +158,11 @@ def compute_chunks(
             first = first_key(chunk, CHUNK)
             steps = steps_between(first, chunk + 1, last, CHUNK)
             if steps > 0:
+                releases = (chunk + 1 == high) | (first_key(chunk + 1, CHUNK) >= last)
                 # fmt: off
                 acc, reference, row_sum, even, odd = fold_tiles(
                     acc, reference, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale_log2,
-                    tiles, barriers, which, FORMAT,
+                    tiles, barriers, exchanges, releases, which, FORMAT, not CAUSAL,
                 )
                 # fmt: on
                 total = sum_of_both(row_sum, sums, finished, exchanges, which)
@@ -175,7 +176,5 @@ def compute_chunks(
                 tile, slot + chunk, True, count == 1, num_heads, seqlen_q, which, R, FORMAT, True,
             )
             # fmt: on
-        if is_loaded:
-            mbarrier.arrive(q_empty.index(0))
-            sequences += 1
+        sequences += is_loaded.to(gl.int32)
         slot += count

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.decode.invariant.chunks import chunks_from
+from mla_plugin.kernels.decode.invariant.chunks import DOUBLE, SINGLE, chunks_from
 from mla_plugin.kernels.decode.invariant.combine import list_of_sequences
 from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
@@ -16,8 +16,8 @@ NUMBERS = tl.constexpr(5)
 """int32 values per part in the plan."""
 COUNTED_KEYS = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
-_FEW_CHUNKS = tl.constexpr(2)
-"""Up to so many units of CHUNK keys for each part, shares are whole units: otherwise some parts have a chunk more."""
+_MOST_ROUNDED = tl.constexpr(2**29)
+"""Up to so many tiles, times the tiles of CHUNK keys, int32 can count if sequences are rounded up."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -36,15 +36,24 @@ def _chunks_before(tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _rounded(tiles, units: tl.constexpr, CHUNK: tl.constexpr):
+    """``tiles`` rounded up to a multiple of ``units`` * CHUNK keys."""
+    grain: tl.constexpr = units * (CHUNK // COUNTED_KEYS)
+    return tl.cdiv(tiles, grain) * grain
+
+
+@triton.jit
 def _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
-    """Tiles of all sequences, and tiles if each is rounded up to whole chunks of CHUNK keys."""
+    """Tiles of all sequences, those of the longest, and all if each is rounded up to CHUNK keys, or to 2 * CHUNK."""
     total = tl.cast(0, tl.int32)
-    rounded = tl.cast(0, tl.int64)
+    most, by_one, by_two = total, total, total
     for b0 in range(0, batch, SEQUENCES):
         tiles = _tiles(seqlens_kv, leftpad_kv, b0 + tl.arange(0, SEQUENCES), batch, capacity)
         total += tl.sum(tiles)
-        rounded += tl.sum(tl.cdiv(tiles, CHUNK // COUNTED_KEYS) * (CHUNK // COUNTED_KEYS))
-    return total, rounded
+        most = tl.maximum(most, tl.max(tiles))
+        by_one += tl.sum(_rounded(tiles, 1, CHUNK))
+        by_two += tl.sum(_rounded(tiles, 2, CHUNK))
+    return total, most, by_one, by_two
 
 
 @triton.jit
@@ -80,21 +89,39 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
 
 
 @triton.jit
-def _shares(total, rounded, num_parts, CHUNK: tl.constexpr):
-    """How a single round of ``total`` tiles, ``rounded`` if each sequence counts as whole units, is divided.
+def _if_shorter(longest, found, grain, share, rounded, largest, num_parts, tried: tl.constexpr):
+    """``found``, ``grain`` and ``share`` of ``_shares``: those of the grain ``tried`` if its longest part is shorter.
+
+    ``rounded``: the tiles with that grain. A chunk that is longer than the grain may extend beyond its share.
+    """
+    size = tl.cdiv(rounded // tried, num_parts) * tried
+    reach = size + tl.maximum(largest - tried, 0)
+    if reach < longest:
+        longest, found, grain, share = reach, rounded, grain * 0 + tried, size
+    return longest, found, grain, share
+
+
+@triton.jit
+def _shares(total, most, by_one, by_two, num_parts, CHUNK: tl.constexpr):
+    """How a single round is divided, see ``_totals``: so that the longest part has as few tiles as possible.
+
+    Parts end where chunks do, so one of equal shares may be longer by all but a tile of the largest chunk. Shares that
+    are multiples of chunks have no such part, if sequences count as multiples, too.
 
     Returns:
-        (tiles, grain, share): the tiles to divide; a sequence's tiles are rounded up to a multiple of ``grain``; a part
-        has ``share`` tiles, the last ones fewer; 0: parts are equal but for rounding.
+        (tiles, grain, share): the tiles to divide; a sequence counts as a multiple of ``grain``; a part has ``share``
+        tiles, the last ones fewer; 0: parts are equal but for rounding.
     """
     unit: tl.constexpr = CHUNK // COUNTED_KEYS
-    grain, share = total * 0 + 1, total * 0
-    if rounded <= num_parts.to(tl.int64) * (_FEW_CHUNKS * unit):
-        grain += unit - 1
-        total = rounded.to(tl.int32)
-        # all but the last ones equally long, so that they cut no chunk of two units if they have two
-        share = tl.cdiv(total // grain, num_parts) * grain
-    return total, grain, share
+    found, grain, share = total, total * 0 + 1, total * 0
+    if total < _MOST_ROUNDED // unit:  # each sequence has a tile at least
+        largest = tl.where(most <= SINGLE * unit, unit, 2 * unit)
+        largest = tl.where(most <= (SINGLE + 2 * DOUBLE) * unit, largest, 4 * unit)
+        # a tile more than they have: where both are equal, parts of whole chunks have fewer chunks
+        longest = tl.cdiv(total, num_parts) + largest
+        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_one, largest, num_parts, unit)
+        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_two, largest, num_parts, 2 * unit)
+    return found, grain, share
 
 
 @triton.jit
@@ -121,19 +148,19 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
 
     Without operations across threads, for the same reason as ``part_range_of_few``.
     """
-    total = capacity * 0
-    rounded = total.to(tl.int64)
-    unit: tl.constexpr = CHUNK // COUNTED_KEYS
+    zero = capacity * 0
+    total, most, by_one, by_two = zero, zero, zero, zero
     for b in range(batch):
         tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
         total += tiles
-        rounded += tl.cdiv(tiles, unit) * unit
-    total, grain, share = _shares(total, rounded, num_parts, CHUNK)
-    zero = total * 0
+        most = tl.maximum(most, tiles)
+        by_one += _rounded(tiles, 1, CHUNK)
+        by_two += _rounded(tiles, 2, CHUNK)
+    total, grain, share = _shares(total, most, by_one, by_two, num_parts, CHUNK)
     start_tile, end_tile = _share_of(part, num_parts, zero, total, share)
     first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b in range(batch):
-        tiles = tl.cdiv(_tiles(seqlens_kv, leftpad_kv, b, batch, capacity), grain) * grain
+        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
         count = _chunks_before(tiles, CHUNK)
         earlier = _reached(start_tile, before_tiles, tiles, CHUNK)
         reached = _reached(end_tile, before_tiles, tiles, CHUNK)
@@ -146,7 +173,7 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
         tl.store(listed + 2 * b, before, mask=writes)
         tl.store(listed + 2 * b + 1, count, mask=writes)
         before += count
-        before_tiles += tiles
+        before_tiles += tl.cdiv(tiles, grain) * grain
     return first, last, slot, start, end
 
 
@@ -179,8 +206,8 @@ def chunk_range(
     high = low + _NONE
     grain, share = low + 1, low
     if SINGLE_ROUND:
-        total, rounded = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
-        high_tile, grain, share = _shares(total, rounded, num_parts, CHUNK)
+        total, most, by_one, by_two = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        high_tile, grain, share = _shares(total, most, by_one, by_two, num_parts, CHUNK)
     else:
         low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
     start_tile, end_tile = _share_of(part, num_parts, low_tile, high_tile, share)
@@ -188,10 +215,11 @@ def chunk_range(
     first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b0 in range(0, batch, SEQUENCES):
         b = b0 + tl.arange(0, SEQUENCES)
-        tiles = tl.cdiv(_tiles(seqlens_kv, leftpad_kv, b, batch, capacity), grain) * grain
+        tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
         counts = _chunks_before(tiles, CHUNK)
         starts = before + tl.cumsum(counts) - counts
-        first_tiles = before_tiles + tl.cumsum(tiles) - tiles
+        counted = tl.cdiv(tiles, grain) * grain
+        first_tiles = before_tiles + tl.cumsum(counted) - counted
         exists = b < batch
         # chunks of each sequence that begin before the share does, and before it ends
         earlier = _reached(start_tile, first_tiles, tiles, CHUNK)
@@ -206,7 +234,7 @@ def chunk_range(
         in_round = (starts >= low) & (starts < high)
         tl.store(listed + 2 * b + 1, tl.where(in_round, counts, 0), mask=exists & writes)
         before += tl.sum(counts)
-        before_tiles += tl.sum(tiles)
+        before_tiles += tl.sum(counted)
     return first, last, slot - low, start - low, end - low
 
 
