@@ -278,9 +278,11 @@ def check_rounds(draw: random.Random) -> None:
         largest = CHUNK // TILE * size_of(max(counts) - 1)
         tiles_of_all = [-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held]
         longest = -(-sum(tiles_of_all) // parts) + largest - 1
-        for grain in (CHUNK // TILE, 2 * CHUNK // TILE) if rounds == 1 else ():
-            shares = sum(-(-n // grain) for n in tiles_of_all)
-            longest = min(longest, -(-shares // parts) * grain + max(largest - grain, 0))
+        for size in (1, 2, 4) if rounds == 1 else ():
+            grain = size * CHUNK // TILE
+            if size == 1 or grain >= largest:
+                shares = sum(-(-n // grain) for n in tiles_of_all)
+                longest = min(longest, -(-shares // parts) * grain + max(largest - grain, 0))
         for first, last, slot, start, end in of_parts:
             tiles = 0
             for b in range(first, last):

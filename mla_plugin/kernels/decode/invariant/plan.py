@@ -16,7 +16,7 @@ NUMBERS = tl.constexpr(5)
 """int32 values per part in the plan."""
 COUNTED_KEYS = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
-_MOST_ROUNDED = tl.constexpr(2**29)
+_MOST_ROUNDED = tl.constexpr(2**28)
 """Up to so many tiles, times the tiles of CHUNK keys, int32 can count if sequences are rounded up."""
 _NONE = tl.constexpr(2**31 - 1)
 
@@ -44,16 +44,17 @@ def _rounded(tiles, units: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
-    """Tiles of all sequences, those of the longest, and all if each is rounded up to CHUNK keys, or to 2 * CHUNK."""
+    """Tiles of all sequences, those of the longest, and all if each is rounded up to 1, 2, 4 * CHUNK keys."""
     total = tl.cast(0, tl.int32)
-    most, by_one, by_two = total, total, total
+    most, by_one, by_two, by_four = total, total, total, total
     for b0 in range(0, batch, SEQUENCES):
         tiles = _tiles(seqlens_kv, leftpad_kv, b0 + tl.arange(0, SEQUENCES), batch, capacity)
         total += tl.sum(tiles)
         most = tl.maximum(most, tl.max(tiles))
         by_one += tl.sum(_rounded(tiles, 1, CHUNK))
         by_two += tl.sum(_rounded(tiles, 2, CHUNK))
-    return total, most, by_one, by_two
+        by_four += tl.sum(_rounded(tiles, 4, CHUNK))
+    return total, most, by_one, by_two, by_four
 
 
 @triton.jit
@@ -89,24 +90,23 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
 
 
 @triton.jit
-def _if_shorter(longest, found, grain, share, rounded, largest, num_parts, tried: tl.constexpr):
-    """``found``, ``grain`` and ``share`` of ``_shares``: those of the grain ``tried`` if its longest part is shorter.
+def _if_shorter(longest, found, grain, share, rounded, reach, num_parts, tried: tl.constexpr):
+    """``longest`` and the results of ``_shares``: those of the grain ``tried`` if its longest part is shorter.
 
-    ``rounded``: the tiles with that grain. A chunk that is longer than the grain may extend beyond its share.
+    ``rounded``: the tiles with that grain; a part may have ``reach`` more than its share.
     """
     size = tl.cdiv(rounded // tried, num_parts) * tried
-    reach = size + tl.maximum(largest - tried, 0)
-    if reach < longest:
-        longest, found, grain, share = reach, rounded, grain * 0 + tried, size
+    if size + reach < longest:
+        longest, found, grain, share = size + reach, rounded, grain * 0 + tried, size
     return longest, found, grain, share
 
 
 @triton.jit
-def _shares(total, most, by_one, by_two, num_parts, CHUNK: tl.constexpr):
+def _shares(total, most, by_one, by_two, by_four, num_parts, CHUNK: tl.constexpr):
     """How a single round is divided, see ``_totals``: so that the longest part has as few tiles as possible.
 
     Parts end where chunks do, so one of equal shares may be longer by all but a tile of the largest chunk. Shares that
-    are multiples of chunks have no such part, if sequences count as multiples, too.
+    are multiples of the largest chunk have no such part, if sequences count as multiples, too.
 
     Returns:
         (tiles, grain, share): the tiles to divide; a sequence counts as a multiple of ``grain``; a part has ``share``
@@ -119,8 +119,12 @@ def _shares(total, most, by_one, by_two, num_parts, CHUNK: tl.constexpr):
         largest = tl.where(most <= (SINGLE + 2 * DOUBLE) * unit, largest, 4 * unit)
         # a tile more than they have: where both are equal, parts of whole chunks have fewer chunks
         longest = tl.cdiv(total, num_parts) + largest
-        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_one, largest, num_parts, unit)
-        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_two, largest, num_parts, 2 * unit)
+        longest, found, grain, share = _if_shorter(
+            longest, found, grain, share, by_one, largest - unit, num_parts, unit
+        )
+        if largest <= 2 * unit:
+            longest, found, grain, share = _if_shorter(longest, found, grain, share, by_two, 0, num_parts, 2 * unit)
+        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_four, 0, num_parts, 4 * unit)
     return found, grain, share
 
 
@@ -149,14 +153,15 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
     Without operations across threads, for the same reason as ``part_range_of_few``.
     """
     zero = capacity * 0
-    total, most, by_one, by_two = zero, zero, zero, zero
+    total, most, by_one, by_two, by_four = zero, zero, zero, zero, zero
     for b in range(batch):
         tiles = _tiles(seqlens_kv, leftpad_kv, b, batch, capacity)
         total += tiles
         most = tl.maximum(most, tiles)
         by_one += _rounded(tiles, 1, CHUNK)
         by_two += _rounded(tiles, 2, CHUNK)
-    total, grain, share = _shares(total, most, by_one, by_two, num_parts, CHUNK)
+        by_four += _rounded(tiles, 4, CHUNK)
+    total, grain, share = _shares(total, most, by_one, by_two, by_four, num_parts, CHUNK)
     start_tile, end_tile = _share_of(part, num_parts, zero, total, share)
     first, last, slot, start, end, before, before_tiles = zero, zero, zero, zero, zero, zero, zero
     for b in range(batch):
@@ -206,8 +211,8 @@ def chunk_range(
     high = low + _NONE
     grain, share = low + 1, low
     if SINGLE_ROUND:
-        total, most, by_one, by_two = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
-        high_tile, grain, share = _shares(total, most, by_one, by_two, num_parts, CHUNK)
+        total, most, by_one, by_two, by_four = _totals(seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        high_tile, grain, share = _shares(total, most, by_one, by_two, by_four, num_parts, CHUNK)
     else:
         low, high, low_tile, high_tile = _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK)
     start_tile, end_tile = _share_of(part, num_parts, low_tile, high_tile, share)
