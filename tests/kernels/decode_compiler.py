@@ -59,8 +59,9 @@ def jobs() -> list[Job]:
                 continue
             found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 0))
             found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 1))
-            if tile.gathered:
-                found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, for_batch(tile, 1, 2**31, 1), 1))
+            if tile.large_gathered:
+                large = for_batch(tile, 1, 1024, 2**20, 132)
+                found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, large, 1))
             if tile.block_m == 64 and gpu_class != "163 KiB":
                 found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True))
                 found.append(Job(GPU_CLASSES[gpu_class][0], itemsize, columns, tile, 64, True, invariant=True))

@@ -9,6 +9,7 @@ import triton
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
 
@@ -62,16 +63,20 @@ def test_pieces_that_the_device_chooses(batch: int, heads: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 48])
 @pytest.mark.parametrize("seqlen_q", [1, 2])
 def test_gathered_tiles_of_a_large_batch(seqlen_q: int, page_size: int) -> None:
-    lengths = [(37 * b) % 1153 for b in range(480)]
-    shape = (480, seqlen_q, 8, 512, 64, 1152)
-    inputs = paged(shape, page_size, torch.bfloat16, lengths)
+    """600 * 36 tiles of 32 keys: enough on any Hopper GPU, which has at most 144 multiprocessors of two programs."""
+    lengths = [(37 * b) % 1153 for b in range(600)]
+    inputs = paged((600, seqlen_q, 8, 512, 64, 1152), page_size, torch.bfloat16, lengths)
     check(inputs, is_causal=True)
+    if torch.cuda.get_device_capability() == (9, 0):
+        tile = decode_tiles.tile_for("Hopper", 2, 576, 16)
+        assert decode_tiles.for_batch(tile, page_size, 600, 1152, 288).block_n == 64
 
 
-@pytest.mark.parametrize("heads", [8, 32, 128])
-@pytest.mark.parametrize(("batch", "length"), [(64, 640), (128, 512), (256, 130), (33, 1000)])
+@pytest.mark.parametrize(
+    ("batch", "length", "heads"), [(64, 2048, 128), (128, 2048, 32), (256, 1024, 8), (64, 4352, 32), (64, 2000, 32)]
+)
 def test_equal_lengths(batch: int, length: int, heads: int) -> None:
-    """Sequences that lie in one part, or in exactly two, and some that do not."""
+    """With 132 multiprocessors parts of the first four become longer, so that a sequence is one part, or half of it."""
     check(paged((batch, 1, heads, 512, 64, length), 64, torch.bfloat16, [length] * batch), is_causal=False)
 
 

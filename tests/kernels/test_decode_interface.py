@@ -382,20 +382,23 @@ def test_stages_follow_what_a_tile_looks_up(page_size: int, stages: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("page_size", "key_tiles", "expected"),
+    ("page_size", "batch", "capacity", "expected"),
     [
-        (1, 64 * 264, (64, 3)),
-        (48, 64 * 264, (64, 3)),
-        (1, 64 * 264 - 1, (32, 6)),
-        (16, 10**6, (32, 6)),
-        (0, 10**6, (32, 3)),
+        (1, 64, 264 * 32, (64, 3)),
+        (48, 64, 264 * 32, (64, 3)),
+        (1, 64, 263 * 32, (32, 6)),
+        (1, 63, 2**20, (32, 6)),
+        (16, 512, 2**20, (32, 6)),
+        (0, 512, 2**20, (32, 3)),
     ],
 )
-def test_large_batches_gather_larger_tiles(page_size: int, key_tiles: int, expected: tuple[int, int]) -> None:
-    tile = decode_tiles.for_batch(decode_tiles.tile_for("Hopper", 2, 576, 16), page_size, key_tiles, 264)
+def test_large_batches_gather_larger_tiles(
+    page_size: int, batch: int, capacity: int, expected: tuple[int, int]
+) -> None:
+    tile = decode_tiles.for_batch(decode_tiles.tile_for("Hopper", 2, 576, 16), page_size, batch, capacity, 264)
     assert (tile.block_n, decode_tiles.stages_for(tile, page_size)) == expected
     other = decode_tiles.tile_for("99 KiB", 2, 576, 16)
-    assert decode_tiles.for_batch(other, page_size, key_tiles, 264) is other
+    assert decode_tiles.for_batch(other, page_size, batch, capacity, 264) is other
 
 
 def test_narrow_caches_take_the_narrow_entry() -> None:

@@ -22,6 +22,7 @@ from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
@@ -37,6 +38,8 @@ from tests.kernels.decode_cases import (
     paged,
     with_leftpad,
 )
+from tests.kernels.gluon.translate import Program
+from tests.kernels.gluon.values import as_value
 from tests.kernels.test_decode import describe_for_the_interpreter
 
 TILE = COUNTED_KEYS.value
@@ -261,7 +264,10 @@ def plan(
 
 
 def check_rounds(draw: random.Random) -> None:
-    """Every chunk has one part of one round, and in that round its own slot; no part has much more than its share."""
+    """Every chunk has one part of one round, and in that round its own slot.
+
+    No part is longer than the best of the divisions that ``_shares`` tries allows.
+    """
     batch, most = draw.choice([1, 3, 40, 255, 257]), draw.choice([1, 2, 30, 300])
     lengths = [draw.choice([0, 1, CHUNK, CHUNK + 1, draw.randrange(CHUNK * most + 1)]) for _ in range(batch)]
     counts = [most_chunks(length, CHUNK) for length in lengths]
@@ -278,11 +284,11 @@ def check_rounds(draw: random.Random) -> None:
         largest = CHUNK // TILE * size_of(max(counts) - 1)
         tiles_of_all = [-(-max(n, 1) // TILE) for n, held in zip(lengths, in_round, strict=True) if held]
         longest = -(-sum(tiles_of_all) // parts) + largest - 1
-        for size in (1, 2, 4) if rounds == 1 else ():
-            grain = size * CHUNK // TILE
-            if size == 1 or grain >= largest:
-                shares = sum(-(-n // grain) for n in tiles_of_all)
-                longest = min(longest, -(-shares // parts) * grain + max(largest - grain, 0))
+        if rounds == 1:
+            for grain in (CHUNK // TILE, 2 * CHUNK // TILE, 4 * CHUNK // TILE):
+                if grain == CHUNK // TILE or grain >= largest:
+                    shares = sum(-(-n // grain) for n in tiles_of_all)
+                    longest = min(longest, -(-shares // parts) * grain + max(largest - grain, 0))
         for first, last, slot, start, end in of_parts:
             tiles = 0
             for b in range(first, last):
@@ -310,6 +316,16 @@ def test_parts_of_up_to_two_chunks_are_whole_ones(chunks: list[float], parts: in
     most = sum(most_chunks(n, CHUNK) for n in lengths)
     _, of_parts = plan(lengths, parts, 0, most, most + most % 2, is_only_round=True)
     assert [end - start for *_, start, end in of_parts] == expected
+
+
+@pytest.mark.parametrize(("tiles", "is_rounded"), [(2**27 - 2, True), (2**27, False)])
+def test_sequences_are_rounded_as_long_as_int32_holds_them(tiles: int, is_rounded: bool) -> None:
+    """Of one chunk of 2 tiles each; rounded up to four chunks they would be 2^29 tiles."""
+    shares = Program((1,), (0,), 0).translated(invariant_plan._shares)
+    given = map(as_value, (tiles, 2, tiles, 2 * tiles, 4 * tiles, 132))
+    divided, grain, share = (int(x) for x in shares(*given, CHUNK))
+    assert (divided, grain) == (tiles, 2 if is_rounded else 1)
+    assert share == (-(-tiles // 2 // 132) * 2 if is_rounded else 0)
 
 
 def test_a_plan_of_as_many_tiles_as_int32_counts() -> None:

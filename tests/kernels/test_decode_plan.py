@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, part_range_of_few, plan_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, _part_size, part_range_of_few, plan_kernel
 from tests.kernels.decode_cases import DEVICE
 from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import Pointer, as_value
@@ -40,17 +40,17 @@ def tiles_of(lengths: list[int]) -> list[int]:
 
 
 def part_size(tiles: list[int], overhead: int, parts: int) -> int:
-    """The smallest size with enough parts; up to a 25th more where no equal sequence then has a part's end inside it.
+    """The even size, or the next one, up to a 25th larger, that divides every sequence or that every sequence divides.
 
-    Or where each is exactly so many parts as fit into it.
+    A sequence may have no more parts than the even size needs at least.
     """
     costs = [count + overhead for count in tiles]
     even = -(-sum(costs) // parts)
-    if len(costs) <= FEW_SEQUENCES or sum(costs) >= 2**30 or sum(costs) != costs[0] * len(costs):
+    if len(costs) <= FEW_SEQUENCES or sum(costs) != costs[0] * len(costs):
         return even
     cost = costs[0]
-    whole = [size for size in range(even, even + even // 25 + 1) if size % cost == 0 or cost == cost // even * size]
-    return whole[0] if whole else even
+    sizes = range(even, even + even // 25 + 1)
+    return next((size for size in sizes if size % cost == 0 or cost == cost // even * size), even)
 
 
 def check_runs(lengths: list[int], parts: int, overhead: int) -> None:
@@ -97,7 +97,7 @@ def test_five_hundred_plans_on_a_gpu() -> None:
     [(64, 96, 66, 1), (128, 64, 66, 1), (128, 128, 264, 2), (32, 128, 132, 4), (256, 32, 264, 1), (60, 96, 66, 3)],
 )
 def test_equal_sequences_are_cut_no_more_than_needed(batch: int, tiles: int, parts: int, pieces: int) -> None:
-    """Unless parts would become too long, as in the last case."""
+    """The last case would need parts longer by more than a 25th."""
     counts = [0] * batch
     for part, (first, last, begin, size) in enumerate(plan([tiles * BLOCK_N] * batch, parts, 4)):
         for b in range(first, last):
@@ -105,6 +105,16 @@ def test_equal_sequences_are_cut_no_more_than_needed(batch: int, tiles: int, par
             counts[b] += max(part * size - begin, 0) < min(part * size + size - begin, tiles)
             begin += tiles
     assert max(counts) == pieces
+
+
+@pytest.mark.parametrize(("batch", "longer"), [(2**13 - 1, True), (2**13, False)])
+def test_parts_become_longer_as_long_as_int32_holds_their_ends(batch: int, longer: bool) -> None:
+    """Sequences of 2^17 tiles, as many as together have just less than 2^30, or that."""
+    size_of = Program((1,), (0,), 0).translated(_part_size)
+    cost, parts = 2**17, batch + batch // 32
+    size = int(size_of(*map(as_value, (batch * cost, cost, batch, parts))))
+    assert size == (cost if longer else -(-batch * cost // parts))
+    assert parts * size < 2**31
 
 
 @pytest.mark.parametrize("overhead", [0, 4])

@@ -15,6 +15,8 @@ SEQUENCES = tl.constexpr(256)
 FEW_SEQUENCES = 4
 """Up to so many, the programs of the Hopper kernels work out their parts by themselves; with 8 that takes longer."""
 _FEW = tl.constexpr(FEW_SEQUENCES)
+_MOST_LONGER = tl.constexpr(25)
+"""A part of sequences that all cost the same may be longer by this part of it. Measured with a 32nd, where it gains."""
 
 
 @triton.jit
@@ -58,17 +60,19 @@ def _total(seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N: tl.conste
 
 @triton.jit
 def _part_size(total, first, batch, num_parts):
-    """The cost of a part of sequences that cost ``total`` together, and the first one ``first``.
+    """The size of a part, in tiles and overhead: ceil(total / num_parts), or up to a 25th more for equal sequences.
 
-    Where all of many sequences cost as much, none has a piece more than it must if that makes parts longer by a 25th at
-    most. If it only seems so, parts are a little longer, but not wrong.
+    They get more if each then lies in one part or is exactly several parts. Whether all sequences cost the same is told
+    from their ``total`` and the ``first`` one's cost. A batch that only has this mean gets the larger size, too: any
+    size from ceil(total / num_parts) on covers all tiles.
     """
     size = tl.cdiv(total, num_parts)
-    # below 2**30: the ends of parts that became longer must be int32 as well
+    # few: ``part_range_of_few`` does not do this, and both must agree; below 2**30: the last part ends at up to
+    # 26 / 25 * (total + num_parts), which must be int32
     if (batch > _FEW) & (total < 2**30) & (total == first.to(tl.int64) * batch):
         pieces = tl.maximum(first // size, 1)
         whole = tl.cdiv(size, first) * first // pieces
-        if (first % pieces == 0) & (whole - size <= size // 25):
+        if (first % pieces == 0) & (whole - size <= size // _MOST_LONGER):
             size = whole
     return size
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from mla_plugin.kernels.tiles import ceil_div
+
 
 class DecodeTile(NamedTuple):
     """Launch configuration: BLOCK_M rows by BLOCK_N keys.
@@ -24,7 +26,7 @@ class DecodeTile(NamedTuple):
         programs: programs that one SM runs at a time.
         planned: whether ``plan_kernel`` computes the share of each program of a plain kernel, or the program itself.
         max_registers: ``maxnreg`` of the launch; None: chosen by ptxas.
-        gathered: block_n and gathered_stages of large batches if a page number is loaded for every key; None: as above.
+        large_gathered: (block_n, gathered_stages) of large batches, see ``for_batch``; None: the same as of others.
     """
 
     block_m: int
@@ -36,7 +38,7 @@ class DecodeTile(NamedTuple):
     programs: int
     planned: bool = False
     max_registers: int | None = None
-    gathered: tuple[int, int] | None = None
+    large_gathered: tuple[int, int] | None = None
 
 
 # (most columns of c_kv and k_rope together, tile); the first entry with enough columns whose block_m holds all rows is
@@ -54,7 +56,7 @@ DECODE: dict[tuple[str, int], _Entries] = {
         (320, DecodeTile(16, 64, 4, 3, 5, 5, 2)),
         (320, DecodeTile(32, 64, 8, 3, 5, 5, 1)),
         (320, DecodeTile(64, 64, 8, 3, 3, 3, 1, planned=True)),
-        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2, gathered=(64, 3))),
+        (576, DecodeTile(16, 32, 4, 3, 6, 6, 2, large_gathered=(64, 3))),
         (576, DecodeTile(64, 64, 8, 2, 2, 3, 1, planned=True)),
     ),
     ("227 KiB", 2): (
@@ -154,13 +156,20 @@ def stages_for(tile: DecodeTile, page_size: int) -> int:
     return tile.gathered_stages if _gathers(tile, page_size) else tile.paged_stages
 
 
+_LARGE_BATCH = 64
 _TILES_OF_LARGE = 64
-"""Of a part, for DecodeTile.gathered: with fewer the last one's keys weigh more than what larger tiles gain."""
+"""Tiles a part could have in a large batch: with 31, a mean of 1k keys, larger ones were 6 % slower, with 124 equal."""
 
 
-def for_batch(tile: DecodeTile, page_size: int, key_tiles: int, slots: int) -> DecodeTile:
-    """The tile for a batch of up to so many tiles of keys, by ``slots`` concurrent programs."""
-    if tile.gathered is None or key_tiles < slots * _TILES_OF_LARGE or not _gathers(tile, page_size):
+def for_batch(tile: DecodeTile, page_size: int, batch: int, capacity: int, slots: int) -> DecodeTile:
+    """The tile of a call: that of ``large_gathered`` in a large batch, if a page number is loaded for every key.
+
+    Lengths are on the device, so a batch is large if it has many sequences, and each of ``slots`` parts many tiles of
+    their ``capacity``. Not for ``batch_invariant``, whose tile must not depend on the batch.
+    """
+    tiles_of_all: int = batch * ceil_div(capacity, tile.block_n)
+    is_large = batch >= _LARGE_BATCH and tiles_of_all >= slots * _TILES_OF_LARGE
+    if tile.large_gathered is None or not is_large or not _gathers(tile, page_size):
         return tile
-    block_n, stages = tile.gathered
-    return tile._replace(block_n=block_n, gathered_stages=stages, gathered=None)
+    block_n, stages = tile.large_gathered
+    return tile._replace(block_n=block_n, gathered_stages=stages, large_gathered=None)

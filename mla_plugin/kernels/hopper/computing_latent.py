@@ -7,7 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_plugin.kernels.hopper.common import FIELDS, RECORDS, ROWS, read_record
-from mla_plugin.kernels.hopper.latent import HALF, OUT_ROWS, SCORES_ROWS, fold_tiles, no_keys, steps_of, sum_of_both
+from mla_plugin.kernels.hopper.latent import HALF, OUT_ROWS, SCORES_ROWS, fold_tiles, no_keys
+from mla_plugin.kernels.hopper.latent_sums import sum_of_both
+from mla_plugin.kernels.hopper.loading_latent import steps_of
 from mla_plugin.kernels.hopper.panels import store
 from mla_plugin.kernels.tile_math import LN_2, LOG2_E
 

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_plugin.kernels.hopper.common import PANEL, ROWS, matrix_layout, product_layout, synchronize, tile_reference
+from mla_plugin.kernels.hopper.latent_sums import hand_over_sums, sums_of
 from mla_plugin.kernels.tile_math import LOWEST_FLOAT32
 
 KEYS = gl.constexpr(64)
@@ -61,23 +62,6 @@ def in_float16(kv_format):
 def panels_as_matrix(panels, first, COLUMNS: gl.constexpr):
     """COLUMNS columns of 64 rows, from panel ``first`` on."""
     return panels.index(first)._reinterpret(panels.dtype, [ROWS, COLUMNS], matrix_layout(panels.dtype))
-
-
-@gluon.jit
-def steps_of(start_m, seqlen_q, seqlen_kv, window_right, BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """(key tiles that some row of a query tile sees, keys that all of its rows see, diagonal)."""
-    diagonal = 0
-    if BOTTOM_RIGHT:
-        diagonal = seqlen_kv - seqlen_q
-    last = seqlen_kv
-    seen_by_all = seqlen_kv
-    if HAS_RIGHT:
-        reach = start_m + diagonal + window_right + 1  # keys that the first row sees
-        seen_by_all = gl.minimum(seqlen_kv, reach)
-        last = gl.minimum(seqlen_kv, reach + ROWS - 1)
-    if start_m >= seqlen_q:  # rows of a dense batch past the end of their sequence
-        last = 0
-    return gl.cdiv(gl.maximum(last, 0), KEYS), seen_by_all, diagonal
 
 
 @gluon.jit
@@ -168,43 +152,21 @@ def _weights(s, reference, highest, row_sum, start, seen_by_all, visible, scale_
 
 
 @gluon.jit
-def _publish(p, reference, row_sum, tiles, barriers, exchanges, is_last, which: gl.constexpr):
+def _publish(p, reference, row_sum, tiles, barriers, exchanges, hands_over, which: gl.constexpr):
     """Hand an own tile's weights and reference to the other warpgroup, which has read the previous ones.
 
-    is_last: ``row_sum`` is that of all own tiles of the piece, and handed over as well.
+    hands_over: and ``row_sum``, which is complete. As ``hand_over_sums``, but one ``synchronize`` is for both arrivals.
     """
     _q_tiles, _k_tiles, p_tile, maxima, sums = tiles
     _q_full, _q_empty, _k_full, _k_empty, published, finished = barriers
     p_tile.store(p)
     maxima.index(which).store(reference)
-    if is_last:
-        _sums_of(sums, exchanges, which).store(row_sum)
+    if hands_over:
+        sums_of(sums, exchanges, which).store(row_sum)
     synchronize()
     mbarrier.arrive(published.index(which))
-    if is_last:
+    if hands_over:
         mbarrier.arrive(finished.index(0))
-
-
-@gluon.jit
-def _sums_of(sums, exchanges, which: gl.constexpr):
-    """Where warpgroup ``which`` writes its sums: two places in turn, as the other one may still read the previous."""
-    return sums.index(2 * (exchanges & 1) + which)
-
-
-@gluon.jit
-def hand_over_sums(row_sum, sums, finished, exchanges, which: gl.constexpr):
-    """Write a warpgroup's sums of a piece; ``exchanges``: how often that was done before."""
-    _sums_of(sums, exchanges, which).store(row_sum)
-    synchronize()
-    # one barrier for both: with two, one warpgroup could end two of the other's phases while that waits for one
-    mbarrier.arrive(finished.index(0))
-
-
-@gluon.jit
-def sum_of_both(row_sum, sums, finished, exchanges, which: gl.constexpr):
-    """The sums of both warpgroups' tiles, after both have handed them over."""
-    mbarrier.wait(finished.index(0), exchanges & 1)
-    return row_sum + _sums_of(sums, exchanges, 1 - which).load(row_sum.type.layout)
 
 
 @gluon.jit
@@ -235,14 +197,14 @@ def _own_tile(
     tiles,
     barriers,
     exchanges,
-    is_last,
+    hands_over,
     releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
     """Fold an own tile into acc [ROWS, HALF] and into the reference and sum of each row.
 
-    is_last: of the piece; releases: the queries, which no other own tile needs.
+    ``hands_over`` and ``releases``: see ``_two_tiles``.
     """
     q_tiles, k_tiles, _p_tile, maxima, _sums = tiles
     _q_full, q_empty, k_full, k_empty, _published, _finished = barriers
@@ -253,7 +215,7 @@ def _own_tile(
         s, reference, highest, row_sum, start, seen_by_all, visible, scale_log2, maxima, FORMAT
     )
     p = gl.convert_layout(p.to(k_tiles.dtype), _WEIGHTS)
-    _publish(p, reference, row_sum, tiles, barriers, exchanges, is_last, which)
+    _publish(p, reference, row_sum, tiles, barriers, exchanges, hands_over, which)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, which, which, FORMAT)
     return acc, reference, highest, row_sum
 
@@ -270,7 +232,7 @@ def _others_tile(
     tiles,
     barriers,
     exchanges,
-    is_last,
+    hands_over,
     releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -278,13 +240,13 @@ def _others_tile(
     """The same of a tile of the other warpgroup, with the weights that it publishes."""
     _q_tiles, k_tiles, p_tile, maxima, sums = tiles
     _q_full, q_empty, k_full, k_empty, published, finished = barriers
-    if releases:
+    if releases:  # the last tile is the other warpgroup's, so the own scores are computed
         mbarrier.arrive(q_empty.index(0))
     other: gl.constexpr = 1 - which
     p, reference, highest, row_sum, rescale = _take(
         reference, highest, row_sum, uses, p_tile, maxima, published, other, FORMAT
     )
-    if is_last:
+    if hands_over:
         hand_over_sums(row_sum, sums, finished, exchanges, which)
     mbarrier.wait(k_full.index(2 * other + which), uses & 1)
     acc = _accumulate(acc, p, rescale, start, length, k_tiles, k_empty, other, which, FORMAT)
@@ -307,14 +269,15 @@ def _two_tiles(
     tiles,
     barriers,
     exchanges,
-    is_last,
+    hands_over,
     releases,
     which: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
     """An even tile, from key ``start`` on, and the odd one after it; ``even`` and ``odd`` are their ``uses``.
 
-    is_last: the piece ends with them; releases: and these queries are not needed again.
+    hands_over: whether the sums are complete after these tiles, and handed over; releases: whether their scores are the
+    last ones with these queries.
     """
     q_tiles, k_tiles, p_tile, maxima, _sums = tiles
     _q_full, q_empty, k_full, k_empty, published, _finished = barriers
@@ -322,17 +285,17 @@ def _two_tiles(
         # fmt: off
         acc, reference, highest, row_sum = _own_tile(
             acc, reference, highest, row_sum, start, even, length, seen_by_all, visible, scale_log2, tiles, barriers,
-            exchanges, False, is_last & releases, 0, FORMAT,
+            exchanges, False, releases, 0, FORMAT,
         )
         acc, reference, highest, row_sum = _others_tile(
-            acc, reference, highest, row_sum, start + KEYS, odd, length, tiles, barriers, exchanges, is_last, False,
+            acc, reference, highest, row_sum, start + KEYS, odd, length, tiles, barriers, exchanges, hands_over, False,
             0, FORMAT,
         )
         # fmt: on
     else:
         # its own weights first: the other warpgroup waits for them
         s = _scores(q_tiles, k_tiles, k_full, odd, 1)
-        if is_last & releases:
+        if releases:
             mbarrier.arrive(q_empty.index(0))
         p0, reference, highest, row_sum, rescale0 = _take(
             reference, highest, row_sum, even, p_tile, maxima, published, 0, FORMAT
@@ -341,7 +304,7 @@ def _two_tiles(
             s, reference, highest, row_sum, start + KEYS, seen_by_all, visible, scale_log2, maxima, FORMAT
         )
         p1 = gl.convert_layout(p1.to(k_tiles.dtype), _WEIGHTS)
-        _publish(p1, reference, row_sum, tiles, barriers, exchanges, is_last, 1)
+        _publish(p1, reference, row_sum, tiles, barriers, exchanges, hands_over, 1)
         mbarrier.wait(k_full.index(1), even & 1)
         acc = _accumulate(acc, p0, rescale0, start, length, k_tiles, k_empty, 0, 1, FORMAT)
         acc = _accumulate(acc, p1, rescale1, start + KEYS, length, k_tiles, k_empty, 1, 1, FORMAT)
@@ -384,19 +347,20 @@ def fold_tiles(
     Args:
         scale_log2: not used in a format ``in_float16``, where each row has its own in ``maxima[SCALE]``.
         exchanges: how often sums were handed over before.
-        releases: the queries as well, so that TMA can copy the next ones and the tiles after them.
-        EARLY: the former before the last products, so that neither warpgroup waits until the other one has ended, and
-            the latter after the last scores.
+        releases: whether no other tiles need these queries: then they are released, so that TMA can copy the next ones.
+        EARLY: hand over the sums before the last products, so that neither warpgroup waits for the other one's, and
+            release the queries after the last scores. Otherwise both follow the last products.
     """
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
     _q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
     highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):
         start = (low + 2 * pair) * KEYS
+        is_last = (2 * pair + 2 == steps) if EARLY else False
         # fmt: off
         acc, reference, highest, row_sum = _two_tiles(
             acc, reference, highest, row_sum, start, even, odd, length, seen_by_all, visible, scale_log2, tiles,
-            barriers, exchanges, (2 * pair + 2 == steps) if EARLY else False, releases, which, FORMAT,
+            barriers, exchanges, is_last, is_last & releases, which, FORMAT,
         )
         # fmt: on
         even += 1

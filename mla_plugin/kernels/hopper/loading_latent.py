@@ -7,8 +7,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
-from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF, steps_of
+from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF
 from mla_plugin.kernels.hopper.loading import next_ticket, publish, sequence_of, work_of
+
+
+@gluon.jit
+def steps_of(start_m, seqlen_q, seqlen_kv, window_right, BOTTOM_RIGHT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """(key tiles that some row of a query tile sees, keys that all of its rows see, diagonal)."""
+    diagonal = 0
+    if BOTTOM_RIGHT:
+        diagonal = seqlen_kv - seqlen_q
+    last = seqlen_kv
+    seen_by_all = seqlen_kv
+    if HAS_RIGHT:
+        reach = start_m + diagonal + window_right + 1  # keys that the first row sees
+        seen_by_all = gl.minimum(seqlen_kv, reach)
+        last = gl.minimum(seqlen_kv, reach + ROWS - 1)
+    if start_m >= seqlen_q:  # rows of a dense batch past the end of their sequence
+        last = 0
+    return gl.cdiv(gl.maximum(last, 0), KEYS), seen_by_all, diagonal
 
 
 @gluon.jit

@@ -17,7 +17,8 @@ from mla_plugin.kernels.decode.hopper.storing import store_piece
 from mla_plugin.kernels.decode.invariant import chunks, combine
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, in_float16, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import KEYS, fold_tiles, in_float16, no_keys
+from mla_plugin.kernels.hopper.latent_sums import sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
@@ -158,7 +159,9 @@ def compute_chunks(
             first = first_key(chunk, CHUNK)
             steps = steps_between(first, chunk + 1, last, CHUNK)
             if steps > 0:
+                # of the chunks of this part that some row of the tile sees this is the last one
                 releases = (chunk + 1 == high) | (first_key(chunk + 1, CHUNK) >= last)
+                # with a causal mask not early: the loop over tiles would spill up to 19 registers
                 # fmt: off
                 acc, reference, row_sum, even, odd = fold_tiles(
                     acc, reference, row_sum, first // KEYS, steps, even, odd, length, seen_by_all, visible, scale_log2,
@@ -176,5 +179,6 @@ def compute_chunks(
                 tile, slot + chunk, True, count == 1, num_heads, seqlen_q, which, R, FORMAT, True,
             )
             # fmt: on
-        sequences += is_loaded.to(gl.int32)
+        if is_loaded:
+            sequences += 1
         slot += count

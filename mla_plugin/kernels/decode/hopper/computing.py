@@ -10,7 +10,8 @@ from mla_plugin.kernels.decode.hopper.common import lse_of_parts, piece_of, shar
 from mla_plugin.kernels.decode.hopper.queries import scale_queries
 from mla_plugin.kernels.decode.hopper.storing import list_nothing, list_sequence, store_piece
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents
-from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, in_float16, no_keys, sum_of_both
+from mla_plugin.kernels.hopper.latent import SCORES_ROWS, fold_tiles, in_float16, no_keys
+from mla_plugin.kernels.hopper.latent_sums import sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 
@@ -82,6 +83,7 @@ def compute(
             mbarrier.wait(q_full.index(0), pieces & 1)
             if in_float16(FORMAT):
                 scale_queries(tiles, q_converted, scale_log2, which, Out.dtype.element_ty)
+            # with a causal mask not early: over e4m3 the loop over tiles would spill up to 10 registers
             # fmt: off
             acc, reference, row_sum, even, odd = fold_tiles(
                 acc, reference, row_sum, low, steps, even, odd, length, seen_by_all, visible, scale_log2, tiles,

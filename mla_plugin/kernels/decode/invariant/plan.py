@@ -17,7 +17,8 @@ NUMBERS = tl.constexpr(5)
 COUNTED_KEYS = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _MOST_ROUNDED = tl.constexpr(2**28)
-"""Up to so many tiles, times the tiles of CHUNK keys, int32 can count if sequences are rounded up."""
+"""Batches of fewer tiles, times those of CHUNK keys, may be rounded up: by less than 4 * CHUNK keys a sequence, of which
+there are no more than tiles. So int32 holds the sum."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -90,42 +91,44 @@ def _round(seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK: tl.const
 
 
 @triton.jit
-def _if_shorter(longest, found, grain, share, rounded, reach, num_parts, tried: tl.constexpr):
-    """``longest`` and the results of ``_shares``: those of the grain ``tried`` if its longest part is shorter.
+def _shorter(longest, tiles, grain, share, rounded, overhang, num_parts, candidate: tl.constexpr):
+    """``longest`` and the results of ``_shares``: with the grain ``candidate`` if its longest part is shorter.
 
-    ``rounded``: the tiles with that grain; a part may have ``reach`` more than its share.
+    ``rounded``: all tiles with that grain; a part may end up to ``overhang`` tiles after its share.
     """
-    size = tl.cdiv(rounded // tried, num_parts) * tried
-    if size + reach < longest:
-        longest, found, grain, share = size + reach, rounded, grain * 0 + tried, size
-    return longest, found, grain, share
+    size = tl.cdiv(rounded // candidate, num_parts) * candidate
+    if size + overhang < longest:
+        longest, tiles, grain, share = size + overhang, rounded, grain * 0 + candidate, size
+    return longest, tiles, grain, share
 
 
 @triton.jit
 def _shares(total, most, by_one, by_two, by_four, num_parts, CHUNK: tl.constexpr):
-    """How a single round is divided, see ``_totals``: so that the longest part has as few tiles as possible.
+    """How a single round is divided: so that the longest part is as short as possible. Arguments: see ``_totals``.
 
-    Parts end where chunks do, so one of equal shares may be longer by all but a tile of the largest chunk. Shares that
-    are multiples of the largest chunk have no such part, if sequences count as multiples, too.
+    Parts end where chunks do, so a part may have up to a chunk less one tile beyond its share. If shares are multiples
+    of the largest chunk, and sequences count as such multiples, no part goes beyond its share.
 
     Returns:
         (tiles, grain, share): the tiles to divide; a sequence counts as a multiple of ``grain``; a part has ``share``
         tiles, the last ones fewer; 0: parts are equal but for rounding.
     """
     unit: tl.constexpr = CHUNK // COUNTED_KEYS
-    found, grain, share = total, total * 0 + 1, total * 0
-    if total < _MOST_ROUNDED // unit:  # each sequence has a tile at least
+    tiles, grain, share = total, total * 0 + 1, total * 0
+    if total < _MOST_ROUNDED // unit:
         largest = tl.where(most <= SINGLE * unit, unit, 2 * unit)
         largest = tl.where(most <= (SINGLE + 2 * DOUBLE) * unit, largest, 4 * unit)
-        # a tile more than they have: where both are equal, parts of whole chunks have fewer chunks
+        # the longest of equal shares, plus one: if equal, whole chunks win, as their parts have fewer chunks
         longest = tl.cdiv(total, num_parts) + largest
-        longest, found, grain, share = _if_shorter(
-            longest, found, grain, share, by_one, largest - unit, num_parts, unit
+        # fmt: off
+        longest, tiles, grain, share = _shorter(
+            longest, tiles, grain, share, by_one, largest - unit, num_parts, unit,
         )
-        if largest <= 2 * unit:
-            longest, found, grain, share = _if_shorter(longest, found, grain, share, by_two, 0, num_parts, 2 * unit)
-        longest, found, grain, share = _if_shorter(longest, found, grain, share, by_four, 0, num_parts, 4 * unit)
-    return found, grain, share
+        # fmt: on
+        if largest <= 2 * unit:  # a chunk of 4 units could go beyond a share
+            longest, tiles, grain, share = _shorter(longest, tiles, grain, share, by_two, 0, num_parts, 2 * unit)
+        longest, tiles, grain, share = _shorter(longest, tiles, grain, share, by_four, 0, num_parts, 4 * unit)
+    return tiles, grain, share
 
 
 @triton.jit
@@ -199,8 +202,8 @@ def chunk_range(
 ):
     """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
-    A part has the chunks that begin within its share of the round's tiles. Shares are equal but for rounding; if there
-    are few chunks, the last ones may be empty. The program with ``writes`` set also writes the list of sequences that
+    A part has the chunks that begin within its share of the round's tiles, see ``_shares``; the last parts may have
+    none. The program with ``writes`` set also writes the list of sequences that
     ``combine_chunks_kernel`` describes.
 
     Returns:

@@ -13,7 +13,8 @@ from mla_plugin.kernels.decode.wide.queries import convert_queries
 from mla_plugin.kernels.decode.wide.tiles import fold_tiles, no_keys
 from mla_plugin.kernels.decode.wide.values import RESULT, in_columns
 from mla_plugin.kernels.hopper.common import ROWS, gdc_launch_dependents, gdc_wait
-from mla_plugin.kernels.hopper.latent import HALF, hand_over_sums, sum_of_both
+from mla_plugin.kernels.hopper.latent import HALF
+from mla_plugin.kernels.hopper.latent_sums import hand_over_sums, sum_of_both
 from mla_plugin.kernels.tile_math import LOG2_E
 
 
