@@ -17,8 +17,8 @@ NUMBERS = tl.constexpr(5)
 COUNTED_KEYS = tl.constexpr(64)
 """Keys in which shares are counted; a chunk has a multiple of them."""
 _MOST_ROUNDED = tl.constexpr(2**28)
-"""Batches of fewer tiles, times those of CHUNK keys, may be rounded up: by less than 4 * CHUNK keys a sequence, of which
-there are no more than tiles. So int32 holds the sum."""
+"""Batches of fewer tiles, times those of CHUNK keys, may be rounded up: by less than 4 * CHUNK keys a sequence, and no
+more sequences than tiles, so int32 holds the sum."""
 _NONE = tl.constexpr(2**31 - 1)
 
 
