@@ -204,6 +204,19 @@ def test_tensor_descriptors(page_size: int, shape: tuple[int, ...], is_causal: b
         assert (only_launches().described is not None) == (page_size != 16)
 
 
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_gathered_tiles_of_a_large_batch(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capacity decides, which is that of the page table."""
+    monkeypatch.setattr(decode_layout, "_known", {})
+    inputs = paged((64, 1, 2, 512, 64, 70), page_size, torch.float16, [1 + 23 * b % 70 for b in range(64)])
+    wide = torch.nn.functional.pad(inputs.page_table, (0, 3000), value=2**30)
+    check(replace(inputs, page_table=wide))
+    if decode_launch.device_of(inputs.c_kv.device) == decode_launch.Device("Hopper", 8, False, False, "fields"):
+        attend = only_launches().rounds[0].attend
+        constants = dict(zip(attend.kernel.arg_names[len(attend.given) :], attend.arguments, strict=True))
+        assert (constants["BLOCK_N"], constants["STAGES"]) == (64, 3)
+
+
 @pytest.mark.usefixtures("descriptors")
 def test_layers_with_caches_of_one_layout() -> None:
     """Descriptors are kept by the addresses of both caches."""

@@ -241,6 +241,7 @@ def _others_tile(
     _q_tiles, k_tiles, p_tile, maxima, sums = tiles
     _q_full, q_empty, k_full, k_empty, published, finished = barriers
     if releases:  # the last tile is the other warpgroup's, so the own scores are computed
+        synchronize()  # without own scores the warps have not met since they waited for the queries
         mbarrier.arrive(q_empty.index(0))
     other: gl.constexpr = 1 - which
     p, reference, highest, row_sum, rescale = _take(

@@ -105,7 +105,7 @@ def load(
             start_n = start_kv + 2 * pair * KEYS
             _load_tile(k_source, k_tiles, k_full, k_empty, (row, head // group, start_n), even, 0)
             even += 1
-            if pair == 0:  # after the keys: their slots are released before the previous query tile's queries are
+            if pair == 0:  # after the first keys, whose slots are released later: so both come at once
                 mbarrier.wait(q_empty.index(0), (tile & 1) ^ 1)
                 mbarrier.expect(q_full.index(0), ROWS * PANELS * PANEL * 2)
                 for panel in gl.static_range(PANELS):
