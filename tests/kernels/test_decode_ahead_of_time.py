@@ -14,7 +14,7 @@ JOBS = {job.name: job for job in jobs()}
 # spilled stores in the whole program; those of 64 rows keep the state of a run while the loop over a piece works
 SPILLS = 24
 SPILLS_OF_64_ROWS = {90: 100, 80: 40, 100: 200}
-SPILLS_OF_QUANTISED = {16: 24, 32: 160, 64: 120}
+SPILLS_OF_QUANTISED = {16: 26, 32: 160, 64: 120}
 """By rows: 32 rows hold a converted tile besides their state, in the loop too."""
 
 

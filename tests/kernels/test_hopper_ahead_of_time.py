@@ -172,10 +172,12 @@ def test_forward_over_latents(job: Job, compiled: dict[str, Any]) -> None:
 def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
     found = compiled[job.name]
     # over fp8 the reference and the highest one of each row take registers
-    over_fp8 = (30, 8 if not job.is_planned else 0) if job.invariant else (24, 0)
+    over_fp8 = (60, 1 if job.is_planned else 8) if job.invariant else (24, 0)
     # a part worked out by the program itself leaves numbers in registers, which a gathering kernel has fewer of
     gathering = (28, 2 if job.is_planned else 6)
-    spills, local = over_fp8 if job.kv_cache_format == "fp8" else gathering if job.gathers else (10, 0)
+    # the plan of chunks and what is known of a chunk are spilled outside of the loops over tiles
+    plain = (16 if job.invariant else 10, 0)
+    spills, local = over_fp8 if job.kv_cache_format == "fp8" else gathering if job.gathers else plain
     assert_two_loops_over_two_tiles(found, spills, local)
     halves = list(range(0, 256, 64)), list(range(256, 512, 64))
     every = halves[0] + halves[1]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from mla_plugin.kernels.tiles import ceil_div
-
 
 class DecodeTile(NamedTuple):
     """Launch configuration: BLOCK_M rows by BLOCK_N keys.
@@ -167,8 +165,7 @@ def for_batch(tile: DecodeTile, page_size: int, batch: int, capacity: int, slots
     Lengths are on the device, so a batch is large if it has many sequences, and each of ``slots`` parts many tiles of
     their ``capacity``. Not for ``batch_invariant``, whose tile must not depend on the batch.
     """
-    tiles_of_all: int = batch * ceil_div(capacity, tile.block_n)
-    is_large = batch >= _LARGE_BATCH and tiles_of_all >= slots * _TILES_OF_LARGE
+    is_large = batch >= _LARGE_BATCH and batch * capacity >= slots * _TILES_OF_LARGE * tile.block_n
     if tile.large_gathered is None or not is_large or not _gathers(tile, page_size):
         return tile
     block_n, stages = tile.large_gathered
