@@ -348,12 +348,13 @@ def fold_tiles(
     Args:
         scale_log2: not used in a format ``in_float16``, where each row has its own in ``maxima[SCALE]``.
         exchanges: how often sums were handed over before.
-        releases: whether no other tiles need these queries: then they are released, so that TMA can copy the next ones.
+        releases: whether no other tiles need these queries. Not used unless EARLY.
         EARLY: hand over the sums before the last products, so that neither warpgroup waits for the other one's, and
-            release the queries after the last scores. Otherwise both follow the last products.
+            release the queries after the last scores, so that TMA can copy the next ones. Otherwise the sums follow the
+            last products, and the caller releases the queries.
     """
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
-    _q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
+    _q_full, _q_empty, _k_full, _k_empty, _published, finished = barriers
     highest = reference  # not used, and never changed, unless ``in_float16``
     for pair in range(steps // 2):
         start = (low + 2 * pair) * KEYS
@@ -382,7 +383,5 @@ def fold_tiles(
         # fmt: on
         even += 1
     if not EARLY:
-        if releases:
-            mbarrier.arrive(q_empty.index(0))
         hand_over_sums(row_sum, sums, finished, exchanges, which)
     return acc, reference, row_sum, even, odd

@@ -125,7 +125,7 @@ def compute_chunks(
     # otherwise a chunk could begin in stage 1, where the loading warp does not expect it
     gl.static_assert(CHUNK % (2 * KEYS) == 0)
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
-    q_full, _q_empty, _k_full, _k_empty, _published, finished = barriers
+    q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
     num_rows = seqlen_q * num_heads
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
@@ -180,5 +180,7 @@ def compute_chunks(
             )
             # fmt: on
         if is_loaded:
+            if CAUSAL:
+                mbarrier.arrive(q_empty.index(0))
             sequences += 1
         slot += count

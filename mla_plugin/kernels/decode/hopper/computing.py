@@ -53,7 +53,7 @@ def compute(
 ):
     """Computing warpgroup ``which`` over every piece of this program's part; writes half of the columns."""
     _q_tiles, _k_tiles, _p_tile, _maxima, sums = tiles
-    q_full, _q_empty, _k_full, _k_empty, _published, finished = barriers
+    q_full, q_empty, _k_full, _k_empty, _published, finished = barriers
     num_rows = seqlen_q * num_heads
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
@@ -90,6 +90,8 @@ def compute(
                 barriers, pieces, True, which, FORMAT, not CAUSAL,
             )
             # fmt: on
+            if CAUSAL:
+                mbarrier.arrive(q_empty.index(0))
             total = sum_of_both(row_sum, sums, finished, pieces, which)
             pieces += 1
         if DEPENDENT:
