@@ -123,15 +123,22 @@ def test_lengths_that_end_with_a_part(overhead: int) -> None:
     check_runs([8 * BLOCK_N, 0, 8 * BLOCK_N, 8 * BLOCK_N + 1, 7 * BLOCK_N, 1], 4, overhead)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
-    """By each program of the Hopper kernel, without a plan."""
-    draw = random.Random(seed)
-    batch, parts, overhead = draw.randint(1, FEW_SEQUENCES), draw.choice([1, 2, 13, 66]), draw.choice([0, 1, 4])
-    lengths = [draw.choice([0, 1, BLOCK_N, BLOCK_N + 1, draw.randrange(5000), 100_000]) for _ in range(batch)]
-    lengths = [lengths[0]] * batch if draw.random() < 0.5 else lengths
-    seqlens_kv = torch.tensor(lengths, dtype=torch.int32)
+def check_few(lengths: list[int], parts: int, overhead: int) -> None:
+    batch, seqlens_kv = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     divide = Program((1,), (0,), 0).translated(part_range_of_few)
     for part, expected in enumerate(plan(lengths, parts, overhead)):
         given = (as_value(part), as_value(parts), Pointer.of(seqlens_kv), as_value(batch), as_value(2**30))
         assert [int(x) for x in divide(*given, as_value(overhead), BLOCK_N)] == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_sequences_are_divided_as_by_the_plan(seed: int) -> None:
+    """By each program of the Hopper kernel, without a plan."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([0, 1, BLOCK_N, BLOCK_N + 1, draw.randrange(5000), 100_000]) for _ in range(FEW_SEQUENCES)]
+    check_few(lengths[: draw.randint(1, FEW_SEQUENCES)], draw.choice([1, 2, 13, 66]), draw.choice([0, 1, 4]))
+
+
+def test_few_equal_sequences_are_divided_evenly() -> None:
+    """41 parts of 98 tiles; parts of 100 would give each sequence ten."""
+    check_few([996 * BLOCK_N] * FEW_SEQUENCES, 41, 4)
