@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mla_plugin.kernels import tile_math
-from mla_plugin.kernels.hopper import common, latent
+from mla_plugin.kernels.hopper import common, loading_latent
 
 ROWS = 64
 LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 200, 300)
@@ -52,7 +52,7 @@ def python(function: Any, **names: Any) -> Any:
 
 
 query_tiles = python(common.query_tiles, rows_with_keys=python(tile_math.rows_with_keys))
-steps_of = python(latent.steps_of, KEYS=64)
+steps_of = python(loading_latent.steps_of, KEYS=64)
 kv_tiles = python(common.kv_tiles, _tile_bounds=python(tile_math.tile_bounds))
 
 

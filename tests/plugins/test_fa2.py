@@ -200,7 +200,9 @@ def test_a_window_that_is_accepted_is_the_callers(
             refused.add(window)
             continue
         found = fa2.forward(Plan(call, A100, "fa2", "fa2"), tensors).lse
-        torch.testing.assert_close(found.double(), reference.attention(call, tensors).lse, msg=str(window))
+        expected = reference.attention(call, tensors).lse
+        # of sums in float32: a log-sum-exp near 0 is exact to an absolute error alone
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5, msg=str(window))
     assert bool(refused) == (longest_q > longest_kv + 1)
     assert (-1, -1) not in refused
 
