@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
 LOAD_FORMAT = "random_by_name"
 ALPHABET = 64
@@ -67,6 +69,26 @@ class FilledCache(DecodeBenchConnector):  # type: ignore[misc]
         """All tokens but the last, or none."""
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found if self.is_on else (0, False)
+
+
+def complete_drafts() -> None:
+    """Every request gets as many drafts as the engine was asked for, whatever its prompt has after an n-gram.
+
+    Where one request has fewer, vLLM 0.25 computes the step as a prefill, without a graph. In a batch of random prompts
+    that is nearly every step; drafts of a model (EAGLE, MTP) are never fewer.
+    """
+    propose = NgramProposer.propose
+    signature = inspect.signature(propose)
+
+    def completed(proposer: NgramProposer, *given: Any, **named: Any) -> list[list[int]]:
+        sampled = signature.bind(proposer, *given, **named).arguments["sampled_token_ids"]
+        found = propose(proposer, *given, **named)
+        spare = list(range(2, 2 + proposer.k))
+        return [
+            [*drafts, *spare[len(drafts) :]] if len(new) else [] for drafts, new in zip(found, sampled, strict=True)
+        ]
+
+    NgramProposer.propose = completed
 
 
 class Replays:

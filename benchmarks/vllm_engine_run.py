@@ -150,6 +150,7 @@ def measure(options: argparse.Namespace, folder: str) -> None:
     """Everything that was asked for; written after each part, as a later one may fail."""
     start = time.perf_counter()
     replays = parts.Replays() if torch.cuda.is_available() else None
+    parts.complete_drafts()
     engine = build(options, folder)
     record: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if replays else "cpu",
