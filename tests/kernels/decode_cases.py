@@ -46,6 +46,17 @@ class Inputs:
         return [0] * self.tokens.shape[0] if self.leftpad_kv is None else self.leftpad_kv.tolist()
 
 
+def as_engines_have_it(inputs: Inputs) -> Inputs:
+    """The same call with each head's latent queries together, and q_rope as columns of the unabsorbed queries.
+
+    So a product with W_UK for each head and a view of the projection leave them in vLLM and SGLang.
+    """
+    by_head = inputs.q_nope_abs.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    projected = inputs.q_rope.new_full((*inputs.q_rope.shape[:-1], 192), torch.nan)
+    projected[..., 128:] = inputs.q_rope
+    return replace(inputs, q_nope_abs=by_head, q_rope=projected[..., 128:])
+
+
 Shape = tuple[int, int, int, int, int, int]  # B, S_q, H, R, Dr, S_kv
 
 

@@ -61,7 +61,8 @@ LATENT_JOBS = tuple(
 class DecodeJob:
     """One kind of call of the decode kernel; page_size 0: contiguous.
 
-    ``invariant``: for ``batch_invariant``. ``is_planned``: a kernel before it writes its plan.
+    ``invariant``: for ``batch_invariant``. ``is_planned``: a kernel before it writes its plan. ``query_block``: of
+    ``QueryRows``.
     """
 
     dtype: str = "bf16"
@@ -70,6 +71,7 @@ class DecodeJob:
     kv_cache_format: str = "plain"
     invariant: bool = False
     is_planned: bool = True
+    query_block: tuple[int, ...] = (64,)
 
     @property
     def name(self) -> str:
@@ -79,7 +81,8 @@ class DecodeJob:
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
         if self.kv_cache_format != "plain":
             cache = f"{self.kv_cache_format} {cache}"
-        return f"{kind} {self.dtype} {'causal' if self.is_causal else 'full'} {cache}"
+        copies = "" if len(self.query_block) == 1 else f", {' x '.join(map(str, self.query_block))} rows a copy"
+        return f"{kind} {self.dtype} {'causal' if self.is_causal else 'full'} {cache}{copies}"
 
     @property
     def gathers(self) -> bool:
@@ -100,6 +103,8 @@ DECODE_JOBS = (
     DecodeJob("bf16", 16, kv_cache_format="fp8_ds_mla", is_planned=False),
     DecodeJob(invariant=True, is_planned=False),
     DecodeJob("bf16", 0, True, kv_cache_format="fp8", invariant=True, is_planned=False),
+    *(DecodeJob(is_causal=True, query_block=block) for block in ((4, 16), (1, 8))),
+    DecodeJob("fp16", 16, True, kv_cache_format="fp8", query_block=(1, 32)),
 )
 
 
@@ -247,8 +252,11 @@ def decode_program(job: DecodeJob) -> Program:
     from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
     from mla_plugin.kernels.decode.hopper.launch import registers_of
 
-    described = f"tensordesc<{job.dtype}[1, 64, 64],{gl.NVMMASharedLayout(128, 16, 3)!r}>"
-    types = dict.fromkeys(("desc_q", "desc_r", "desc_c", "desc_k"), described)
+    types = {}
+    for names, rows in ((("desc_q", "desc_r"), job.query_block), (("desc_c", "desc_k"), (64,))):
+        block = [1, *rows, 64]
+        described = f"tensordesc<{job.dtype}{block},{gl.NVMMASharedLayout(128, 16, len(block))!r}>"
+        types |= dict.fromkeys(names, described)
     types |= {"Parts": f"*{job.dtype}", "Out": f"*{job.dtype}", "Lse": "*fp32"}
     types |= {"page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}

@@ -11,7 +11,7 @@ from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
+from tests.kernels.decode_cases import Inputs, as_engines_have_it, assert_as_good_as_pytorch, contiguous, paged
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +51,15 @@ def test_models(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_paged_models(name: str, page_size: int) -> None:
     shape = MODELS[name]
     check(paged(shape, page_size, torch.bfloat16, [shape[-1], 65, 0][: shape[0]]), is_causal=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(16, 4), (16, 7), (24, 3), (48, 2), (96, 2), (128, 2), (2, 40)])
+def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: int, page_size: int) -> None:
+    """Their rows have no common stride; those of 12 heads stay with the plain kernel."""
+    for n, dtype in ((heads, torch.bfloat16), (heads, torch.float16), (12, torch.bfloat16)):
+        inputs = paged((5, seqlen_q, n, 512, 64, 1500), page_size, dtype, [1500, 0, seqlen_q + 1, 65, 1300])
+        check(as_engines_have_it(inputs), is_causal=True)
 
 
 @pytest.mark.parametrize("batch", [1, 64])

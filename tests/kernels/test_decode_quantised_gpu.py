@@ -12,7 +12,13 @@ from mla_plugin import cache
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.decode.wide import rule as wide_rule
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, assert_out_as_good_as_pytorch, paged
+from tests.kernels.decode_cases import (
+    Inputs,
+    as_engines_have_it,
+    assert_as_good_as_pytorch,
+    assert_out_as_good_as_pytorch,
+    paged,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -141,6 +147,7 @@ def test_products_over_e4m3(heads: int, seqlen_q: int, page_size: int | None) ->
     out = out_of(call, inputs, True)
     assert_out_as_good_as_pytorch(out, inputs, True)
     assert torch.equal(out, out_of(call, inputs, True))
+    assert torch.equal(out, out_of(call, as_engines_have_it(inputs), True))
 
 
 @pytest.mark.usefixtures("in_any_batch")

@@ -18,7 +18,14 @@ from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.hopper import storing
 from mla_plugin.kernels.hopper.common import product_layout
 from mla_plugin.plugins.triton import decode
-from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
+from tests.kernels.decode_cases import (
+    Inputs,
+    as_engines_have_it,
+    assert_as_good_as_pytorch,
+    contiguous,
+    paged,
+    with_leftpad,
+)
 from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import Pointer, Value, as_value
@@ -99,9 +106,27 @@ def test_queries_that_are_views() -> None:
     inputs = paged((2, 1, 64, *DEEPSEEK, 300), 64, torch.bfloat16, [300, 17])
     queries = torch.cat([inputs.q_nope_abs, inputs.q_rope], -1)
     check(dataclasses.replace(inputs, q_nope_abs=queries[..., :512], q_rope=queries[..., 512:]))
-    several = paged((2, 2, 64, *DEEPSEEK, 300), 64, torch.bfloat16, [300, 17])
-    swapped = several.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not is_taken(dataclasses.replace(several, q_nope_abs=swapped))
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q"),
+    [(16, 4), (16, 5), (128, 2), (24, 3), (48, 2), (96, 2), (8, 9), (40, 3), (4, 7), (1, 70), (2, 40), (200, 2)],
+)
+def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: int) -> None:
+    """Each head's together: a row tile is some heads of a query, or all heads of some queries, or several such."""
+    dtype = (torch.bfloat16, torch.float16)[seqlen_q % 2]
+    inputs = paged((3, seqlen_q, heads, *DEEPSEEK, 200), 64, dtype, [200, 0, seqlen_q + 1])
+    check(as_engines_have_it(inputs), is_causal=True)
+    of_each_sequence = inputs.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2)
+    check(dataclasses.replace(inputs, q_nope_abs=of_each_sequence))
+
+
+@pytest.mark.parametrize("heads", [12, 20, 33])
+def test_heads_of_which_a_copy_would_have_few_rows_are_left_to_others(heads: int) -> None:
+    """A panel's swizzle repeats after 8 rows."""
+    inputs = paged((2, 3, heads, *DEEPSEEK, 200), 64, torch.bfloat16, [200, 17])
+    assert is_taken(inputs)
+    assert not is_taken(as_engines_have_it(inputs))
 
 
 def test_rows_beyond_2_to_the_31_elements() -> None:

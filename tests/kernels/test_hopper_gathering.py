@@ -15,7 +15,8 @@ from mla_plugin.kernels.decode.hopper import gathering
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.plugins.triton import decode
-from tests.kernels.gathered_cases import call_of, check, is_taken
+from tests.kernels.decode_cases import as_engines_have_it
+from tests.kernels.gathered_cases import call_of, check, is_taken, with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import as_value
@@ -56,6 +57,14 @@ def test_c_kv_and_k_rope_of_unlike_strides(kv_format: str, dtype: torch.dtype, p
     inputs, tensors = call_of((2, 1, 20, 300), page_size, kv_format, dtype, [193, 300])
     gap = torch.cat([tensors.k_rope, tensors.k_rope], -1)[..., :64]
     check(inputs, tensors._replace(c_kv=tensors.c_kv.contiguous(), k_rope=gap))
+
+
+@pytest.mark.parametrize(("kv_format", "dtype"), KINDS)
+def test_queries_of_several_tokens_as_engines_have_them(kv_format: str, dtype: torch.dtype) -> None:
+    for heads, seqlen_q in ((16, 4), (24, 3), (96, 2)):
+        inputs, tensors = call_of((2, seqlen_q, heads, 200), 16, kv_format, dtype, [193, 70], is_causal=True)
+        queries = as_engines_have_it(inputs)
+        check(*with_queries(inputs, tensors, queries.q_nope_abs, queries.q_rope))
 
 
 @pytest.mark.parametrize(("kv_format", "dtype"), [(FP8, FLOAT16), (FP8_DS_MLA, BFLOAT16), (PLAIN, FLOAT16)])

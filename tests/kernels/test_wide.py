@@ -16,7 +16,7 @@ from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode.wide import launch as wide
 from tests.kernels import gathered_cases
-from tests.kernels.decode_cases import Inputs, assert_out_as_good_as_pytorch, attend
+from tests.kernels.decode_cases import Inputs, as_engines_have_it, assert_out_as_good_as_pytorch, attend
 from tests.kernels.gathered_cases import with_queries
 from tests.kernels.gluon.hopper import hopper as hopper
 
@@ -98,10 +98,17 @@ def test_queries_within_wider_rows() -> None:
     check(*with_queries(inputs, tensors, *whole.split([512, ROPE], -1)))
 
 
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(16, 4), (16, 3), (128, 2), (24, 2), (8, 9), (2, 40), (96, 1)])
+def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: int) -> None:
+    inputs, tensors = call_of((2, seqlen_q, heads, 200), 64, FP8, BFLOAT16, [193, 70], is_causal=True)
+    queries = as_engines_have_it(inputs)
+    check(*with_queries(inputs, tensors, queries.q_nope_abs, queries.q_rope))
+
+
 def test_queries_that_descriptors_cannot_read_are_left_to_others() -> None:
-    """Heads before queries; an address that is a multiple of the element alone."""
+    """Each head's together, of a prime number of heads; an address that is a multiple of the element alone."""
     inputs, tensors = call_of((2, 3, 17, 200), 64, FP8, BFLOAT16, [193, 70], is_causal=True)
-    q_nope_abs = inputs.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2)
+    q_nope_abs = as_engines_have_it(inputs).q_nope_abs
     whole = torch.full((2, 3, 17, 2 * ROPE + 1), torch.nan, dtype=BFLOAT16)
     q_rope = whole[..., 1 : ROPE + 1].copy_(inputs.q_rope)
     for queries in ((q_nope_abs, inputs.q_rope), (inputs.q_nope_abs, q_rope)):

@@ -13,20 +13,28 @@ from tests.kernels.hopper_compiler import loose_arrivals
 
 @dataclass(frozen=True)
 class Job:
-    """One kind of call; page_size 0: contiguous; ``is_planned``: a kernel before it writes its plan."""
+    """One kind of call; page_size 0: contiguous; ``is_planned``: a kernel before it writes its plan.
+
+    ``query_block``: of ``QueryRows``.
+    """
 
     page_size: int
     is_causal: bool
     is_planned: bool = True
+    query_block: tuple[int, ...] = (64,)
 
     @property
     def name(self) -> str:
         """Unique among all jobs."""
         cache = f"pages of {self.page_size}" if self.page_size else "contiguous"
-        return f"{'causal' if self.is_causal else 'full'} {cache}{'' if self.is_planned else ' of few'}"
+        copies = "" if len(self.query_block) == 1 else f", {' x '.join(map(str, self.query_block))} rows a copy"
+        return f"{'causal' if self.is_causal else 'full'} {cache}{'' if self.is_planned else ' of few'}{copies}"
 
 
-JOBS = (Job(64, False), Job(0, True), Job(192, True), Job(64, True, is_planned=False))
+JOBS = (
+    *(Job(64, False), Job(0, True), Job(192, True), Job(64, True, is_planned=False)),
+    *(Job(64, True, query_block=block) for block in ((4, 16), (1, 8))),
+)
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,9 @@ def program(job: Job) -> Program:
         *(("desc_q", "bf16", 16, 64), ("desc_r", "bf16", 16, 32)),
         *(("desc_c", "u8", 8, 128), ("desc_k", "u8", 8, 64)),
     ):
-        layout = gl.NVMMASharedLayout(columns * bits // 8, bits, 3)
-        types[name] = f"tensordesc<{element}[1, 64, {columns}],{layout!r}>"
+        block = [1, *(job.query_block if element == "bf16" else (64,)), columns]
+        layout = gl.NVMMASharedLayout(columns * bits // 8, bits, len(block))
+        types[name] = f"tensordesc<{element}{block},{layout!r}>"
     constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
     constants |= {"DEPENDENT": True, "PLANNED": job.is_planned}
     if not job.page_size:

@@ -16,15 +16,19 @@ MAX_CACHES = 256
 """Of one layout: the layers of a model, each with its own."""
 
 
-def strides_of(cache: torch.Tensor) -> tuple[int, int]:
-    """(block, row) strides; the stride of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
-    row = cache.stride(1) if cache.shape[1] > 1 else cache.shape[2]
-    return (cache.stride(0) if cache.shape[0] > 1 else cache.shape[1] * row), row
+def strides_of(x: torch.Tensor) -> tuple[int, ...]:
+    """All strides but the last; that of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
+    found: list[int] = []
+    inner = x.shape[-1]
+    for size, stride in reversed(list(zip(x.shape[:-1], x.stride(), strict=False))):
+        found.insert(0, stride if size > 1 else inner)
+        inner = size * found[0]
+    return tuple(found)
 
 
-def can_read(cache: torch.Tensor) -> bool:
+def can_read(x: torch.Tensor) -> bool:
     """Whether the strides are multiples of 16 bytes, as the hardware requires."""
-    return all(stride > 0 and stride * cache.element_size() % 16 == 0 for stride in strides_of(cache))
+    return all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides_of(x))
 
 
 def can_use_descriptors(tensors: DecodeTensors, device: Device, tile: DecodeTile, page_size: int) -> bool:

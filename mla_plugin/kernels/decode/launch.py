@@ -282,6 +282,7 @@ def launches_of(
 ) -> Launches:
     """The launches of a call; ``code`` is what decides about the kernels' code, besides inputs' dtype and device."""
     q_nope_abs = tensors.q_nope_abs
+    read = (getattr(described, "gathers", False), getattr(described, "query_block", None))
     return Launches(
         out_shape=tuple(q_nope_abs.shape),
         lse_shape=tensors.lse_shape,
@@ -289,7 +290,7 @@ def launches_of(
         rounds=rounds,
         described=described,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *code),
+        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *read, *code),
     )
 
 
@@ -353,7 +354,6 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
         tensors.return_lse,
         is_planned,
         transposed_rows,
-        getattr(described, "gathers", False),
         combine and combine.arguments[-5:-2],
         *constants.values(),
     )

@@ -211,15 +211,15 @@ class Descriptor:
         assert all(stride * dtype.itemsize % 16 == 0 for stride in described.strides[:-1])
         self.dtype = DTYPE_OF[dtype]
         self.layout = described.layout
-        self.block = list(described.block_shape)
+        self.block_shape = list(described.block_shape)
         memory = torch.frombuffer((ctypes.c_char * (span * dtype.itemsize)).from_address(address), dtype=torch.uint8)
         self._tensor = memory.view(dtype).as_strided(described.shape, described.strides)
 
     def tile(self, start: list[Any]) -> torch.Tensor:
         """The block from ``start`` on; 0 outside of the tensor."""
-        found = torch.zeros(self.block, dtype=self._tensor.dtype)
+        found = torch.zeros(self.block_shape, dtype=self._tensor.dtype)
         begins = [int(x) for x in start]
-        ends = [min(a + n, size) for a, n, size in zip(begins, self.block, self._tensor.shape, strict=True)]
+        ends = [min(a + n, size) for a, n, size in zip(begins, self.block_shape, self._tensor.shape, strict=True)]
         assert all(a >= 0 for a in begins)
         if all(a < b for a, b in zip(begins, ends, strict=True)):
             inside = tuple(slice(a, b) for a, b in zip(begins, ends, strict=True))

@@ -58,7 +58,7 @@ class Barrier:
     def copy(self, descriptor: Descriptor, start: list[Any], target: Shared) -> None:
         """Start a copy by TMA, whose bytes count here."""
         given = target.read().shape
-        assert list(given) == descriptor.block, f"{given} for a block of {descriptor.block}"
+        assert list(given) == descriptor.block_shape, f"{given} for a block of {descriptor.block_shape}"
         if not target.is_fenced():
             raise RuntimeError("a copy to shared memory that threads wrote without fence_async_shared")
         target.poison()

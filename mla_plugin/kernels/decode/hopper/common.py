@@ -1,9 +1,10 @@
-"""Shared by the warps of the decode kernels in Gluon: the plan's functions, and the keys of a piece."""
+"""Shared by the warps of the decode kernels in Gluon: the plan's functions, copies of queries, the keys of a piece."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from mla_plugin.kernels import tile_math
 from mla_plugin.kernels.decode import combine, plan
@@ -67,3 +68,27 @@ def piece_of(seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, se
     last = gl.minimum(last, high * KEYS)
     steps = gl.maximum(last - low * KEYS + KEYS - 1, 0) // KEYS
     return length, tiles, low, high, steps
+
+
+@gluon.constexpr_function
+def _panel_in_blocks(block):
+    """A panel of ROWS rows as blocks [1, queries, heads, columns], one after another."""
+    return [ROWS.value // (block[1] * block[2]), *block]
+
+
+@gluon.jit
+def copy_rows(source, b, first, column, num_heads, is_full, target):
+    """Issue the copies of a panel [1, ROWS, columns]: the rows of sequence ``b`` from ``first`` on, a multiple of ROWS.
+
+    The panel's columns begin at ``column``; rows past the end are 0. ``source``: see ``QueryRows``.
+    """
+    if len(source.block_shape) == 3:
+        tma.async_copy_global_to_shared(source, [b, first, column], is_full, target)
+    else:
+        shape: gl.constexpr = _panel_in_blocks(source.block_shape)
+        copies: gl.constexpr = shape[0]
+        parts = target._reinterpret(target.dtype, shape, source.layout)
+        for i in gl.static_range(copies):
+            row = first + i * (ROWS // copies)
+            at = [b, row // num_heads, row % num_heads, column]
+            tma.async_copy_global_to_shared(source, at, is_full, parts.index(i))

@@ -274,7 +274,7 @@ def gather(
         )
         # fmt: on
         if steps > 0:
-            load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
+            load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, num_heads, pieces)
             pieces += 1
             pages = page_table
             if PAGE_SIZE > 0:

@@ -13,7 +13,7 @@ from mla_plugin.kernels.decode.hopper.chunks import compute_chunks
 from mla_plugin.kernels.decode.hopper.computing import compute
 from mla_plugin.kernels.decode.hopper.gathering import gather
 from mla_plugin.kernels.decode.hopper.loading import load
-from mla_plugin.kernels.hopper.common import PANEL, ROWS, gdc_wait, matrix_layout
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout, gdc_wait, matrix_layout
 from mla_plugin.kernels.hopper.latent import KEYS, PANELS, in_float16
 
 _REGISTERS = gl.constexpr(504)
@@ -162,11 +162,12 @@ def hopper_decode_kernel(
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
     Descriptors of tiles [1, 64, 64]: desc_q over q_nope_abs as [B, rows, R], desc_r over q_rope as [B, rows, 64],
-    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]. With
-    C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows are gathered; the strides of both
-    are in units of 16 bytes. REGISTERS is what a thread of the warps that load has. The other arguments, and what is
-    written to Parts: see ``decode_kernel``. With CHUNK: as ``chunks_kernel``; otherwise leftpad_kv is None. PLANNED:
-    ``plan_kernel`` has run before, with CHUNK ``plan_chunks_kernel``.
+    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]; those
+    of the queries may have other blocks, see ``QueryRows``. With C_kv, K_rope and, by the FORMAT, KV_scale in place of
+    desc_c and desc_k their rows are gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread
+    of the warps that load has. The other arguments, and what is written to Parts: see ``decode_kernel``. With CHUNK: as
+    ``chunks_kernel``; otherwise leftpad_kv is None. PLANNED: ``plan_kernel`` has run before, with CHUNK
+    ``plan_chunks_kernel``.
 
     Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA. Where
     products are ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16 (``scale_queries``).
@@ -174,8 +175,9 @@ def hopper_decode_kernel(
     With CHUNK q_full and q_empty are of a sequence's chunks in this part together, and finished is of a chunk.
     """
     dtype: gl.constexpr = gl.float16 if in_float16(FORMAT) else desc_q.dtype
-    q_tiles = gl.allocate_shared_memory(desc_q.dtype, [PANELS, 1, ROWS, PANEL], desc_q.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], desc_q.layout)
+    layout: gl.constexpr = block_layout(dtype)
+    q_tiles = gl.allocate_shared_memory(desc_q.dtype, [PANELS, 1, ROWS, PANEL], layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, KEYS, PANEL], layout)
     p_tile = gl.allocate_shared_memory(dtype, [ROWS, KEYS], matrix_layout(dtype))
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     maxima = gl.allocate_shared_memory(gl.float32, [3, ROWS], row)
@@ -201,7 +203,7 @@ def hopper_decode_kernel(
     # fmt: off
     tiles = (q_tiles, k_tiles, p_tile, maxima, sums)
     # the computing warpgroups' tiles, in the products' dtype
-    operands = (q_tiles._reinterpret(dtype, q_tiles.shape, desc_q.layout), k_tiles, p_tile, maxima, sums)
+    operands = (q_tiles._reinterpret(dtype, q_tiles.shape, layout), k_tiles, p_tile, maxima, sums)
     barriers = (q_full, q_empty, k_full, k_empty, published, finished)
     gl.warp_specialize(
         [

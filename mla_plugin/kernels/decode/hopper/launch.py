@@ -17,8 +17,9 @@ from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.hopper import rule
 from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
+from mla_plugin.kernels.decode.hopper.query_rows import query_rows
 from mla_plugin.kernels.descriptors import Address
-from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout
+from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout, tile_layout
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 
@@ -31,15 +32,6 @@ _GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
 _DTYPES = {torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16}
 _NO_CACHE = (None, None)
 _MAX_DESCRIPTORS = 1024  # of one layout: four for each layer of a model, whose queries may lie at several addresses
-
-
-def rows_of(queries: torch.Tensor) -> torch.Tensor | None:
-    """Queries [B, S_q, H, D] as [B, S_q * H, D]; None: their rows have no common stride."""
-    batch, seqlen_q, heads, columns = queries.shape
-    of_batch, of_query, of_head, _ = queries.stride()
-    if seqlen_q > 1 and heads > 1 and of_query != heads * of_head:
-        return None
-    return queries.as_strided((batch, seqlen_q * heads, columns), (of_batch, of_head if heads > 1 else of_query, 1))
 
 
 def registers_of(kv_cache_format: str, *, gathers: bool) -> int:
@@ -85,19 +77,15 @@ def takes_cache(tensors: DecodeTensors, device: Device, *, batch_invariant: bool
     return device.has_gluon and reason is None and tensors.c_kv.numel() > 0
 
 
-def can_read_queries(tensors: DecodeTensors) -> bool:
-    """Whether descriptors can read the queries as they lie."""
-    queries = (tensors.q_nope_abs, tensors.q_rope)
-    return starts_aligned(*queries) and all(rows is not None and can_read(rows) for rows in map(rows_of, queries))
-
-
 def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
     """Whether the kernel computes a call.
 
     Args:
         can_describe: descriptors can read its cache (``can_use_descriptors``).
     """
-    return takes_cache(tensors, device) and (can_describe or _must_gather(tensors)) and can_read_queries(tensors)
+    if not takes_cache(tensors, device) or not (can_describe or _must_gather(tensors)):
+        return False
+    return query_rows(tensors) is not None
 
 
 class Descriptors:
@@ -105,21 +93,27 @@ class Descriptors:
 
     Attributes:
         gathers: the kernel gets the cache's addresses in place of its descriptors.
+        query_block: of ``QueryRows``.
     """
 
     def __init__(self, tensors: DecodeTensors) -> None:
         self.gathers = _gathers(tensors)
         self._dtype = tensors.q_nope_abs.dtype
-        self._layout = block_layout(_DTYPES[self._dtype])
-        queries, cache = (rows_of(tensors.q_nope_abs), rows_of(tensors.q_rope)), (tensors.c_kv, tensors.k_rope)
-        read = queries if self.gathers else (*queries, *cache)
-        self._shapes = [(tuple(x.shape), strides_of(x)) for x in read if x is not None]  # none is: ``can_read_queries``
+        rows = query_rows(tensors)
+        assert rows is not None, "the caller asks query_rows() first"
+        self.query_block = rows.block
+        of_queries, of_cache = (1, *rows.block, PANEL.value), (1, ROWS.value, PANEL.value)
+        read = [(rows.q_nope_abs, of_queries), (rows.q_rope, of_queries)]
+        if not self.gathers:
+            read += [(tensors.c_kv, of_cache), (tensors.k_rope, of_cache)]
+        self._shapes = [(tuple(x.shape), strides_of(x), block) for x, block in read]
         self._made = functools.lru_cache(_MAX_DESCRIPTORS)(self._make)
 
     def _make(self, which: int, address: int) -> TensorDescriptor:
-        shape, strides = self._shapes[which]
+        shape, strides, block = self._shapes[which]
         memory: Any = Address(address, self._dtype)
-        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, ROWS.value, PANEL.value], self._layout)
+        layout_of = tile_layout if len(block) == 4 else block_layout
+        return TensorDescriptor(memory, list(shape), [*strides, 1], list(block), layout_of(_DTYPES[self._dtype]))
 
     def arguments(
         self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float

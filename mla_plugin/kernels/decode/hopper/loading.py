@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from mla_plugin.kernels.decode.hopper.common import copy_rows
 from mla_plugin.kernels.decode.hopper.pieces import next_piece, share_of
 from mla_plugin.kernels.hopper.common import PANEL, ROWS
 from mla_plugin.kernels.hopper.latent import KEYS, PANELS, PANELS_OF_HALF
@@ -44,14 +45,13 @@ def _place(pages, b, key, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces):
+def load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, num_heads, pieces):
     """The queries of a piece, after those of ``pieces`` others."""
     mbarrier.wait(q_empty.index(0), (pieces & 1) ^ 1)
     mbarrier.expect(q_full.index(0), PANELS * ROWS * PANEL * 2)
     for panel in gl.static_range(PANELS - 1):
-        target = q_tiles.index(panel)
-        tma.async_copy_global_to_shared(desc_q, [b, tile * ROWS, panel * PANEL], q_full.index(0), target)
-    tma.async_copy_global_to_shared(desc_r, [b, tile * ROWS, 0], q_full.index(0), q_tiles.index(PANELS - 1))
+        copy_rows(desc_q, b, tile * ROWS, panel * PANEL, num_heads, q_full.index(0), q_tiles.index(panel))
+    copy_rows(desc_r, b, tile * ROWS, 0, num_heads, q_full.index(0), q_tiles.index(PANELS - 1))
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def load(
         )
         # fmt: on
         if steps > 0:
-            load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, pieces)
+            load_queries(desc_q, desc_r, q_tiles, q_full, q_empty, b, tile, num_heads, pieces)
             pieces += 1
             pages = page_table
             if PAGE_SIZE > 0:

@@ -12,6 +12,7 @@ from mla_plugin.arguments.decode_layout import Known, known_of
 from mla_plugin.kernels.decode import launch
 from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors
 from mla_plugin.kernels.decode.hopper import launch as hopper
+from mla_plugin.kernels.decode.hopper.query_rows import query_rows
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
@@ -181,7 +182,7 @@ def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tens
         check_tensors(tensors, launch.DTYPES)
         check_query_strides(tensors)
         is_hopper = hopper.takes_cache(tensors, launch.device_of(tensors.q_nope_abs.device), batch_invariant=True)
-        must_copy = known.kept[_MUST_COPY] = is_hopper and not hopper.can_read_queries(tensors)
+        must_copy = known.kept[_MUST_COPY] = is_hopper and query_rows(tensors) is None
     if must_copy:
         # another kernel, which could read them as they lie, would give other bits
         whole = {"memory_format": torch.contiguous_format}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -11,13 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.descriptors import MAX_CACHES, can_read, strides_of
 from mla_plugin.kernels.decode.device import Device
-from mla_plugin.kernels.decode.hopper.launch import can_read_queries, facts_of, rows_of
+from mla_plugin.kernels.decode.hopper.launch import facts_of
+from mla_plugin.kernels.decode.hopper.query_rows import query_rows
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.wide import rule
 from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, query_layout
 from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
 from mla_plugin.kernels.descriptors import Address
-from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.tiles import ceil_div
 
@@ -35,27 +35,46 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
     reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     if not device.has_gluon or reason is not None or tensors.c_kv.numel() == 0:
         return False
-    return can_read_queries(tensors) and can_read(tensors.c_kv) and can_read(tensors.k_rope)
+    return query_rows(tensors) is not None and can_read(tensors.c_kv) and can_read(tensors.k_rope)
+
+
+class _Kind(NamedTuple):
+    """What descriptors of one tensor have in common; ``block`` is what a copy brings."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    block: tuple[int, ...]
+    layout: Any
+
+
+def _kind(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, ...], layout: object) -> _Kind:
+    return _Kind(tuple(x.shape), strides_of(x), dtype, (1, *block), layout)
 
 
 class Descriptors:
-    """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors."""
+    """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors.
+
+    Attributes:
+        query_block: of ``QueryRows``.
+    """
 
     def __init__(self, tensors: DecodeTensors) -> None:
-        queries = (rows_of(tensors.q_nope_abs), rows_of(tensors.q_rope))
-        read = [x for x in (*queries, tensors.c_kv, tensors.k_rope) if x is not None]  # all are: ``can_read_queries``
-        kinds = (
-            *((torch.bfloat16, ROWS.value, n, query_layout(n, 3)) for n in (QUERY_COLUMNS.value, ROPE.value // 2)),
-            (torch.uint8, KEYS.value, PANEL.value, bytes_layout(PANEL.value)),
-            (torch.uint8, KEYS.value, ROPE.value, bytes_layout(ROPE.value)),
-        )
-        self._kinds = [(tuple(x.shape), strides_of(x), *kind) for x, kind in zip(read, kinds, strict=True)]
+        rows = query_rows(tensors)
+        assert rows is not None, "the caller asks query_rows() first"
+        self.query_block = rows.block
+        queries = zip((rows.q_nope_abs, rows.q_rope), (QUERY_COLUMNS.value, ROPE.value // 2), strict=True)
+        self._kinds = [
+            *(_kind(x, torch.bfloat16, (*rows.block, n), query_layout(n, len(rows.block) + 2)) for x, n in queries),
+            _kind(tensors.c_kv, torch.uint8, (KEYS.value, PANEL.value), bytes_layout(PANEL.value)),
+            _kind(tensors.k_rope, torch.uint8, (KEYS.value, ROPE.value), bytes_layout(ROPE.value)),
+        ]
         self._made = functools.lru_cache(4 * MAX_CACHES)(self._make)
 
     def _make(self, which: int, address: int) -> TensorDescriptor:
-        shape, strides, dtype, rows, columns, layout = self._kinds[which]
-        memory: Any = Address(address, dtype)
-        return TensorDescriptor(memory, list(shape), [*strides, 1], [1, rows, columns], layout)
+        kind = self._kinds[which]
+        memory: Any = Address(address, kind.dtype)
+        return TensorDescriptor(memory, list(kind.shape), [*kind.strides, 1], list(kind.block), kind.layout)
 
     def arguments(
         self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float

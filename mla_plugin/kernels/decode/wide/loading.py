@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
+from mla_plugin.kernels.decode.hopper.common import copy_rows, piece_of, share_of_tiles
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANELS, RANK, ROPE
 from mla_plugin.kernels.decode.transposed.loading import begin_slot, load_tile
 from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, STAGES, query_layout
@@ -14,7 +13,7 @@ from mla_plugin.kernels.hopper.common import ROWS, gdc_wait
 
 
 @gluon.jit
-def _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, row):
+def _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, row, num_heads):
     """Half of the columns in each of two slots."""
     OF_ROPE: gl.constexpr = ROPE // 2
     for half in gl.static_range(2):
@@ -23,10 +22,9 @@ def _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, row):
             target = c_tiles.index(slot * PANELS + i)._reinterpret(
                 gl.bfloat16, [1, ROWS, QUERY_COLUMNS], query_layout(QUERY_COLUMNS, 3)
             )
-            at = [b, row, (half * PANELS + i) * QUERY_COLUMNS]
-            tma.async_copy_global_to_shared(desc_q, at, full.index(slot), target)
+            copy_rows(desc_q, b, row, (half * PANELS + i) * QUERY_COLUMNS, num_heads, full.index(slot), target)
         target = r_tiles.index(slot)._reinterpret(gl.bfloat16, [1, ROWS, OF_ROPE], query_layout(OF_ROPE, 3))
-        tma.async_copy_global_to_shared(desc_r, [b, row, half * OF_ROPE], full.index(slot), target)
+        copy_rows(desc_r, b, row, half * OF_ROPE, num_heads, full.index(slot), target)
 
 
 @gluon.jit
@@ -71,7 +69,7 @@ def load(
             seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, seqlen_q, CAUSAL
         )
         if steps > 0:
-            _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, tile * ROWS)
+            _load_queries(desc_q, desc_r, c_tiles, r_tiles, full, empty, used, b, tile * ROWS, num_heads)
             used += 2
         for n in range(steps):
             # fmt: off
