@@ -307,7 +307,7 @@ follows a `/`:
 
 {prefill}
 
-Steps of {queries} query tokens per request, as in speculative decoding. With random weights no drafted n-gram is
+Steps of {queries} query tokens per request, as in speculative decoding. With random weights hardly a draft is
 accepted, and the search for n-grams takes host time; compare the times of the graphs:
 
 {drafted}
