@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,11 @@ class DecodeJob:
     def gathers(self) -> bool:
         """Whether it has a gathering warpgroup in place of the loading warp."""
         return must_gather(self.kv_cache_format, self.page_size or None)
+
+
+def copies_of_a_panel(query_block: tuple[int, ...]) -> int:
+    """How often TMA copies rows to a panel of 64 rows of queries."""
+    return 64 // math.prod(query_block)
 
 
 DECODE_JOBS = (

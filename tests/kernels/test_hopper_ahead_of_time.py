@@ -9,7 +9,15 @@ import pytest
 
 from mla_plugin.kernels.hopper.rule import TILES, plain_dq_because
 from tests.kernels.compiler import AFRESH, PER_BLOCK, printed
-from tests.kernels.hopper_compiler import DECODE_JOBS, JOBS, LATENT_JOBS, DecodeJob, Job, loose_arrivals
+from tests.kernels.hopper_compiler import (
+    DECODE_JOBS,
+    JOBS,
+    LATENT_JOBS,
+    DecodeJob,
+    Job,
+    copies_of_a_panel,
+    loose_arrivals,
+)
 from tests.kernels.versions import needs_hopper_kernels
 
 pytestmark = [
@@ -181,7 +189,9 @@ def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
     assert_two_loops_over_two_tiles(found, spills, local)
     halves = list(range(0, 256, 64)), list(range(256, 512, 64))
     every = halves[0] + halves[1]
-    queries, keys = [every, [0]], [every + halves[1] + halves[0], [0, 0]]
+    copies = copies_of_a_panel(job.query_block)
+    queries = [[column for column in every for _ in range(copies)], copies * [0]]
+    keys = [every + halves[1] + halves[0], [0, 0]]
     assert found["columns"] == (queries if job.gathers else queries + keys)
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.kernels.compiler import PER_PROCESSOR, RESERVED_PER_BLOCK, printed
+from tests.kernels.hopper_compiler import copies_of_a_panel
 from tests.kernels.versions import needs_hopper_kernels
 from tests.kernels.wide_compiler import JOBS, Job
 
 pytestmark = [pytest.mark.xdist_group("compiler"), needs_hopper_kernels]
 
-SPILLS = 80
-"""At the start and the end of pieces."""
+SPILLS, SPILLS_OF_COPIES = 80, 50
+"""At the start and the end of pieces; more in the loading warp where the queries take many copies."""
 EVERY_JOB = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
 
@@ -28,7 +29,7 @@ def compiled(triton_cache: Path) -> dict[str, Any]:
 def test_a_program_fits_a_multiprocessor(job: Job, compiled: dict[str, Any]) -> None:
     found = compiled[job.name]
     assert found["shared"] + RESERVED_PER_BLOCK <= PER_PROCESSOR[90]
-    assert found["spills"] <= SPILLS
+    assert found["spills"] <= SPILLS + (SPILLS_OF_COPIES if copies_of_a_panel(job.query_block) > 1 else 0)
     assert found["undefined_reads"] == []
 
 
@@ -54,7 +55,8 @@ def test_values_reach_products_through_registers(job: Job, compiled: dict[str, A
 @EVERY_JOB
 def test_copies_lie_between_arrivals_of_whole_warps(job: Job, compiled: dict[str, Any]) -> None:
     found = compiled[job.name]
-    assert found["copies"] == 5 + 2 * 5  # of a key tile, and of the queries in two slots
+    # of a key tile, and of the queries in two slots
+    assert found["copies"] == 5 + 2 * 5 * copies_of_a_panel(job.query_block)
     assert found["loose_arrivals"] == 0
     assert sorted(found["dependences"]) == [*(2 * ["launch_dependents"]), *(3 * ["wait"])]
     assert found["dependences"][0] == "wait"
