@@ -308,7 +308,8 @@ follows a `/`:
 {prefill}
 
 Steps of {queries} query tokens per request, as in speculative decoding. With random weights hardly a draft is
-accepted, and the search for n-grams takes host time; compare the times of the graphs:
+accepted, and the search for n-grams takes host time; compare the times of the graphs. `no graph`: some request had
+fewer drafts than others, so vLLM computed these steps as prefills. An empty cell was not measured:
 
 {drafted}
 

@@ -11,8 +11,9 @@ to and with it.
 
 Requests decode over a cache of random latents, so that nobody waits for prefill: vLLM's own way to time decode
 (``DecodeBenchConnector``). A step is timed in the whole engine, and on the GPU alone for the graph that it replays.
-Speculation proposes n-grams, and other tokens where a prompt has none, so that every request of a step has as many
-drafts. Random weights rarely accept one: such steps show what several query tokens of a request cost.
+Speculation proposes n-grams, and other tokens where a prompt has too few, so that every request of a step has all
+drafts that were asked for. Random weights rarely accept one: such steps show what several query tokens of a request
+cost.
 
 Writes benchmarks/results/vllm_engine_<gpu>.json after every process, prints the tables last. A process that fails is
 noted with the end of its output, and with what it had found.

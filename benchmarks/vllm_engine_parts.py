@@ -15,8 +15,10 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
 LOAD_FORMAT = "random_by_name"
 ALPHABET = 64
-"""Tokens that prompts consist of and that the model generates: an n-gram of one is found in any prompt."""
+"""Tokens that prompts consist of and that the model generates.
 
+An n-gram of one is found in any prompt, often near its end, with few tokens after it.
+"""
 PAGES_AT_ONCE = 4096
 """Filled through a tensor in bfloat16, because PyTorch draws no random e4m3."""
 
@@ -75,7 +77,7 @@ def complete_drafts() -> None:
     """Every request gets as many drafts as the engine was asked for, whatever its prompt has after an n-gram.
 
     Where one request has fewer, vLLM 0.25 computes the step as a prefill, without a graph. In a batch of random prompts
-    that is nearly every step; drafts of a model (EAGLE, MTP) are never fewer.
+    that is nearly every step.
     """
     propose = NgramProposer.propose
     signature = inspect.signature(propose)
@@ -84,6 +86,7 @@ def complete_drafts() -> None:
         sampled = signature.bind(proposer, *given, **named).arguments["sampled_token_ids"]
         found = propose(proposer, *given, **named)
         spare = list(range(2, 2 + proposer.k))
+        # no token was sampled of a request whose prompt is not complete yet
         return [
             [*drafts, *spare[len(drafts) :]] if len(new) else [] for drafts, new in zip(found, sampled, strict=True)
         ]

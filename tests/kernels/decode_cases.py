@@ -47,7 +47,7 @@ class Inputs:
 
 
 def as_engines_have_it(inputs: Inputs) -> Inputs:
-    """The same call with each head's latent queries together, and q_rope as columns of the unabsorbed queries.
+    """The same call with q_nope_abs head-major, and q_rope as columns of the unabsorbed queries.
 
     So a product with W_UK for each head and a view of the projection leave them in vLLM and SGLang.
     """

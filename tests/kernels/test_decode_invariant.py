@@ -20,6 +20,7 @@ from mla_plugin import DecodeTensors, environment
 from mla_plugin.arguments import decode_layout
 from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import limits
 from mla_plugin.kernels.decode.hopper import rule as hopper_rule
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
@@ -468,7 +469,7 @@ def test_chunks_of_another_size_are_launches_of_their_own(monkeypatch: pytest.Mo
 
 def test_a_capacity_that_int32_cannot_count_is_refused() -> None:
     with pytest.raises(ValueError, match="up to 2147483600 keys, expected at most 2147450880"):
-        decode_launch.count_tiles(1, 2147483600, CHUNK)
+        limits.count_tiles(1, 2147483600, CHUNK)
     q = torch.empty(200, 1, 2, 64, dtype=torch.float16, device=DEVICE)
     row = torch.empty(1, 1, 80, dtype=torch.float16, device=DEVICE).expand(200, 2**30, 80)
     with pytest.raises(ValueError, match="200"):

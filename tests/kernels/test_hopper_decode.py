@@ -102,7 +102,7 @@ def test_more_sequences_than_parts_over_undefined_memory(monkeypatch: pytest.Mon
 
 
 def test_queries_that_are_views() -> None:
-    """Columns of one tensor, and heads before queries."""
+    """Columns of one tensor."""
     inputs = paged((2, 1, 64, *DEEPSEEK, 300), 64, torch.bfloat16, [300, 17])
     queries = torch.cat([inputs.q_nope_abs, inputs.q_rope], -1)
     check(dataclasses.replace(inputs, q_nope_abs=queries[..., :512], q_rope=queries[..., 512:]))
@@ -121,12 +121,25 @@ def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: in
     check(dataclasses.replace(inputs, q_nope_abs=of_each_sequence))
 
 
+def assert_copied(inputs: Inputs, is_causal: bool) -> None:
+    """Descriptors cannot read the queries as they lie; results are as good as from contiguous ones."""
+    assert decode_launch.make_launches(tensors_of(inputs)).copies_queries
+    check(inputs, is_causal)
+
+
 @pytest.mark.parametrize("heads", [12, 20, 33])
-def test_heads_of_which_a_copy_would_have_few_rows_are_left_to_others(heads: int) -> None:
+def test_queries_of_which_a_copy_would_have_few_rows_are_copied(heads: int) -> None:
     """A panel's swizzle repeats after 8 rows."""
     inputs = paged((2, 3, heads, *DEEPSEEK, 200), 64, torch.bfloat16, [200, 17])
-    assert is_taken(inputs)
-    assert not is_taken(as_engines_have_it(inputs))
+    assert not decode_launch.make_launches(tensors_of(inputs)).copies_queries
+    assert_copied(as_engines_have_it(inputs), is_causal=True)
+
+
+def test_queries_that_repeat_are_copied() -> None:
+    """No descriptor is made for a stride of 0."""
+    inputs = paged((3, 2, 24, *DEEPSEEK, 200), 64, torch.bfloat16, [200, 0, 17])
+    assert_copied(dataclasses.replace(inputs, q_nope_abs=inputs.q_nope_abs[:1].expand(3, -1, -1, -1)), is_causal=True)
+    assert_copied(dataclasses.replace(inputs, q_rope=inputs.q_rope[:, :, :1].expand(-1, -1, 24, -1)), is_causal=False)
 
 
 def test_rows_beyond_2_to_the_31_elements() -> None:
@@ -158,11 +171,10 @@ def usual(
     return dataclasses.replace(inputs, c_kv=cache[..., :rank], k_rope=cache[..., rank : rank + 64])
 
 
-def test_queries_off_16_bytes_are_not_taken() -> None:
+def test_queries_off_16_bytes_are_copied() -> None:
     inputs = usual()
-    assert is_taken(inputs)
     off = torch.empty(inputs.q_rope.numel() + 1, dtype=torch.float16)[1:].view(inputs.q_rope.shape)
-    assert not is_taken(dataclasses.replace(inputs, q_rope=off.copy_(inputs.q_rope)))
+    assert_copied(dataclasses.replace(inputs, q_rope=off.copy_(inputs.q_rope)), is_causal=False)
 
 
 @pytest.mark.parametrize(

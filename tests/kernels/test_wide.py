@@ -105,14 +105,16 @@ def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: in
     check(*with_queries(inputs, tensors, queries.q_nope_abs, queries.q_rope))
 
 
-def test_queries_that_descriptors_cannot_read_are_left_to_others() -> None:
-    """Each head's together, of a prime number of heads; an address that is a multiple of the element alone."""
+def test_queries_that_descriptors_cannot_read_are_copied() -> None:
+    """Head-major ones of 17 heads; an address that is a multiple of the element alone."""
     inputs, tensors = call_of((2, 3, 17, 200), 64, FP8, BFLOAT16, [193, 70], is_causal=True)
     q_nope_abs = as_engines_have_it(inputs).q_nope_abs
     whole = torch.full((2, 3, 17, 2 * ROPE + 1), torch.nan, dtype=BFLOAT16)
     q_rope = whole[..., 1 : ROPE + 1].copy_(inputs.q_rope)
     for queries in ((q_nope_abs, inputs.q_rope), (inputs.q_nope_abs, q_rope)):
-        assert not is_taken(with_queries(inputs, tensors, *queries)[1])
+        given = with_queries(inputs, tensors, *queries)
+        assert decode_launch.make_launches(given[1]).copies_queries
+        check(*given)
 
 
 def test_no_entry_behind_the_last_page_is_read() -> None:

@@ -1,4 +1,4 @@
-"""Tensor descriptors (TMA) of a cache: when they can read it, and those of each call."""
+"""Tensor descriptors (TMA): which strides they can have, and those of a cache for each call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def strides_of(x: torch.Tensor) -> tuple[int, ...]:
     """All strides but the last; that of a dimension of size 1 is arbitrary, and replaced by a contiguous one."""
     found: list[int] = []
     inner = x.shape[-1]
-    for size, stride in reversed(list(zip(x.shape[:-1], x.stride(), strict=False))):
+    for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
         found.insert(0, stride if size > 1 else inner)
         inner = size * found[0]
     return tuple(found)
 
 
 def can_read(x: torch.Tensor) -> bool:
-    """Whether the strides are multiples of 16 bytes, as the hardware requires."""
+    """Whether all strides but the last are positive multiples of 16 bytes, as the hardware requires."""
     return all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides_of(x))
 
 

@@ -18,7 +18,9 @@ from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_desc
 from mla_plugin.kernels.decode.device import Device as Device
 from mla_plugin.kernels.decode.device import device_of as device_of
 from mla_plugin.kernels.decode.hopper import launch as hopper
+from mla_plugin.kernels.decode.hopper.query_rows import with_copied_queries
 from mla_plugin.kernels.decode.kernel import decode_kernel
+from mla_plugin.kernels.decode.limits import OVERHEAD, check_rows, count_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, plan_kernel
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.decode.transposed import launch as transposed
@@ -45,9 +47,6 @@ _COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
 _COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some rows
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
-_MOST_KEYS = 2**31 - 2**15  # two of the largest chunks of a batch-invariant call may reach beyond the last key
-_MOST_ROWS = 2**31 - 2**10  # a tile of rows may reach beyond the last one
-_OVERHEAD = 4  # fixed cost of a sequence in the division of work, in tiles
 
 
 Described = CacheDescriptors | hopper.Descriptors | transposed.Descriptors | wide.Descriptors
@@ -76,6 +75,7 @@ class Launches:
         workspace: elements of the workspace of a round.
         rounds: run one after another, in one workspace.
         described: the descriptors of each call; None: the cache is read by pointers.
+        copies_queries: into contiguous tensors, before each call.
         cuda_index: of the device; None without CUDA.
         code: everything that determines the compiled code of the kernels; a process has few of them.
     """
@@ -85,6 +85,7 @@ class Launches:
     workspace: int
     rounds: tuple[Round, ...]
     described: Described | None
+    copies_queries: bool
     cuda_index: int | None
     code: tuple[object, ...]
 
@@ -151,36 +152,6 @@ def _combine_launch(
     )
 
 
-def count_tiles(batch: int, capacity: int, block_n: int) -> int:
-    """The most key tiles that a sequence can have.
-
-    Raises:
-        ValueError: those of all sequences exceed the plan's int32, or the keys of one do.
-    """
-    if capacity > _MOST_KEYS:
-        raise ValueError(
-            f"sequences of up to {capacity} keys, expected at most {_MOST_KEYS}, which the kernels count in int32: "
-            "give them a narrower page table"
-        )
-    key_tiles: int = max(1, ceil_div(capacity, block_n))
-    # the parts, fewer than 2**16, are of one length, and may reach beyond the end by a tile each
-    if batch * (key_tiles + _OVERHEAD) >= 2**31 - 2**16:
-        raise ValueError(
-            f"batch={batch} sequences of up to {capacity} keys are {batch * key_tiles} tiles of {block_n}; the "
-            "kernel counts fewer than 2**31: give it a smaller batch or a narrower page table"
-        )
-    return key_tiles
-
-
-def check_rows(seqlen_q: int, heads: int) -> None:
-    """Raise ValueError if the kernels cannot count the (query, head) pairs of a sequence."""
-    if seqlen_q * heads > _MOST_ROWS:
-        raise ValueError(
-            f"{seqlen_q} queries of {heads} heads are {seqlen_q * heads} rows of a sequence, expected at most "
-            f"{_MOST_ROWS}, which the kernels count in int32: give them fewer queries at a time"
-        )
-
-
 def _plan_launch(
     device: Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
 ) -> Launch:
@@ -188,7 +159,7 @@ def _plan_launch(
         plan_kernel,
         (parts, 1, 1),
         _PLAN_GIVEN,
-        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": _OVERHEAD, "num_rows": num_rows}
+        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": OVERHEAD, "num_rows": num_rows}
         | {"R": rank, "BLOCK_N": block_n, "DEPENDENT": device.has_dependent_launch},
         options_of(device, 4),
     )
@@ -280,7 +251,7 @@ def launches_of(
     rounds: tuple[Round, ...],
     code: tuple[object, ...],
 ) -> Launches:
-    """The launches of a call; ``code`` is what decides about the kernels' code, besides inputs' dtype and device."""
+    """The launches of a call; ``code`` decides about the kernels' code, besides dtypes, device and ``described``."""
     q_nope_abs = tensors.q_nope_abs
     read = (getattr(described, "gathers", False), getattr(described, "query_block", None))
     return Launches(
@@ -289,6 +260,7 @@ def launches_of(
         workspace=workspace,
         rounds=rounds,
         described=described,
+        copies_queries=getattr(described, "copies_queries", False),
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
         code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *read, *code),
     )
@@ -320,20 +292,20 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
     is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_fp8_kernel else tile.planned
     options = options_of(device, 4)
-    shared_out = {"num_parts": parts, "overhead": _OVERHEAD}
+    shared_out = {"num_parts": parts, "overhead": OVERHEAD}
     described: Described | None = None
     if is_transposed:
         described = transposed.Descriptors(tensors)
-        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned)
+        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned)
     elif is_wide:
         described = wide.Descriptors(tensors)
         attend = wide.attend_launch(
-            tensors, row_tiles * parts, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned
+            tensors, row_tiles * parts, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
         )
     elif is_hopper:
         described = hopper.Descriptors(tensors)
         attend = hopper.attend_launch(
-            tensors, row_tiles * parts, parts, page_size, options, overhead=_OVERHEAD, is_planned=is_planned
+            tensors, row_tiles * parts, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
         )
     else:
         if by_descriptors:
@@ -383,6 +355,8 @@ def decode(
     lse = q_nope_abs.new_empty(launches.lse_shape, dtype=torch.float32) if return_lse else None
     if known.has_no_query:
         return out, lse
+    if launches.copies_queries:
+        tensors = with_copied_queries(tensors)
     scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
     parts = q_nope_abs.new_empty(launches.workspace)
     arguments_of = plain_arguments if launches.described is None else launches.described.arguments

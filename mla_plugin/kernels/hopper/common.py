@@ -48,7 +48,7 @@ def is_wide(columns):
 
 @gluon.constexpr_function
 def tile_layout(dtype):
-    """The layout of a tile [1, 1, rows, columns] of a [B, H, S, D] tensor in shared memory."""
+    """The layout of a tile [1, 1, rows, columns] of a [B, H, S, D] tensor, or a block [1, queries, heads, columns]."""
     return gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 4)
 
 

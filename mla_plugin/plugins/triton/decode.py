@@ -66,8 +66,8 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
-    Strides of queries that rule out the Hopper or the wide kernel are known in the call alone; with batch_invariant
-    none do. So is whether sequences share a cache, which the wide kernel does not take.
+    Only the call itself knows whether sequences share a cache (stride 0), which the wide kernel does not take, and
+    without batch_invariant the Hopper kernel neither.
     Lengths are rounded up to a power of two, so that a batch near the least size that the transposed kernel, with 17 to
     32 (query, head) pairs, or the wide kernel takes may run by another one.
     """
@@ -119,7 +119,7 @@ def _not_transposed_because(request: DecodeRequest, platform: Platform) -> str |
 
 
 def _not_wide_because(request: DecodeRequest, platform: Platform) -> str | None:
-    """Why the wide kernel does not compute such calls; None: it does, if it can read the queries."""
+    """Why the wide kernel does not compute such calls; None: it does."""
     return (
         _unfit(platform)
         or wide_rule.other_kernel_because(**_facts(request), return_lse=request.return_lse)
@@ -137,7 +137,7 @@ def _tiles(request: DecodeRequest) -> int:
 
 
 def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | None:
-    """Why the plain kernel computes such calls; None: the Hopper kernel does, if it can read the queries."""
+    """Why the plain kernel computes such calls; None: the Hopper kernel does."""
     return _unfit(platform) or rule.plain_kernel_because(**_facts(request))
 
 

@@ -72,23 +72,27 @@ def piece_of(seqlens_kv, b, tile, at, size, part, batch, capacity, num_heads, se
 
 @gluon.constexpr_function
 def _panel_in_blocks(block):
-    """A panel of ROWS rows as blocks [1, queries, heads, columns], one after another."""
+    """The shape of a panel of ROWS rows as blocks [1, queries, heads, columns], one after another."""
     return [ROWS.value // (block[1] * block[2]), *block]
 
 
 @gluon.jit
-def copy_rows(source, b, first, column, num_heads, is_full, target):
-    """Issue the copies of a panel [1, ROWS, columns]: the rows of sequence ``b`` from ``first`` on, a multiple of ROWS.
+def copy_rows(desc, b, first, column, num_heads, full, panel):
+    """Start the copies of ROWS rows of sequence ``b``, from row ``first`` on, a multiple of ROWS.
 
-    The panel's columns begin at ``column``; rows past the end are 0. ``source``: see ``QueryRows``.
+    Args:
+        desc: a descriptor of one of ``QueryRows``' tensors.
+        column: the first of the panel.
+        full: the barrier at which the bytes count.
+        panel: [1, ROWS, columns] in shared memory. Rows past the end of the queries are 0.
     """
-    if len(source.block_shape) == 3:
-        tma.async_copy_global_to_shared(source, [b, first, column], is_full, target)
+    if len(desc.block_shape) == 3:
+        tma.async_copy_global_to_shared(desc, [b, first, column], full, panel)
     else:
-        shape: gl.constexpr = _panel_in_blocks(source.block_shape)
+        shape: gl.constexpr = _panel_in_blocks(desc.block_shape)
         copies: gl.constexpr = shape[0]
-        parts = target._reinterpret(target.dtype, shape, source.layout)
+        blocks = panel._reinterpret(panel.dtype, shape, desc.layout)
         for i in gl.static_range(copies):
             row = first + i * (ROWS // copies)
             at = [b, row // num_heads, row % num_heads, column]
-            tma.async_copy_global_to_shared(source, at, is_full, parts.index(i))
+            tma.async_copy_global_to_shared(desc, at, full, blocks.index(i))

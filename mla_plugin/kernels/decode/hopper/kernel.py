@@ -161,13 +161,12 @@ def hopper_decode_kernel(
 ):
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
-    Descriptors of tiles [1, 64, 64]: desc_q over q_nope_abs as [B, rows, R], desc_r over q_rope as [B, rows, 64],
-    desc_c over c_kv [pages or B, page_size or S_kv, R], desc_k over k_rope [pages or B, page_size or S_kv, 64]; those
-    of the queries may have other blocks, see ``QueryRows``. With C_kv, K_rope and, by the FORMAT, KV_scale in place of
-    desc_c and desc_k their rows are gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread
-    of the warps that load has. The other arguments, and what is written to Parts: see ``decode_kernel``. With CHUNK: as
-    ``chunks_kernel``; otherwise leftpad_kv is None. PLANNED: ``plan_kernel`` has run before, with CHUNK
-    ``plan_chunks_kernel``.
+    Descriptors: desc_q over q_nope_abs and desc_r over q_rope, of 64 rows or blocks of them (``QueryRows``) and 64
+    columns; of tiles [1, 64, 64] desc_c over c_kv [pages or B, page_size or S_kv, R] and desc_k over k_rope [pages or
+    B, page_size or S_kv, 64]. With C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows
+    are gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread of the warps that load has.
+    The other arguments, and what is written to Parts: see ``decode_kernel``. With CHUNK: as ``chunks_kernel``;
+    otherwise leftpad_kv is None. PLANNED: ``plan_kernel`` has run before, with CHUNK ``plan_chunks_kernel``.
 
     Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA. Where
     products are ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16 (``scale_queries``).

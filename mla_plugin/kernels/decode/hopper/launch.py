@@ -1,4 +1,4 @@
-"""Launches the Hopper decode kernel; which calls it takes is in rule.py, and for their strides here."""
+"""Launches the Hopper decode kernel. rule.py says which calls it takes, ``takes`` adds the strides of the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.decode.hopper.query_rows import query_rows
 from mla_plugin.kernels.descriptors import Address
-from mla_plugin.kernels.hopper.common import PANEL, ROWS, block_layout, tile_layout
+from mla_plugin.kernels.hopper.common import PANEL, block_layout, tile_layout
+from mla_plugin.kernels.hopper.latent import KEYS
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 
@@ -83,9 +84,7 @@ def takes(tensors: DecodeTensors, device: Device, can_describe: bool) -> bool:
     Args:
         can_describe: descriptors can read its cache (``can_use_descriptors``).
     """
-    if not takes_cache(tensors, device) or not (can_describe or _must_gather(tensors)):
-        return False
-    return query_rows(tensors) is not None
+    return takes_cache(tensors, device) and (can_describe or _must_gather(tensors))
 
 
 class Descriptors:
@@ -93,16 +92,15 @@ class Descriptors:
 
     Attributes:
         gathers: the kernel gets the cache's addresses in place of its descriptors.
-        query_block: of ``QueryRows``.
+        query_block, copies_queries: see ``query_rows``.
     """
 
     def __init__(self, tensors: DecodeTensors) -> None:
         self.gathers = _gathers(tensors)
         self._dtype = tensors.q_nope_abs.dtype
-        rows = query_rows(tensors)
-        assert rows is not None, "the caller asks query_rows() first"
+        rows, self.copies_queries = query_rows(tensors)
         self.query_block = rows.block
-        of_queries, of_cache = (1, *rows.block, PANEL.value), (1, ROWS.value, PANEL.value)
+        of_queries, of_cache = (1, *rows.block, PANEL.value), (1, KEYS.value, PANEL.value)
         read = [(rows.q_nope_abs, of_queries), (rows.q_rope, of_queries)]
         if not self.gathers:
             read += [(tensors.c_kv, of_cache), (tensors.k_rope, of_cache)]

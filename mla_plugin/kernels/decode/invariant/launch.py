@@ -7,16 +7,15 @@ import functools
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
-from mla_plugin.arguments.decode_layout import Known, known_of
+from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode import launch
 from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors
 from mla_plugin.kernels.decode.hopper import launch as hopper
-from mla_plugin.kernels.decode.hopper.query_rows import query_rows
 from mla_plugin.kernels.decode.invariant.chunks import most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
 from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
+from mla_plugin.kernels.decode.limits import check_rows, count_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
@@ -103,11 +102,11 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     the Hopper kernel always has 64 rows.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    launch.check_rows(seqlen_q, heads)
+    check_rows(seqlen_q, heads)
     device = launch.device_of(tensors.q_nope_abs.device)
     is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
     tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
-    launch.count_tiles(batch, tensors.capacity, COUNTED_KEYS.value)  # fewer than the plan can count
+    count_tiles(batch, tensors.capacity, COUNTED_KEYS.value)  # fewer than the plan can count
     chunks, row_tiles = (
         most_chunks(tensors.capacity, chunk),
         ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),
@@ -163,9 +162,6 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     )
 
 
-_MUST_COPY = "triton, batch invariant, from copied queries"
-
-
 def kept_as(chunk: int) -> str:
     """The key under which a layout caches the launches."""
     return f"triton, batch invariant by {chunk}"
@@ -177,16 +173,4 @@ def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tens
     A query has the same bits in every call with as many heads, of the same dtypes and the same ``chunk``, from a cache
     whose rows start on 16 bytes, or from one whose rows do not; kernels/README.md says what a chunk costs.
     """
-    must_copy = known.kept.get(_MUST_COPY)
-    if must_copy is None:
-        check_tensors(tensors, launch.DTYPES)
-        check_query_strides(tensors)
-        is_hopper = hopper.takes_cache(tensors, launch.device_of(tensors.q_nope_abs.device), batch_invariant=True)
-        must_copy = known.kept[_MUST_COPY] = is_hopper and query_rows(tensors) is None
-    if must_copy:
-        # another kernel, which could read them as they lie, would give other bits
-        whole = {"memory_format": torch.contiguous_format}
-        queries = (tensors.q_nope_abs.clone(**whole), tensors.q_rope.clone(**whole))
-        tensors = tensors._replace(q_nope_abs=queries[0], q_rope=queries[1])
-        known = known_of(tensors)
     return launch.decode(tensors, known, functools.partial(make_launches, chunk=chunk), kept_as(chunk))

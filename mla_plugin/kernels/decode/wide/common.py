@@ -60,7 +60,7 @@ VECTORS = gl.constexpr(5)
 
 @gluon.constexpr_function
 def query_layout(columns, rank):
-    """The layout of a panel [rows, columns] of queries in bfloat16, with 1s before it for a higher rank."""
+    """The layout of a tile of queries in bfloat16, of so many columns and dimensions."""
     return gl.NVMMASharedLayout(2 * columns, 16, rank)
 
 

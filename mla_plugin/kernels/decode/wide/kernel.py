@@ -46,12 +46,11 @@ def wide_decode_kernel(
 ):
     """One program computes 64 (query, head) rows over one part of the key tiles. Grid: (row tiles x parts,).
 
-    Descriptors of bfloat16: desc_q of tiles [1, 64, 64] over q_nope_abs as [B, rows, 512], desc_r of tiles [1, 64, 32]
-    over q_rope as [B, rows, 64]; they may have other blocks, see ``QueryRows``. Of bytes: desc_c of tiles [1, 64, 128]
-    over c_kv [pages or B, page_size or S_kv, 512], desc_k of tiles [1, 64, 64] over k_rope [pages or B, page_size or
-    S_kv, 64]. The other arguments, and what is written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has
-    run before. Tiles in shared memory and barriers: see ``common.py``. The warps wait for the kernel before this one
-    after all else has been set up.
+    Descriptors of bfloat16: desc_q over q_nope_abs and desc_r over q_rope, of 64 rows or blocks of them (``QueryRows``)
+    and of 64 and 32 columns. Of bytes: desc_c of tiles [1, 64, 128] over c_kv [pages or B, page_size or S_kv, 512],
+    desc_k of tiles [1, 64, 64] over k_rope [pages or B, page_size or S_kv, 64]. The other arguments, and what is
+    written to Parts: see ``decode_kernel``. PLANNED: ``plan_kernel`` has run before. Tiles in shared memory and
+    barriers: see ``common.py``. The warps wait for the kernel before this one after all else has been set up.
     """
     q_tiles = gl.allocate_shared_memory(E4M3, [TERMS * PANELS, ROWS, PANEL], panel_layout(PANEL))
     r_tiles_q = gl.allocate_shared_memory(E4M3, [TERMS, ROWS, ROPE], panel_layout(ROPE))

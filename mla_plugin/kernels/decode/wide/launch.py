@@ -35,10 +35,10 @@ def takes(tensors: DecodeTensors, device: Device) -> bool:
     reason = reason or rule.few_tiles_because(seqlen_q * heads, tiles, device.processors)
     if not device.has_gluon or reason is not None or tensors.c_kv.numel() == 0:
         return False
-    return query_rows(tensors) is not None and can_read(tensors.c_kv) and can_read(tensors.k_rope)
+    return can_read(tensors.c_kv) and can_read(tensors.k_rope)
 
 
-class _Kind(NamedTuple):
+class _Described(NamedTuple):
     """What descriptors of one tensor have in common; ``block`` is what a copy brings."""
 
     shape: tuple[int, ...]
@@ -48,33 +48,31 @@ class _Kind(NamedTuple):
     layout: Any
 
 
-def _kind(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, ...], layout: object) -> _Kind:
-    return _Kind(tuple(x.shape), strides_of(x), dtype, (1, *block), layout)
-
-
 class Descriptors:
     """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors.
 
     Attributes:
-        query_block: of ``QueryRows``.
+        query_block, copies_queries: see ``query_rows``.
     """
 
     def __init__(self, tensors: DecodeTensors) -> None:
-        rows = query_rows(tensors)
-        assert rows is not None, "the caller asks query_rows() first"
+        rows, self.copies_queries = query_rows(tensors)
         self.query_block = rows.block
-        queries = zip((rows.q_nope_abs, rows.q_rope), (QUERY_COLUMNS.value, ROPE.value // 2), strict=True)
-        self._kinds = [
-            *(_kind(x, torch.bfloat16, (*rows.block, n), query_layout(n, len(rows.block) + 2)) for x, n in queries),
-            _kind(tensors.c_kv, torch.uint8, (KEYS.value, PANEL.value), bytes_layout(PANEL.value)),
-            _kind(tensors.k_rope, torch.uint8, (KEYS.value, ROPE.value), bytes_layout(ROPE.value)),
-        ]
+        self._described = []
+        for x, columns in ((rows.q_nope_abs, QUERY_COLUMNS.value), (rows.q_rope, ROPE.value // 2)):
+            block = (1, *rows.block, columns)
+            layout = query_layout(columns, len(block))
+            self._described.append(_Described(tuple(x.shape), strides_of(x), torch.bfloat16, block, layout))
+        for x, columns in ((tensors.c_kv, PANEL.value), (tensors.k_rope, ROPE.value)):
+            block = (1, KEYS.value, columns)
+            layout = bytes_layout(columns)
+            self._described.append(_Described(tuple(x.shape), strides_of(x), torch.uint8, block, layout))
         self._made = functools.lru_cache(4 * MAX_CACHES)(self._make)
 
     def _make(self, which: int, address: int) -> TensorDescriptor:
-        kind = self._kinds[which]
-        memory: Any = Address(address, kind.dtype)
-        return TensorDescriptor(memory, list(kind.shape), [*kind.strides, 1], list(kind.block), kind.layout)
+        x = self._described[which]
+        memory: Any = Address(address, x.dtype)
+        return TensorDescriptor(memory, list(x.shape), [*x.strides, 1], list(x.block), x.layout)
 
     def arguments(
         self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
