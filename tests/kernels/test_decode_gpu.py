@@ -1,6 +1,7 @@
 """The decode kernels at the sizes of real models, compiled, on a GPU."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,9 @@ def test_queries_of_several_tokens_as_engines_have_them(heads: int, seqlen_q: in
     for dtype in (torch.bfloat16, torch.float16):
         inputs = paged((5, seqlen_q, heads, 512, 64, 1500), page_size, dtype, [1500, 0, seqlen_q + 1, 65, 1300])
         check(as_engines_have_it(inputs), is_causal=True)
+        wider = torch.full((seqlen_q, heads + 3, 5, 520), torch.nan, dtype=dtype, device="cuda")
+        between = wider.permute(2, 0, 1, 3)[:, :, 1:-2, :512].copy_(inputs.q_nope_abs)  # strides no multiples of others
+        check(replace(inputs, q_nope_abs=between), is_causal=False)
 
 
 @pytest.mark.parametrize("batch", [1, 64])

@@ -137,6 +137,9 @@ def test_other_strides_give_the_same_bits(heads: int) -> None:
     by_head = inputs.q_nope_abs.transpose(1, 2).contiguous().transpose(1, 2)
     off = torch.empty(inputs.q_rope.numel() + 1, dtype=torch.bfloat16)[1:].view(inputs.q_rope.shape)
     shared = {name: getattr(inputs, name)[:1].expand(2, -1, -1) for name in ("c_kv", "k_rope")}
+    assert invariant.make_launches(tensors_of(replace(inputs, q_nope_abs=by_head)), CHUNK).copies_queries == (
+        heads == 5
+    )
     for changes in ({"q_nope_abs": by_head}, {"q_rope": off.copy_(inputs.q_rope)}, shared):
         assert_same(run(replace(inputs, **changes)), wanted)
 

@@ -22,7 +22,7 @@ def strides_of(x: torch.Tensor) -> tuple[int, ...]:
     inner = x.shape[-1]
     for size, stride in reversed(list(zip(x.shape[:-1], x.stride()[:-1], strict=True))):
         found.insert(0, stride if size > 1 else inner)
-        inner = size * found[0]
+        inner = max(1, size) * found[0]  # as PyTorch's contiguous strides, which are positive for size 0 too
     return tuple(found)
 
 

@@ -212,6 +212,7 @@ class Descriptor:
         self.dtype = DTYPE_OF[dtype]
         self.layout = described.layout
         self.block_shape = list(described.block_shape)
+        assert self.layout.rank == len(self.block_shape)
         memory = torch.frombuffer((ctypes.c_char * (span * dtype.itemsize)).from_address(address), dtype=torch.uint8)
         self._tensor = memory.view(dtype).as_strided(described.shape, described.strides)
 
