@@ -43,16 +43,31 @@ NARROWER = {
         "request.max_seqlen_q == request.max_seqlen_kv and not request.lengths_may_differ",
         "lengths_may_differ={request.lengths_may_differ}, expected queries as long as keys",
     ),
+    "inference": but_for("not request.is_training", "is_training={request.is_training}, expected False"),
+    "one_kv_head": but_for(
+        "request.num_kv_heads == 1 < request.num_heads", "num_kv_heads={request.num_kv_heads}, expected 1 of several"
+    ),
+    "heads_by_fours": but_for("request.num_heads % 4 == 0", "num_heads={request.num_heads}, expected a multiple of 4"),
 }
 """By what they take alone."""
+
+
+def decode_but_for(condition: str, text: str) -> tuple[tuple[str, str], ...]:
+    """The same of decode."""
+    return ((REFUSAL, f"    if not ({condition}):\n        return Refused((f{text!r},))\n" + REFUSAL),)
+
+
 NARROWER_DECODE = {
-    "float16": (
-        (
-            REFUSAL,
-            "    if request.dtype != torch.float16:\n"
-            '        return Refused((f"dtype={request.dtype}, expected torch.float16",))\n' + REFUSAL,
-        ),
-    )
+    "float16": decode_but_for("request.dtype == torch.float16", "dtype={request.dtype}, expected torch.float16"),
+    "one_query": decode_but_for("request.seqlen_q == 1", "seqlen_q={request.seqlen_q}, expected 1"),
+    "fp8": decode_but_for(
+        "request.kv_cache_format == 'fp8'", "kv_cache_format={request.kv_cache_format!r}, expected fp8"
+    ),
+    "heads_by_sixteens": decode_but_for(
+        "request.dtype == torch.bfloat16 and request.num_heads % 16 == 0 and request.page_size == 64",
+        "num_heads={request.num_heads}, dtype={request.dtype}, page_size={request.page_size}, expected a multiple of 16, "
+        "torch.bfloat16, 64",
+    ),
 }
 
 

@@ -30,6 +30,7 @@ from tests.conformance import (
     broken_gaps,
     broken_hidden,
     broken_later,
+    broken_narrower,
     broken_ported,
     broken_rare,
     broken_sizes,
@@ -67,6 +68,7 @@ _TABLES = (
     broken_spoilt,
     broken_unseen,
     broken_beside,
+    broken_narrower,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),

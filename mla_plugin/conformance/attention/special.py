@@ -33,7 +33,8 @@ HOPELESS: tuple[dict[str, Any], ...] = (
 """What a request can say and no hook is given tensors for."""
 
 
-def _calls(suite: BackendConformance, *, is_training: bool = True) -> list[tuple[Plan, Call]]:
+def _calls(suite: BackendConformance, *, is_training: bool | None = None) -> list[tuple[Plan, Call]]:
+    """``is_training``: as in ``plan_of``."""
     found = []
     for case in suite.plain_cases():
         plan = suite.plan_of(case, is_training=is_training)
@@ -49,7 +50,7 @@ def call_of(suite: BackendConformance, case: Case, request: AttentionRequest) ->
 
 def check_compiled(suite: BackendConformance, most: int) -> None:
     """One graph, traced without a break, computes what the eager call does; for so many layouts."""
-    for plan, call in _calls(suite)[:most]:
+    for plan, call in _calls(suite, is_training=True)[:most]:
 
         def run(call: Call = call, plan: Plan = plan) -> tuple[torch.Tensor, torch.Tensor | None]:
             return library.attend(call, plan.forward_backend)
@@ -116,20 +117,29 @@ def check_cuda(suite: BackendConformance) -> None:
 
 def step(
     suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput | None = None
-) -> tuple[AttentionOutput, Gradients]:
-    """Both hooks, unwatched; only the backward where the forward's output is given."""
+) -> tuple[AttentionOutput, Gradients | None]:
+    """Both hooks, unwatched; only the backward where the forward's output is given, and none without training."""
     manager = suite._manager()
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         if output is None:
             output = manager.caller("forward", plan.forward_backend)(plan=plan, tensors=call.tensors)
+        if not plan.request.is_training:
+            return output, None
         residuals = Residuals(call.tensors, output.out, output.lse)
         run = manager.caller("backward", plan.backward_backend)
         return output, run(plan=plan, residuals=residuals, dout=call.dout, dlse=call.dlse)
 
 
-def check_step(call: Call, output: AttentionOutput, gradients: Gradients) -> None:
-    """The results of both hooks."""
+def results_of(output: AttentionOutput, gradients: Gradients | None) -> dict[str, torch.Tensor | None]:
+    """What ``step`` returns, by name."""
+    return {**vars(output), **({} if gradients is None else vars(gradients))}
+
+
+def check_step(call: Call, output: AttentionOutput, gradients: Gradients | None) -> None:
+    """The results of both hooks, or of the forward alone."""
     checks.check_output(call.case, call.inputs, output, call.expected())
+    if gradients is None:
+        return
     expected, lse = call.expected_gradients(), call.expected()[1].exact
     checks.check_gradients(call.case, call.inputs, gradients, lse, expected)
 
@@ -137,12 +147,17 @@ def check_step(call: Call, output: AttentionOutput, gradients: Gradients) -> Non
 def check_call(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
     """Both hooks, watched; ``words`` say with what, or after what."""
     try:
-        output = suite.hooks().forward(plan, call)
-        checks.check_output(call.case, call.inputs, output, call.expected())
-        gradients = suite.hooks().backward(plan, call, output)
-        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
+        check_after_forward(suite, plan, call, suite.hooks().forward(plan, call))
     except checks.ConformanceError as error:
         checks.fail(f"{call.case.name} {words}: {error}")
+
+
+def check_after_forward(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:
+    """The forward's output, and with training the backward, watched."""
+    checks.check_output(call.case, call.inputs, output, call.expected())
+    if plan.request.is_training:
+        gradients = suite.hooks().backward(plan, call, output)
+        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
 
 
 def _check_on_a_stream(suite: BackendConformance, plan: Plan, call: Call) -> None:

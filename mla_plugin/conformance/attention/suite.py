@@ -254,13 +254,17 @@ class BackendConformance(Suite):
                 found[case.qkv_format] = case
         return list(found.values())
 
-    def plan_of(self, case: Case, *, is_training: bool = True) -> Plan | None:
-        """A plan for a case, or None where it is refused, whether expected or not."""
-        request = case.request(self.device, is_training=is_training)
-        decision = self._answer(request)
-        if not isinstance(decision, Accepted):
-            return None
-        return Plan(request, self.platform(), self.backend, decision.backward_by or self.backend)
+    def plan_of(self, case: Case, *, is_training: bool | None = None) -> Plan | None:
+        """A plan for a case, or None where it is refused, whether expected or not.
+
+        ``is_training`` None: for training, or for inference where training is refused.
+        """
+        for way in (True, False) if is_training is None else (is_training,):
+            request = case.request(self.device, is_training=way)
+            decision = self._answer(request)
+            if isinstance(decision, Accepted):
+                return Plan(request, self.platform(), self.backend, decision.backward_by or self.backend)
+        return None
 
     def hooks(self) -> Hooks:
         """The backend's hooks, called as the library calls them and watched."""

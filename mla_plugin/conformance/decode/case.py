@@ -306,7 +306,7 @@ class DecodeCase:
         return stored[0], stored[1], None
 
     def _quantised(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scale = self._magnitude * SCALE * (0.5 + draw.uniform(())) if self.kv_cache_format == FP8 else None
+        scale = self._magnitude * SCALE * (0.5 + draw.uniform(()).float()) if self.kv_cache_format == FP8 else None
         rows = cache.flatten(0, 1)
         parts = quantised_rows(rows[:, : self.rank], rows[:, self.rank :], scale, self.kv_cache_format, False)
         found = [torch.cat(parts, -1)] if self.is_packed else list(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import unittest
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,22 +28,30 @@ if TYPE_CHECKING:
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def plain_calls(suite: DecodeConformance) -> list[tuple[DecodeCase, DecodePlan]]:
+def plain_calls(suite: DecodeConformance, *, of_any_format: bool = False) -> list[tuple[DecodeCase, DecodePlan]]:
     """The plainest accepted cases with and without pages, with few heads; with lse, unless the backend has none.
 
-    A slow one gets the cheapest case.
+    A slow one gets the cheapest case. of_any_format: over a quantised cache, where the backend takes no other.
+
+    Raises:
+        SkipTest: it takes calls, but none of these.
     """
     found: dict[bool, tuple[DecodeCase, DecodePlan]] = {}
 
     def order(case: DecodeCase) -> tuple[float, ...]:
-        return (not case.return_lse, case.spare_pages, 0 if suite.is_slow else len(case.tags), case.cost)
+        is_quantised = case.kv_cache_format != PLAIN
+        return (is_quantised, not case.return_lse, case.spare_pages, 0 if suite.is_slow else len(case.tags), case.cost)
 
     for case in sorted(suite.cases(), key=order):
-        if case.is_large or not case.lengths or case.kv_cache_format != PLAIN or (case.page_size is None) in found:
+        if case.is_large or not case.lengths or (case.page_size is None) in found:
+            continue
+        if case.kv_cache_format != PLAIN and not of_any_format:
             continue
         request = case.request(suite.device)
         if isinstance(suite._answer(request), Accepted):
             found[case.page_size is None] = case, DecodePlan(request, suite.platform(), suite.backend)
+    if not found and any(isinstance(suite._answer(case.request(suite.device)), Accepted) for case in suite.cases()):
+        raise unittest.SkipTest(f"not run: {suite.backend} takes quantised caches alone")
     return list(found.values())[: 1 if suite.is_slow else None]
 
 
@@ -131,7 +140,7 @@ def _check_nan(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> 
 def check_surroundings(suite: DecodeConformance) -> None:
     """Other settings, other threads, many calls, inference mode; and no tensor of a call is kept."""
     suite.check_answers_under_other_settings(case.request(suite.device) for case in suite.cases())
-    for index, (case, plan) in enumerate(plain_calls(suite)):
+    for index, (case, plan) in enumerate(plain_calls(suite, of_any_format=True)):
         run = functools.partial(_one_call, suite, case, plan)
         with settings.settings_kept():  # a variable that a library sets when it is loaded is its own
             run()
@@ -172,7 +181,8 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
     calls = []
     for lengths, seqlen_q in (((3, 1), 1), ((40, 9), 1), ((5, 0, 130, 33, 8), 2)):
         for plain, dtype in itertools.product((case for case, _ in plain_calls(suite)), _DTYPES):
-            unlike = replace(plain, lengths=lengths, seqlen_q=seqlen_q, dtype=dtype, leftpads=None, rows=None)
+            unlike = replace(plain, lengths=lengths, dtype=dtype, leftpads=None, rows=None)
+            unlike = alike.most_queries(suite, unlike, seqlen_q)
             request = unlike.request(suite.device)
             if plain.has_seqlens_kv and isinstance(suite._answer(request), Accepted):
                 tensors = unlike.tensors(suite.device, suite._generator(), suite.padding_poison)
