@@ -18,7 +18,7 @@ from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.oracle import Oracle
 from mla_plugin.conformance.attention.special import call_of, check_step, step
-from mla_plugin.hooks.attention import AttentionRequest, Residuals
+from mla_plugin.hooks.attention import AttentionRequest
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
@@ -91,20 +91,14 @@ def _check_call(suite: BackendConformance, plan: Any, one: Case, batch: int) -> 
     if one.is_packed:
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * LENGTH
     tensors = AttentionTensors(q, k, v, one.head_dim_qk**-0.5, offsets, offsets)
-    manager = suite._manager()
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        output = manager.caller("forward", plan.forward_backend)(plan=plan, tensors=tensors)
-        gradients = None
-        if request.is_training:
-            run = manager.caller("backward", plan.backward_backend)
-            gradients = run(plan=plan, residuals=Residuals(tensors, output.out, output.lse), dout=dout, dlse=None)
+    found = step(suite, plan, Call(one, request, tensors, dout, None))
     per = LENGTH * one.num_heads * one.head_dim_qk
     places = {0, batch // 2, batch - 1}
     places |= {
         n // per + side for n, side in itertools.product((2**31, 2**30), (-1, 0, 1)) if 0 <= n // per + side < batch
     }
     for b in sorted(places):
-        _check_sequence(one, request, tensors, dout, (output, gradients), b)
+        _check_sequence(one, request, tensors, dout, found, b)
 
 
 def _check_sequence(

@@ -14,7 +14,7 @@ import torch
 
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import Case
-from mla_plugin.conformance.attention.special import call_of
+from mla_plugin.conformance.attention.special import call_of, check_after_forward
 from mla_plugin.hooks.attention import Plan
 
 if TYPE_CHECKING:
@@ -51,11 +51,7 @@ def _check(suite: BackendConformance, plan: Plan, case: Case) -> None:
                 zeros = torch.zeros_like(bias).requires_grad_(bias.requires_grad)
                 call = replace(call, tensors=replace(call.tensors, bias=zeros))
         try:
-            output = checks.check_output(each, call.inputs, hooks.forward(plan, call), call.expected())
-            if plan.request.is_training:
-                gradients = hooks.backward(plan, call, output)
-                lse, expected = call.expected()[1].exact, call.expected_gradients()
-                checks.check_gradients(each, call.inputs, gradients, lse, expected)
+            check_after_forward(hooks, plan, call, hooks.forward(plan, call))
         except checks.ConformanceError as error:
             checks.fail(f"{case.name} with {words}, one of several calls that differ in values alone: {error}")
 

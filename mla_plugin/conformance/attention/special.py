@@ -11,7 +11,7 @@ import torch
 
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention import library
-from mla_plugin.conformance.attention.call import Call
+from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Gradients, Plan, Residuals
 from mla_plugin.hooks.decode import DecodeRequest
@@ -147,16 +147,17 @@ def check_step(call: Call, output: AttentionOutput, gradients: Gradients | None)
 def check_call(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:
     """Both hooks, watched; ``words`` say with what, or after what."""
     try:
-        check_after_forward(suite, plan, call, suite.hooks().forward(plan, call))
+        hooks = suite.hooks()
+        check_after_forward(hooks, plan, call, hooks.forward(plan, call))
     except checks.ConformanceError as error:
         checks.fail(f"{call.case.name} {words}: {error}")
 
 
-def check_after_forward(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:
+def check_after_forward(hooks: Hooks, plan: Plan, call: Call, output: AttentionOutput) -> None:
     """The forward's output, and with training the backward, watched."""
     checks.check_output(call.case, call.inputs, output, call.expected())
     if plan.request.is_training:
-        gradients = suite.hooks().backward(plan, call, output)
+        gradients = hooks.backward(plan, call, output)
         checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
 
 

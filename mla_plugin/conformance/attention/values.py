@@ -329,7 +329,7 @@ def check_unlike_calls(suite: BackendConformance) -> None:
 
 def _check_pair(suite: BackendConformance, plan: Plan, call: Call, output: AttentionOutput) -> None:
     try:
-        check_after_forward(suite, plan, call, output)
+        check_after_forward(suite.hooks(), plan, call, output)
     except checks.ConformanceError as error:
         lengths = f"lengths {call.case.seqlens_q} in {call.case.qkv_format} and {call.case.dtype}"
         checks.fail(f"a call with {lengths} after calls of other sizes, layouts and dtypes: {error}")

@@ -66,8 +66,8 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
 def _kernel(request: DecodeRequest, platform: Platform) -> Iterator[str]:
     """Which kernel runs, on GPUs for which there are several.
 
-    Only the call itself knows whether sequences share a cache (stride 0), which the wide kernel does not take, and
-    without batch_invariant the Hopper kernel neither.
+    A request does not say whether sequences share a contiguous cache (batch stride 0). The wide kernel does not take
+    one, nor does the Hopper kernel in the queries' dtype without batch_invariant.
     Lengths are rounded up to a power of two, so that a batch near the least size that the transposed kernel, with 17 to
     32 (query, head) pairs, or the wide kernel takes may run by another one.
     """
