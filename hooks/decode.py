@@ -113,7 +113,7 @@ class DecodeRequest:
             page_size=None if page_table is None else c_kv.shape[1],
             causal=tensors.causal,
             has_seqlens_kv=tensors.seqlens_kv is not None,
-            has_host_lengths=tensors.seqlens_kv is None or tensors.lengths is not None,
+            has_host_lengths=tensors.seqlens_kv is None or tensors.host_lengths is not None,
             profile=_profile_of(tensors),
             has_leftpad_kv=tensors.leftpad_kv is not None,
             has_aligned_rows=starts_aligned(c_kv, k_rope) and all(step % 16 == 0 for step in steps),

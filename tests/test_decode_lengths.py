@@ -10,6 +10,8 @@ import torch
 import mla_plugin
 from mla_plugin import DecodeLengths
 from mla_plugin.arguments.decode import Profile
+from mla_plugin.hooks.decode import DecodeRequest
+from mla_plugin.operations.decode.api import described_call
 
 
 class Scheduled:
@@ -68,7 +70,10 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length per sequence"),
         ([2**63], None, TypeError, "host lengths are list, which PyTorch cannot convert to a tensor"),
         (["3"], None, TypeError, "a list of ints or a CPU tensor"),
-        (None, None, TypeError, "host lengths are NoneType"),
+        (None, None, TypeError, "neither host nor seqlens_kv has lengths"),
+        (None, [1, 2], TypeError, r"neither.*\(seqlens_kv is list\); pass ints, a CPU tensor, or seqlens_kv="),
+        (None, torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\]; expected int32 \[B\]"),
+        (None, torch.ones(2, 1, dtype=torch.int32), ValueError, r"\[2, 1\]; expected int32 \[B\]"),
         ([True], None, TypeError, r"dtype torch\.bool; expected int32 or int64"),
         ([True, 2], None, TypeError, r"\[True, 2\]; expected ints, not bools"),
     ],
@@ -165,3 +170,77 @@ def test_lengths_made_in_inference_mode_can_be_updated_outside_it(modes: tuple[b
     with torch.inference_mode(updated_in):
         lengths.update([6, 10])
     assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [6, 10]
+
+
+def on_device(*lengths: int) -> DecodeLengths:
+    return DecodeLengths(seqlens_kv=torch.tensor(lengths, dtype=torch.int32))
+
+
+def test_lengths_that_only_the_device_knows() -> None:
+    tensor = torch.tensor([3, 4], dtype=torch.int32)
+    lengths = DecodeLengths(seqlens_kv=tensor)
+    assert lengths.seqlens_kv is tensor
+    assert lengths.host is None
+    assert lengths.profile is None
+    assert len(lengths) == 2
+    with pytest.raises(TypeError, match="only the device knows; write seqlens_kv, then update"):
+        lengths.update([5, 6])
+    assert tensor.tolist() == [3, 4]
+    lengths.update()
+
+
+def test_an_update_of_lengths_on_the_host_needs_them() -> None:
+    with pytest.raises(TypeError, match="the host knows them; pass the new ones"):
+        DecodeLengths([1, 2], device="cpu").update()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_kept_for_lengths_ends_with_them(is_known: bool) -> None:
+    lengths = DecodeLengths([3, 4], device="cpu") if is_known else on_device(3, 4)
+    lengths.keep("a", "of 3 and 4", lengths.version)
+    assert lengths.kept("a") == "of 3 and 4"
+    assert lengths.kept("b") is None
+    if is_known:
+        lengths.update([3, 4])
+    else:
+        lengths.update()
+    assert lengths.kept("a") is None
+
+
+def test_what_is_kept_ends_when_pytorch_writes_the_lengths() -> None:
+    lengths = on_device(3, 4)
+    lengths.keep("a", "of 3 and 4", lengths.version)
+    lengths.seqlens_kv[1:] += 1
+    assert lengths.kept("a") is None
+
+
+def test_what_was_made_of_earlier_lengths_is_not_kept() -> None:
+    lengths = on_device(3, 4)
+    version = lengths.version
+    lengths.update()
+    lengths.keep("a", "of earlier ones", version)
+    assert lengths.kept("a") is None
+
+
+def test_lengths_of_inference_mode_have_no_counter() -> None:
+    with torch.inference_mode():
+        lengths = on_device(3, 4)
+        lengths.keep("a", 1, lengths.version)
+    assert lengths.kept("a") == 1
+    lengths.update()
+    assert lengths.kept("a") is None
+
+
+def test_a_request_says_whether_the_host_knows_the_lengths() -> None:
+    q, cache = torch.zeros(2, 1, 4, 512), torch.zeros(2, 64, 576)
+    pages = torch.arange(2, dtype=torch.int32)[:, None]
+    given = (q, q[..., :64], cache)
+    known, unknown = DecodeLengths([3, 4], device="cpu"), on_device(3, 4)
+    options: dict[str, Any] = {"softmax_scale": 0.1, "page_table": pages}
+    found = {}
+    for name, lengths in (("known", known), ("unknown", unknown), ("tensor", unknown.seqlens_kv)):
+        call = described_call(*given, seqlens_kv=lengths, **options)
+        found[name] = DecodeRequest.of(call.tensors)
+    assert found["known"].has_host_lengths
+    assert not found["unknown"].has_host_lengths
+    assert found["unknown"] == found["tensor"]

@@ -30,11 +30,12 @@ class Steps(NamedTuple):
 
     Attributes:
         page_table: int32 [B, n].
-        lengths: int32 [B], keys in this rank's cache, the query tokens' included.
+        lengths: [B], keys in this rank's cache, the query tokens' included. Only the device knows them; all layers of
+            the step have the same object, so that the first one plans for all.
     """
 
     page_table: torch.Tensor
-    lengths: torch.Tensor
+    lengths: mla_plugin.DecodeLengths
 
 
 class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -70,7 +71,8 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         elif mode.is_decode() or mode.is_target_verify():
             drafts = self._drafts(mode, forward_batch.spec_info)
             table = self._pages(forward_batch.req_pool_indices, self._max_length)
-            self.forward_metadata = Steps(table, self._own_lengths(forward_batch.seq_lens, drafts))
+            lengths = self._own_lengths(forward_batch.seq_lens, drafts)
+            self.forward_metadata = Steps(table, mla_plugin.DecodeLengths(seqlens_kv=lengths))
         elif mode.is_extend_without_speculative():
             self.forward_metadata = Extend(forward_batch)
         else:
@@ -83,7 +85,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Buffers that all graphs of decode and verification read."""
         slots, pages = self.req_to_token_pool.req_to_token, math.ceil(self._max_length / self._slots)
         table = slots.new_zeros((max_bs, pages), dtype=torch.int32)
-        self._graph = Steps(table, slots.new_zeros(max_bs, dtype=torch.int32))
+        self._graph = (table, slots.new_zeros(max_bs, dtype=torch.int32))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Metadata of a captured or replayed step, where ``releases.Has.batch_hook``."""
@@ -169,7 +171,7 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._check_layer(layer, others)
         self._save(k, v, k_rope, layer, forward_batch, save_kv_cache)
         steps = self.forward_metadata
-        batch = steps.lengths.shape[0]
+        batch = len(steps.lengths)
         q_nope_abs, q_rope = self._parts(q, q_rope, layer)
         if q_nope_abs.shape[0] % batch:
             raise ValueError(f"{q_nope_abs.shape[0]} query tokens of {batch} requests; equally many of each are needed")
@@ -358,11 +360,10 @@ class MLAPluginAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def _fill(self, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
         """Write a step into the graphs' buffers."""
-        graph = self._graph
-        steps = Steps(graph.page_table[: len(seq_lens)], graph.lengths[: len(seq_lens)])
-        steps.page_table.copy_(self._pages(req_pool_indices, self._max_length))
-        steps.lengths.copy_(self._own_lengths(seq_lens, drafts))
-        self.forward_metadata = steps
+        page_table, lengths = (buffer[: len(seq_lens)] for buffer in self._graph)
+        page_table.copy_(self._pages(req_pool_indices, self._max_length))
+        lengths.copy_(self._own_lengths(seq_lens, drafts))
+        self.forward_metadata = Steps(page_table, mla_plugin.DecodeLengths(seqlens_kv=lengths))
 
 
 def _sharing() -> tuple[int, int]:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_plugin import DecodeLengths
+
 QUERIES = 16
 """New tokens of a block with weight absorption: as many as share the tiles of the cache that they read."""
 
@@ -19,13 +21,13 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: int64 [V, c], index among the T tokens of each query of a block.
-        lengths: int32 [V], the keys up to a block's last token.
+        lengths: [V], the keys up to a block's last token; one object for all layers, as in ``Steps``.
         owners: int64 [V], the request of each block.
         places: int64 [T], index among the V * c queries of each token's output.
     """
 
     rows: torch.Tensor
-    lengths: torch.Tensor
+    lengths: DecodeLengths
     owners: torch.Tensor
     places: torch.Tensor
 
@@ -85,4 +87,5 @@ def cut(new: torch.Tensor, prefix: torch.Tensor, counts: list[int], width: int) 
     of = torch.repeat_interleave(requests, new, output_size=tokens)
     behind_token = last_token[of] - torch.arange(tokens, device=device)
     places = (last_block[of] + 1) * width - 1 - behind_token
-    return Blocks(rows.clamp_min(0), ((new + prefix)[owners] - behind).int(), owners, places)
+    lengths = DecodeLengths(seqlens_kv=((new + prefix)[owners] - behind).int())
+    return Blocks(rows.clamp_min(0), lengths, owners, places)

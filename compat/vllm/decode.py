@@ -7,7 +7,7 @@ stay on the device, so that full CUDA graphs cover every step whose requests all
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm import envs
@@ -52,7 +52,8 @@ class MLAPluginMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # 
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
     def update_draft_decode_metadata(self, metadata: MLACommonMetadata) -> None:
-        """Nothing is derived from the lengths, so a draft's graph has nothing to refresh."""
+        """A draft has changed the lengths in place: the layers of its next pass plan anew."""
+        _forget_lengths(metadata)
 
 
 class MLAPluginBackend(MLACommonBackend):  # type: ignore[misc]
@@ -253,8 +254,8 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             NotImplementedError: several query tokens of a request over a cache that ranks share.
         """
         q_nope_abs, q_rope = q if isinstance(q, tuple) else q.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        lengths, page_table = attn_metadata.decode.seq_lens, attn_metadata.decode.block_table
-        batch, tokens = lengths.shape[0], q_nope_abs.shape[0]
+        lengths, page_table = _lengths_of(attn_metadata, self), attn_metadata.decode.block_table
+        batch, tokens = len(lengths), q_nope_abs.shape[0]
         if tokens % batch:
             raise ValueError(f"{tokens} query tokens of {batch} requests; equally many of each are needed")
         seqlen_q = tokens // batch
@@ -281,6 +282,37 @@ class MLAPluginImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             out, lse = result
             return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1).contiguous()
         return result.flatten(0, 1), None
+
+
+class _Pass(NamedTuple):
+    """A pass over the layers, which all have the same metadata.
+
+    Attributes:
+        lengths: one object for all of them, so that the first one plans for all; only the device knows the values.
+        layers: those that have had it, by ``id``.
+    """
+
+    lengths: mla_plugin.DecodeLengths
+    layers: set[int]
+
+
+_PASS = "_mla_plugin_pass"  # attribute of vLLM's metadata
+
+
+def _lengths_of(metadata: MLACommonMetadata, layer: MLAPluginImpl) -> mla_plugin.DecodeLengths:
+    """The lengths of a step. A layer that comes again begins another pass, before which they may have changed."""
+    decode = metadata.decode
+    found: _Pass | None = getattr(decode, _PASS, None)
+    if found is None or found.lengths.seqlens_kv is not decode.seq_lens or id(layer) in found.layers:
+        found = _Pass(mla_plugin.DecodeLengths(seqlens_kv=decode.seq_lens), set())
+        setattr(decode, _PASS, found)
+    found.layers.add(id(layer))
+    return found.lengths
+
+
+def _forget_lengths(metadata: MLACommonMetadata) -> None:
+    if metadata.decode is not None:
+        setattr(metadata.decode, _PASS, None)
 
 
 def _turn_prefix_caching_off() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
@@ -58,20 +58,21 @@ Scheduled = TypeVar("Scheduled", bound=Schedule)
 
 
 class DecodeLengths:
-    """Number of keys of each sequence at one decode step, on the device and on the host, shared by all layers.
+    """Number of keys of each sequence at one decode step, on the device and mostly on the host, shared by all layers.
 
-    Pass it as ``seqlens_kv``. Backends that schedule on the host (FlashInfer) do so once per object instead of once per
-    layer, and never synchronise to read the lengths. Make a new one for each step, or ``update`` one: captured CUDA
-    graphs that used it then replay with the new lengths.
+    Pass it as ``seqlens_kv``. Backends plan once per object instead of once per layer: on the device (our kernels,
+    FlashMLA), or on the host (FlashInfer), which never synchronises to read the lengths. Make a new one for each step,
+    or ``update`` one: captured CUDA graphs that used it then replay with the new lengths.
 
     Args:
-        host: the lengths, as ints or a CPU tensor [B]; reading a device tensor would synchronise.
+        host: the lengths, as ints or a CPU tensor [B]; reading a device tensor would synchronise. None: only the device
+            knows them; then backends that plan on the host refuse the call.
         seqlens_kv: int32 [B], the same lengths on the cache's device. None: they are copied to ``device``.
         device: where to copy them; default the current CUDA device, or the CPU if there is none.
 
     Attributes:
-        host: int32 [B] on the CPU.
-        seqlens_kv: int32 [B] on the cache's device. Change it only with ``update``.
+        host: int32 [B] on the CPU, or None.
+        seqlens_kv: int32 [B] on the cache's device. Call ``update`` when its values change.
 
     Raises:
         ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not match. Values
@@ -80,62 +81,95 @@ class DecodeLengths:
 
     def __init__(
         self,
-        host: Sequence[int] | torch.Tensor,
+        host: Sequence[int] | torch.Tensor | None = None,
         *,
         seqlens_kv: torch.Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        with torch.inference_mode(False):  # later updates write to them outside inference mode too
-            self.host = _host_lengths(host)
-            if seqlens_kv is None:
-                device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
-                seqlens_kv = self.host.to(device, copy=True)
-        if not isinstance(seqlens_kv, torch.Tensor):
-            raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(self.host)}]")
-        elif seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != self.host.shape:
-            raise ValueError(
-                f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(self.host)} lengths; "
-                f"expected int32 [{len(self.host)}]"
-            )
-        elif type(seqlens_kv) is torch.Tensor and may_read(seqlens_kv) and seqlens_kv.tolist() != self.host.tolist():
-            raise ValueError(
-                f"host lengths are {self.host.tolist()} and seqlens_kv is {seqlens_kv.tolist()}; they must be equal"
-            )
+        self.host = None
+        if host is None:
+            _check_device_lengths(seqlens_kv)
+        else:
+            with torch.inference_mode(False):  # later updates write to them outside inference mode too
+                self.host = _host_lengths(host)
+                if seqlens_kv is None:
+                    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+                    seqlens_kv = self.host.to(device, copy=True)
+            _check_equal(self.host, seqlens_kv)
+        assert seqlens_kv is not None
         self.seqlens_kv = seqlens_kv
+        self._updates = 0
         self._schedules: dict[Hashable, Schedule] = {}
+        self._kept: dict[Hashable, tuple[Hashable, Any]] = {}
         self._profile: Profile | None = None
 
     def __len__(self) -> int:
-        return len(self.host)
+        return self.seqlens_kv.shape[0]
 
     @property
-    def profile(self) -> Profile:
-        """Summary of the lengths that the choice of a backend depends on."""
-        if self._profile is None:
+    def profile(self) -> Profile | None:
+        """Summary of the lengths that the choice of a backend depends on; None if the host does not know them."""
+        if self._profile is None and self.host is not None:
             self._profile = Profile.of(self.host.tolist())
         return self._profile
 
-    def update(self, host: Sequence[int] | torch.Tensor) -> None:
+    @property
+    def version(self) -> Hashable:
+        """Changes with ``update``, and when PyTorch writes to ``seqlens_kv``; other writers leave no trace."""
+        lengths = self.seqlens_kv
+        return self._updates, None if lengths.is_inference() else lengths._version
+
+    def update(self, host: Sequence[int] | torch.Tensor | None = None) -> None:
         """Write as many new lengths into the same memory and update the backends' schedules.
 
+        If only the device knows the lengths, call it without ``host`` after they have been written to ``seqlens_kv``.
         If a backend raises, its error is raised and nothing has changed.
         """
+        if self.host is None:
+            if host is not None:
+                raise TypeError("update(host) of lengths that only the device knows; write seqlens_kv, then update()")
+            self._renew()
+            return
+        if host is None:
+            raise TypeError("update() without lengths, but the host knows them; pass the new ones")
         new = _host_lengths(host)
         if new.shape != self.host.shape:
             raise ValueError(f"{len(new)} lengths given, {len(self.host)} expected; make a new DecodeLengths")
         before = self.host.clone()
         try:
-            self._take(new)
+            self._take(self.host, new)
         except Exception:
-            self._take(before)
+            self._take(self.host, before)
             raise
 
-    def _take(self, lengths: torch.Tensor) -> None:
-        self.host.copy_(lengths)
+    def _take(self, host: torch.Tensor, lengths: torch.Tensor) -> None:
+        host.copy_(lengths)
         self._profile = None
         with torch.inference_mode(self.seqlens_kv.is_inference()):  # the caller's tensor may be of that mode
             self.seqlens_kv.copy_(lengths, non_blocking=True)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._updates += 1
+        self._kept.clear()
         self._schedules = {key: schedule for key, schedule in self._schedules.items() if schedule.renew(self)}
+
+    def kept(self, key: Hashable) -> Any:
+        """What a backend has kept under ``key`` for the current lengths, or None."""
+        found = self._kept.get(key)
+        return None if found is None or found[0] != self.version else found[1]
+
+    def keep(self, key: Hashable, value: object, version: Hashable) -> None:
+        """Keep what a backend has made from the lengths on the device, until they change.
+
+        A ``Schedule`` is made for the host's lengths, and can be updated.
+
+        Args:
+            key: says who keeps it, for which calls, on which stream and in which capture.
+            value: complete; another thread may take it at once.
+            version: ``version`` before the lengths were read.
+        """
+        self._kept[key] = version, value
 
     def schedule(self, key: Hashable, make: Callable[[DecodeLengths], Scheduled]) -> Scheduled:
         """A backend's schedule for these lengths: the one kept under ``key``, or a new one."""
@@ -143,6 +177,30 @@ class DecodeLengths:
         if found is None:
             found = self._schedules[key] = make(self)
         return found  # type: ignore[return-value]
+
+
+def _check_device_lengths(seqlens_kv: object) -> None:
+    if not isinstance(seqlens_kv, torch.Tensor):
+        raise TypeError(
+            f"neither host nor seqlens_kv has lengths (seqlens_kv is {type(seqlens_kv).__name__}); pass ints, a CPU "
+            "tensor, or seqlens_kv=, a tensor on the cache's device, int32 [B]"
+        )
+    if seqlens_kv.dtype != torch.int32 or seqlens_kv.dim() != 1:
+        raise ValueError(f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)}; expected int32 [B]")
+
+
+def _check_equal(host: torch.Tensor, seqlens_kv: object) -> None:
+    if not isinstance(seqlens_kv, torch.Tensor):
+        raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(host)}]")
+    if seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != host.shape:
+        raise ValueError(
+            f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(host)} lengths; "
+            f"expected int32 [{len(host)}]"
+        )
+    if type(seqlens_kv) is torch.Tensor and may_read(seqlens_kv) and seqlens_kv.tolist() != host.tolist():
+        raise ValueError(
+            f"host lengths are {host.tolist()} and seqlens_kv is {seqlens_kv.tolist()}; they must be equal"
+        )
 
 
 def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -206,6 +264,11 @@ class DecodeTensors(NamedTuple):
         """Keys that the cache has room for per sequence."""
         rows = self.c_kv.shape[1]
         return rows if self.page_table is None else rows * self.page_table.shape[1]
+
+    @property
+    def host_lengths(self) -> torch.Tensor | None:
+        """The lengths as the host knows them: int32 [B] on the CPU."""
+        return None if self.lengths is None else self.lengths.host
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:

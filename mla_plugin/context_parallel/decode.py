@@ -14,12 +14,14 @@ queries may be equal, which a causal mask cannot express: each query becomes a s
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
+from mla_plugin.arguments.capture import stream_and_capture
 from mla_plugin.arguments.checks import may_read
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
@@ -146,7 +148,7 @@ def local_call(tensors: DecodeTensors, group: Group, interleave: int) -> DecodeC
     lengths, seqlens_kv = tensors.lengths, None
     if lengths is not None:
         key = ("context_parallel", group.name, interleave, seqlen_q if is_split else 1)
-        lengths = lengths.schedule(key, lambda whole: _LocalLengths(whole, lambda x: local(x, are_ends=True))).lengths
+        lengths = _local_lengths(lengths, key, lambda x: local(x, are_ends=True))
         seqlens_kv = lengths.seqlens_kv
     else:
         seqlens_kv = local(tensors.seqlens_kv, are_ends=True)
@@ -188,10 +190,10 @@ def local_request(request: DecodeRequest, tensors: DecodeTensors, group: Group, 
         request: of this rank's tensors.
         tensors, group, interleave: as for ``local_call``.
     """
-    capacity, lengths = tensors.capacity, tensors.lengths
+    capacity, host = tensors.capacity, tensors.host_lengths
     is_split = _is_split(request.causal, request.seqlen_q, capacity)
-    if lengths is not None:
-        held = _rows(request.seqlen_q if is_split else 1, group, interleave, lengths.host, are_ends=True)
+    if host is not None:
+        held = _rows(request.seqlen_q if is_split else 1, group, interleave, host, are_ends=True)
         request = request.replace(profile=Profile.of(held.tolist()))
     if is_split:
         pages = capacity if request.page_size is None else request.page_size
@@ -199,17 +201,38 @@ def local_request(request: DecodeRequest, tensors: DecodeTensors, group: Group, 
     return request.replace(causal=False, return_lse=True)
 
 
-class _LocalLengths:
-    """This rank's part of the lengths of a step, shared by its layers; updated with ``DecodeLengths.update``."""
+def _local_lengths(whole: DecodeLengths, key: Hashable, local: Callable[[torch.Tensor], torch.Tensor]) -> DecodeLengths:
+    """This rank's part of the lengths of a step, shared by its layers.
 
-    def __init__(self, whole: DecodeLengths, local: Any) -> None:
+    Lengths that only the device knows are divided there, once in each graph.
+    """
+    if whole.host is not None:
+        return whole.schedule(key, lambda held: _LocalLengths(held, local)).lengths
+    place = stream_and_capture(whole.seqlens_kv.device)
+    version = whole.version
+    found: DecodeLengths | None = None if place is None else whole.kept((key, place))
+    if found is None:
+        found = DecodeLengths(seqlens_kv=local(whole.seqlens_kv))
+        if place is not None:
+            whole.keep((key, place), found, version)
+    return found
+
+
+class _LocalLengths:
+    """This rank's part of lengths that the host knows; updated with ``DecodeLengths.update``."""
+
+    def __init__(self, whole: DecodeLengths, local: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._local = local
         with torch.inference_mode(False):  # lengths made in a step under inference_mode are updated outside of it too
-            self.lengths = DecodeLengths(local(whole.host), seqlens_kv=local(whole.seqlens_kv))
+            self.lengths = DecodeLengths(self._of_host(whole), seqlens_kv=local(whole.seqlens_kv))
+
+    def _of_host(self, whole: DecodeLengths) -> torch.Tensor:
+        assert whole.host is not None
+        return self._local(whole.host)
 
     def renew(self, whole: DecodeLengths) -> bool:
         """As ``Schedule.renew``."""
-        self.lengths.update(self._local(whole.host))
+        self.lengths.update(self._of_host(whole))
         return True
 
 
@@ -258,7 +281,7 @@ _COMPARED = (
 
 def _values(tensors: DecodeTensors) -> Values:
     """The lengths, as far as the host knows them."""
-    if tensors.lengths is not None and tensors.leftpad_kv is None:
+    if tensors.lengths is not None and tensors.lengths.host is not None and tensors.leftpad_kv is None:
         return tensors.lengths.schedule("context_parallel", _KnownLengths).values  # once for all layers of a step
     given = {"seqlens_kv": tensors.seqlens_kv, "leftpad_kv": tensors.leftpad_kv}
     known = {name: x.tolist() for name, x in given.items() if x is not None and may_read(x)}
@@ -273,6 +296,7 @@ class _KnownLengths:
 
     def renew(self, whole: DecodeLengths) -> bool:
         """As ``Schedule.renew``."""
+        assert whole.host is not None
         self.values = Values.of({"seqlens_kv": whole.host.tolist()})
         return True
 

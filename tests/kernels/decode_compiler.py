@@ -113,6 +113,10 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any]]:
     constants |= {"R": rank, "R0": first, "R1": second, "D_ROPE": rope, "ROPE": rope}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "CAUSAL": True}
     constants["PLANNED"] = tile.planned
+    if tile.planned or job.invariant:
+        types["Plan"] = "*i32"
+    else:
+        constants["Plan"] = None
     constants |= {
         "TMA": job.descriptors,
         "HOPPER": job.capability == 90 and tile.block_m == 64 and second == 0 and dtype == "bf16",

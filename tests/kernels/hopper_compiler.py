@@ -268,6 +268,10 @@ def decode_program(job: DecodeJob) -> Program:
     constants: dict[str, Any] = {"R": 512, "PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
     registers = registers_of(job.kv_cache_format, gathers=job.gathers)
     constants |= {"CHUNK": environment.batch_invariant_chunk() if job.invariant else 0, "PLANNED": job.is_planned}
+    if job.invariant or job.is_planned:
+        types["Plan"] = "*i32"
+    else:
+        constants["Plan"] = None
     if job.invariant and not job.page_size:
         types["leftpad_kv"] = "*i32"
     else:

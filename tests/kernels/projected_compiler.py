@@ -42,7 +42,7 @@ def program(job: Job) -> Program:
     constants |= {"DEPENDENT": job.capability >= 90}
     types = dict.fromkeys(("Q", "W", "Q_nope_abs", "Parts", "Latent", "Out"), "*bf16")
     if job.kernel == "absorb":
-        types |= {"Ranges": "*i32", "Lengths": "*i32"}
+        types |= {"Plan": "*i32", "Ranges": "*i32", "Lengths": "*i32"}
         constants |= {"NOPE": projected.padded(dim_nope), "BLOCK_R": blocks.rank, "BLOCK_N": 64}
         constants |= {"PLANNED": True, "HAS_PADDING": True}
         kernel = kernels.absorb_kernel

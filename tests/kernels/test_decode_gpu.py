@@ -10,6 +10,7 @@ import triton
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels import mla_decode_attention
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import run as decode_run
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
 from tests.kernels.decode_cases import Inputs, as_engines_have_it, assert_as_good_as_pytorch, contiguous, paged
@@ -253,9 +254,9 @@ def test_the_kernels_are_compiled_together_once_for_all_lengths(
     if device.gpu_class == "99 KiB" or (device.has_gluon and batch <= FEW_SEQUENCES):
         kernels = 2
     compiled = []
-    monkeypatch.setattr(decode_launch, "_compiled", set())
+    monkeypatch.setattr(decode_run, "_compiled", set())
     monkeypatch.setattr(decode_layout, "_known", {})
-    monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
+    monkeypatch.setattr(decode_run, "compile_together", lambda calls, device: compiled.append((len(calls), device)))
     for length in (3000, 3005, 3007):  # as many parts
         check(contiguous((batch, 1, heads, 512, 64, length), torch.bfloat16), is_causal=False)
     assert compiled == [(kernels, torch.device("cuda", torch.cuda.current_device()))]

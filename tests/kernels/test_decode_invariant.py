@@ -238,30 +238,26 @@ def first_of(chunk: int) -> int:
 
 
 def plan(
-    lengths: list[int], parts: int, begin: int, size: int, slots: int, *, is_only_round: bool
+    lengths: list[int], parts: int, begin: int, size: int, *, is_only_round: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The list of sequences, and the numbers of each part."""
     batch = len(lengths)
-    workspace = torch.full((2 * slots + 2 * batch + NUMBERS * parts,), -1, dtype=torch.float32, device=DEVICE)
+    numbers = torch.full((2 * batch + NUMBERS * parts,), -1, dtype=torch.int32, device=DEVICE)
     plan_chunks_kernel[(parts,)](
-        workspace,
+        numbers,
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         None,
         batch=batch,
         capacity=2**30,
         num_parts=parts,
-        slots=slots,
         begin=begin,
         size=size,
-        num_rows=1,
-        R=1,
         CHUNK=CHUNK,
         SINGLE_ROUND=is_only_round,
         DEPENDENT=False,
     )
-    numbers = workspace.view(torch.int32)[slots + slots % 2 + slots :]
     listed, of_parts = numbers[: 2 * batch].view(batch, 2), numbers[2 * batch :]
-    return listed.tolist(), of_parts[: NUMBERS * parts].view(parts, NUMBERS).tolist()
+    return listed.tolist(), of_parts.view(parts, NUMBERS).tolist()
 
 
 def check_rounds(draw: random.Random) -> None:
@@ -278,7 +274,7 @@ def check_rounds(draw: random.Random) -> None:
     slots = size + max(counts) + (size + max(counts)) % 2
     seen: list[list[int]] = [[] for _ in lengths]
     for begin in range(0, batch * max(counts), size):
-        listed, of_parts = plan(lengths, parts, begin, size, slots, is_only_round=rounds == 1)
+        listed, of_parts = plan(lengths, parts, begin, size, is_only_round=rounds == 1)
         starts = [sum(counts[:b]) for b in range(batch)]
         in_round = [begin <= at < begin + size for at in starts]
         assert [count for _, count in listed] == [n if held else 0 for n, held in zip(counts, in_round, strict=True)]
@@ -315,7 +311,7 @@ def check_rounds(draw: random.Random) -> None:
 def test_parts_of_up_to_two_chunks_are_whole_ones(chunks: list[float], parts: int, expected: list[int]) -> None:
     lengths = [round(CHUNK * n) for n in chunks]
     most = sum(most_chunks(n, CHUNK) for n in lengths)
-    _, of_parts = plan(lengths, parts, 0, most, most + most % 2, is_only_round=True)
+    _, of_parts = plan(lengths, parts, 0, most, is_only_round=True)
     assert [end - start for *_, start, end in of_parts] == expected
 
 
@@ -333,7 +329,7 @@ def test_a_plan_of_as_many_tiles_as_int32_counts() -> None:
     """Tiles times parts are more."""
     lengths, parts = [2**25 - 3] * 64, 132
     chunks = most_chunks(lengths[0], CHUNK) * len(lengths)
-    _, of_parts = plan(lengths, parts, 0, chunks, chunks, is_only_round=True)
+    _, of_parts = plan(lengths, parts, 0, chunks, is_only_round=True)
     starts, ends = [start for *_, start, _ in of_parts], [end for *_, end in of_parts]
     assert [0, *ends] == [*starts, chunks]
     assert max(end - start for start, end in zip(starts, ends, strict=True)) <= -(-chunks // parts) + 90
@@ -417,15 +413,15 @@ def test_the_sum_over_chunks(is_mixed: bool, block: tuple[int, int, int]) -> Non
     lse_log2[counts[0] + 70, 0] = 300.0  # the maximum, found in a later step than the first
     parts[lse_log2 == -torch.inf] = 0
     firsts = [sum(counts[:b]) for b in range(len(counts))]
-    listed = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32)
+    listed = torch.tensor(list(zip(firsts, counts, strict=True)), dtype=torch.int32, device=DEVICE)
     stored = mixed(parts) if is_mixed else parts
-    words = [stored.flatten(), lse_log2.flatten().view(torch.float16), listed.flatten().view(torch.float16)]
-    workspace = torch.cat(words).to(DEVICE)
+    workspace = torch.cat([stored.flatten(), lse_log2.flatten().view(torch.float16)]).to(DEVICE)
     out = torch.full((len(counts), seqlen_q, heads, rank), torch.nan, dtype=torch.float16, device=DEVICE)
     lse = torch.full((len(counts), heads, seqlen_q), torch.nan, device=DEVICE)
     columns = min(rank, block[1])
     combine_chunks_kernel[(len(counts) * -(-rows // block[0]), rank // columns)](
         workspace,
+        listed,
         out,
         lse,
         num_heads=heads,

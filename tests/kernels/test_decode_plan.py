@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, _part_size, part_range_of_few, plan_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, SHARE_NUMBERS, _part_size, part_range_of_few, plan_kernel
 from tests.kernels.decode_cases import DEVICE
 from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import Pointer, as_value
@@ -15,24 +15,20 @@ BLOCK_N = 16
 
 def plan(lengths: list[int], parts: int, overhead: int) -> list[list[int]]:
     """The four numbers of each part."""
-    batch = len(lengths)
-    before = 2 * parts + 2 * parts + 2 * min(batch, parts)  # rows of one column, their lse, the list
-    workspace = torch.full((before + 4 * parts,), -1, dtype=torch.float32, device=DEVICE)
+    found = torch.full((parts, SHARE_NUMBERS.value), -1, dtype=torch.int32, device=DEVICE)
     plan_kernel[(parts,)](
-        workspace,
+        found,
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         None,
-        batch=batch,
+        batch=len(lengths),
         capacity=2**30,
         num_parts=parts,
         overhead=overhead,
-        num_rows=1,
-        R=1,
         BLOCK_N=BLOCK_N,
         DEPENDENT=False,
     )
-    found: list[list[int]] = workspace.view(torch.int32)[before:].view(parts, 4).tolist()
-    return found
+    numbers: list[list[int]] = found.tolist()
+    return numbers
 
 
 def tiles_of(lengths: list[int]) -> list[int]:

@@ -104,6 +104,10 @@ def program(job: Job) -> Program:
     types |= {"Lse": "*fp32", "KV_scale": "*fp32", "page_table": "*i32", "seqlens_kv": "*i32", "softmax_scale": "fp32"}
     constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "ROWS": job.rows, "CAUSAL": job.is_causal}
     constants |= {"DEPENDENT": True, "PLANNED": job.is_planned}
+    if job.is_planned:
+        types["Plan"] = "*i32"
+    else:
+        constants["Plan"] = None
     if job.gathers:
         types |= dict.fromkeys(("C_kv", "K_rope"), "*u8")
         constants |= {"desc_c": None, "desc_k": None, "stride_cn": 36, "stride_kn": 36}

@@ -98,6 +98,10 @@ def program(job: Job) -> Program:
         types[name] = f"tensordesc<{element}{block},{layout!r}>"
     constants: dict[str, Any] = {"PAGE_SIZE": job.page_size, "CAUSAL": job.is_causal}
     constants |= {"DEPENDENT": True, "PLANNED": job.is_planned}
+    if job.is_planned:
+        types["Plan"] = "*i32"
+    else:
+        constants["Plan"] = None
     if not job.page_size:
         constants["page_table"] = None
     return Program(90, wide_decode_kernel, types, constants, {"num_warps": 4, "launch_pdl": True})

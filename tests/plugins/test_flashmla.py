@@ -15,7 +15,6 @@ from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins import flashmla
 from mla_plugin.plugins.flashmla import providers
-from mla_plugin.plugins.shared import capture
 from tests.plugins import flashmla_emulation as emulation
 from tests.plugins.flash_libraries import install
 from tests.plugins.flashmla_emulation import LIBRARIES, hopper, made, use
@@ -182,7 +181,7 @@ def test_lengths_that_change_have_a_schedule_of_their_own(platform: Platform) ->
     lengths.update([1, 70])
     check(call(lengths), run(call(lengths), platform))
     assert made == [[65, 129], [1, 70]]
-    assert len(lengths._schedules) == 1
+    assert len(lengths._kept) == 1
 
 
 def test_lengths_that_only_the_device_knows_have_one_at_each_call(platform: Platform) -> None:
@@ -193,26 +192,18 @@ def test_lengths_that_only_the_device_knows_have_one_at_each_call(platform: Plat
     assert made == [[65, 129], [3, 4]]
 
 
-@pytest.mark.parametrize(("numbers", "schedules"), [((0, 7, 7, 8, 0), 3), ((0, None, None), 3)])
-def test_every_graph_makes_its_own_schedule(
-    numbers: tuple[int | None, ...], schedules: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("places", "schedules"), [(((5, 0), (5, 7), (5, 7), (5, 8), (6, 8), (5, 0)), 4), (((5, 0), None, None), 3)]
+)
+def test_every_graph_and_every_stream_makes_its_own_schedule(
+    places: tuple[tuple[int, int] | None, ...], schedules: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph that took the schedule of an earlier call would keep it when it is replayed with other lengths."""
     lengths = DecodeLengths([65, 129], device="cpu")
-    for number in numbers:
-        monkeypatch.setattr(flashmla, "capture_number", lambda device, number=number: number)
+    for place in places:
+        monkeypatch.setattr(flashmla, "stream_and_capture", lambda device, place=place: place)
         run(call(lengths), platform)
     assert len(made) == schedules
-
-
-def test_no_capture_goes_on_here() -> None:
-    assert capture.capture_number(torch.device("cpu")) == 0
-
-
-def test_a_capture_without_a_driver_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(capture, "_driver", lambda: None)
-    assert capture.capture_number(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize("changes", [{"seqlen_q": 2, "causal": True}, {"seqlen_q": 2}])

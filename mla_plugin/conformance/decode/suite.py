@@ -255,8 +255,8 @@ class DecodeConformance(Suite):
         """Call the hook and watch what it does to memory and, once it has planned, to the host."""
         device_type = torch.device(self.device).type
         inputs = {name: x for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)}
-        if tensors.lengths is not None:
-            inputs["lengths.host"] = tensors.lengths.host
+        if tensors.host_lengths is not None:
+            inputs["lengths.host"] = tensors.host_lengths
         if device_type == "cuda":
             self.run(plan, tensors)
         living = [plan, plan.request] if tensors.lengths is None else [plan, plan.request, tensors.lengths]
@@ -297,14 +297,14 @@ def _with_lengths(case: DecodeCase, lengths: tuple[int, ...]) -> DecodeCase:
 def _copy(target: DecodeTensors, source: DecodeTensors) -> None:
     """New contents for the same memory; lengths that the host holds are updated last, as a plan takes all the rest."""
     for name, x in source._asdict().items():
-        if isinstance(x, torch.Tensor) and (name != "seqlens_kv" or target.lengths is None):
+        if isinstance(x, torch.Tensor) and (name != "seqlens_kv" or target.host_lengths is None):
             there = getattr(target, name).data  # no version counter says it
             for axis in range(there.dim()):
                 if there.stride(axis) == 0:
                     there, x = there.narrow(axis, 0, 1), x.narrow(axis, 0, 1)
             there.copy_(x)
     if isinstance(target.lengths, DecodeLengths) and source.lengths is not None:
-        target.lengths.update(source.lengths.host)
+        target.lengths.update(source.host_lengths)
 
 
 def _check_output(case: DecodeCase, output: DecodeOutput, wanted: tuple[Yardstick, Yardstick]) -> None:

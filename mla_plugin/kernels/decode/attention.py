@@ -12,6 +12,7 @@ from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.schema import schema_of
 from mla_plugin.kernels.decode import launch
+from mla_plugin.kernels.decode.run import DTYPES
 
 _FIXED = ("return_lse", "kv_scale", "kv_cache_format")
 _FIELDS = {name: hint for name, hint in OPERATOR_FIELDS.items() if name not in _FIXED}
@@ -26,14 +27,14 @@ def _tensors_of(arguments: tuple[Any, ...]) -> DecodeTensors:
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     tensors = _tensors_of(arguments)
-    known = known_of(tensors, launch.DTYPES)
+    known = known_of(tensors, DTYPES)
     decode_checks.check_values(tensors)
     return launch.decode(tensors, known)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = _tensors_of(arguments)
-    decode_checks.check_tensors(tensors, launch.DTYPES)
+    decode_checks.check_tensors(tensors, DTYPES)
     decode_checks.check_query_strides(tensors)
     q = tensors.q_nope_abs
     return q.new_empty(q.shape), q.new_empty(tensors.lse_shape, dtype=torch.float32)
@@ -98,11 +99,11 @@ def mla_decode_attention(
         # the dispatcher takes as much host time as a launch, so the operator is used only while tracing
         if not is_compiling:
             check_no_transformed_gradient()
-            decode_checks.check_tensors(tensors, launch.DTYPES)
+            decode_checks.check_tensors(tensors, DTYPES)
         decode_checks.check_no_gradient(tensors)
         out, lse = _operator(*(getattr(tensors, name) for name in _FIELDS))
     else:
-        known = known_of(tensors, launch.DTYPES)
+        known = known_of(tensors, DTYPES)
         decode_checks.check_no_gradient(tensors)
         decode_checks.check_values(tensors)
         out, lse = launch.decode(tensors, known)

@@ -75,11 +75,12 @@ def combine_kernel(
     entry = tl.program_id(0) // row_blocks
     found = list_of_split(Parts, num_parts, num_rows, R) + 2 * entry
     other, count = tl.load(found), tl.load(found + 1)
-    if count < 2:
-        return
     b, first = entry, other
     if batch > num_parts:
         b, first = other, entry
+    # a plan made for other lengths gives meaningless results, but must not lead outside the workspace
+    if (count < 2) | (first < 0) | (count > num_parts - first):
+        return
     rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     parts_lse = lse_of_parts(Parts, num_parts, num_rows, R)

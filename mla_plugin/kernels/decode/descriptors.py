@@ -10,6 +10,7 @@ from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.decode_layout import starts_aligned
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.tiles import DecodeTile
+from mla_plugin.kernels.decode.workspace import Scratch
 from mla_plugin.kernels.descriptors import descriptor
 
 MAX_CACHES = 256
@@ -54,7 +55,7 @@ def _described(cache: torch.Tensor, block_n: int, width: int) -> TensorDescripto
 
 def plain_arguments(
     tensors: DecodeTensors,
-    parts: torch.Tensor,
+    scratch: Scratch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
@@ -63,7 +64,7 @@ def plain_arguments(
     """The arguments of each call of ``decode_kernel``; without descriptors it reads the cache by pointers."""
     inputs = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
     keys = (tensors.page_table, tensors.seqlens_kv, tensors.leftpad_kv, tensors.kv_scale)
-    return (*inputs, *keys, parts, out, lse, *described, scale)
+    return (*inputs, *keys, *scratch, out, lse, *described, scale)
 
 
 class CacheDescriptors:
@@ -91,7 +92,7 @@ class CacheDescriptors:
         return found
 
     def arguments(
-        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self, tensors: DecodeTensors, scratch: Scratch, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
         """Those of a call, see ``plain_arguments``."""
-        return plain_arguments(tensors, parts, out, lse, scale, self.of(tensors))
+        return plain_arguments(tensors, scratch, out, lse, scale, self.of(tensors))

@@ -222,6 +222,7 @@ def decode_kernel(
     leftpad_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     desc_c0,
@@ -267,9 +268,9 @@ def decode_kernel(
     """One program computes BLOCK_M (query, head) rows over one part of the key tiles.
 
     Grid: (row tiles x parts,). The tiles of all sequences are concatenated and divided into equal parts
-    (``part_range``; PLANNED: ``plan_kernel`` has done so); the tiles of one sequence in a part are a piece. A sequence
-    with one piece is written to Out and Lse (None: not wanted). Other sequences' partial results go to Parts, the
-    workspace that ``combine_kernel`` describes.
+    (``part_range``; PLANNED: ``plan_kernel`` has done so, into Plan); the tiles of one sequence in a part are a piece.
+    A sequence with one piece is written to Out and Lse (None: not wanted). Other sequences' partial results go to
+    Parts, the workspace that ``combine_kernel`` describes.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # programmatic dependent launch: wait for the previous kernel
@@ -280,7 +281,7 @@ def decode_kernel(
     unlisted = (batch > num_parts) & (tile == 0)
     tl.store(list_of_split(Parts, num_parts, seqlen_q * num_heads, R) + 2 * part + 1, 0, mask=unlisted)
     if PLANNED:
-        first_b, last_b, begin, size = load_plan(Parts, part, batch, num_parts, seqlen_q * num_heads, R)
+        first_b, last_b, begin, size = load_plan(Plan, part)
     else:
         first_b, last_b, begin, size = part_range(
             part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N

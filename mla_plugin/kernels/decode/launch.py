@@ -1,46 +1,43 @@
-"""The launch of the decode kernels: number of programs, tile, arguments; computed once for each shape."""
+"""Which decode kernels compute a call: number of programs, tile, arguments; computed once for each shape."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
-from mla_plugin.arguments.decode_checks import check_query_strides, check_tensors
 from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.combine import combine_kernel
-from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors, plain_arguments, strides_of
+from mla_plugin.kernels.decode.descriptors import CacheDescriptors, can_use_descriptors, strides_of
 from mla_plugin.kernels.decode.device import Device as Device
 from mla_plugin.kernels.decode.device import device_of as device_of
 from mla_plugin.kernels.decode.hopper import launch as hopper
-from mla_plugin.kernels.decode.hopper.query_rows import with_copied_queries
 from mla_plugin.kernels.decode.kernel import decode_kernel
 from mla_plugin.kernels.decode.limits import OVERHEAD, check_rows, count_tiles
-from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, plan_kernel
+from mla_plugin.kernels.decode.plan import FEW_SEQUENCES, SHARE_NUMBERS, plan_kernel
+from mla_plugin.kernels.decode.run import Described, Launches, Round, launches_of, run
 from mla_plugin.kernels.decode.tiles import choose_parts as choose_parts
 from mla_plugin.kernels.decode.transposed import launch as transposed
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.decode.wide import launch as wide
 from mla_plugin.kernels.decode.wide import rule as wide_rule
-from mla_plugin.kernels.launch import Launch, compile_together, named_strides
+from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.tile_math import split_head_dim
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
 _split_head_dim = functools.cache(split_head_dim)  # a layout of a growing cache is new at every step
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KEPT = "triton"  # key of a layout's cached launches
 _GIVEN = (
     *("Q_nope_abs", "Q_rope", "C_kv", "K_rope", "page_table", "seqlens_kv", "leftpad_kv", "KV_scale"),
-    *("Parts", "Out", "Lse"),
+    *("Parts", "Plan", "Out", "Lse"),
     *("desc_c0", "desc_c1", "desc_k", "softmax_scale"),
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
-_PLAN_GIVEN = ("Parts", "seqlens_kv", "leftpad_kv")
+_PLAN_GIVEN = ("Plan", "seqlens_kv", "leftpad_kv")
 _COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
 _COMBINE_PIECES = 64
 _COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
@@ -49,57 +46,12 @@ _COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some
 _TILES_FOR_DESCRIPTORS = 8
 
 
-Described = CacheDescriptors | hopper.Descriptors | transposed.Descriptors | wide.Descriptors
-
-
-class Round(NamedTuple):
-    """The launches of the kernels, in order.
-
-    Attributes:
-        plan: None if the programs of attend compute their shares themselves.
-        attend: the attention kernel.
-        combine: None if no sequence can have two pieces.
-    """
-
-    plan: Launch | None
-    attend: Launch
-    combine: Launch | None
-
-
-@dataclass
-class Launches:
-    """Everything about a call that its layout determines.
-
-    Attributes:
-        out_shape, lse_shape: of the results.
-        workspace: elements of the workspace of a round.
-        rounds: run one after another, in one workspace.
-        described: the descriptors of each call; None: the cache is read by pointers.
-        copies_queries: into contiguous tensors, before each call.
-        cuda_index: of the device; None without CUDA.
-        code: everything that determines the compiled code of the kernels; a process has few of them.
-    """
-
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    workspace: int
-    rounds: tuple[Round, ...]
-    described: Described | None
-    copies_queries: bool
-    cuda_index: int | None
-    code: tuple[object, ...]
-
-
-_compiled: set[tuple[object, ...]] = set()
-"""``Launches.code`` of kernels compiled in parallel; others are compiled one by one when first launched."""
-
-
-def _workspace(slot_rows: int, entries: int, parts: int, rank: int, itemsize: int) -> int:
+def _workspace(slot_rows: int, entries: int, rank: int, itemsize: int) -> int:
     """Elements of ``slot_rows`` rows of ``rank`` columns, rounded up to an even number, and of the 4-byte values.
 
-    The latter are one per row, two per entry of the list of split sequences, and four per part.
+    The latter are one per row, and two per entry of the list of split sequences.
     """
-    words = slot_rows + 2 * entries + 4 * parts
+    words = slot_rows + 2 * entries
     elements: int = ceil_div(slot_rows * rank, 2) * 2 + words * (4 // itemsize)
     return elements
 
@@ -152,15 +104,13 @@ def _combine_launch(
     )
 
 
-def _plan_launch(
-    device: Device, batch: int, capacity: int, parts: int, num_rows: int, rank: int, block_n: int
-) -> Launch:
+def _plan_launch(device: Device, batch: int, capacity: int, parts: int, block_n: int) -> Launch:
     return Launch(
         plan_kernel,
         (parts, 1, 1),
         _PLAN_GIVEN,
-        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": OVERHEAD, "num_rows": num_rows}
-        | {"R": rank, "BLOCK_N": block_n, "DEPENDENT": device.has_dependent_launch},
+        {"batch": batch, "capacity": capacity, "num_parts": parts, "overhead": OVERHEAD, "BLOCK_N": block_n}
+        | {"DEPENDENT": device.has_dependent_launch},
         options_of(device, 4),
     )
 
@@ -244,32 +194,11 @@ def attend_launch(
     return Launch(kernel, (programs, 1, 1), _GIVEN, {**fixed, **more}, asked)
 
 
-def launches_of(
-    tensors: DecodeTensors,
-    described: Described | None,
-    workspace: int,
-    rounds: tuple[Round, ...],
-    code: tuple[object, ...],
-) -> Launches:
-    """The launches of a call; ``code`` decides about the kernels' code, besides dtypes, device and ``described``."""
-    q_nope_abs = tensors.q_nope_abs
-    read = (getattr(described, "gathers", False), getattr(described, "query_block", None))
-    return Launches(
-        out_shape=tuple(q_nope_abs.shape),
-        lse_shape=tensors.lse_shape,
-        workspace=workspace,
-        rounds=rounds,
-        described=described,
-        copies_queries=getattr(described, "copies_queries", False),
-        cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *read, *code),
-    )
-
-
-def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launches:
+def make_launches(tensors: DecodeTensors, *, is_shared: bool = False, tiles_for_hopper: int = 0) -> Launches:
     """The launches of the kernels that divide the tiles of all sequences evenly.
 
     Args:
+        is_shared: layers share the plan, so that it pays off where a call plans as fast in the attention kernel.
         tiles_for_hopper: calls with fewer key tiles a part run on the plain kernel.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
@@ -290,7 +219,7 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
     has_few = batch * key_tiles < slots * tiles_for_hopper
     is_hopper = not is_fp8_kernel and not has_few and hopper.takes(tensors, device, can_describe)
     by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
-    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_fp8_kernel else tile.planned
+    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_fp8_kernel else tile.planned or is_shared
     options = options_of(device, 4)
     shared_out = {"num_parts": parts, "overhead": OVERHEAD}
     described: Described | None = None
@@ -314,10 +243,11 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
         attend = attend_launch(decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, planned)
     plan, combine = None, None
     if is_planned:
-        plan = _plan_launch(device, batch, tensors.capacity, parts, rows, rank, tile.block_n)
+        plan = _plan_launch(device, batch, tensors.capacity, parts, tile.block_n)
     if parts > 1 and key_tiles > 1:
         combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank, is_mixed=is_hopper)
-    workspace = _workspace(2 * parts * rows, min(batch, parts), parts, rank, tensors.q_nope_abs.element_size())
+    workspace = _workspace(2 * parts * rows, min(batch, parts), rank, tensors.q_nope_abs.element_size())
+    plan_numbers = SHARE_NUMBERS.value * parts if is_planned else 0
     constants = _constants(tensors, device, tile, page_size, by_descriptors)
     transposed_rows = transposed_rule.tile_rows(rows) if is_transposed else 0
     code = (
@@ -329,45 +259,12 @@ def make_launches(tensors: DecodeTensors, *, tiles_for_hopper: int = 0) -> Launc
         combine and combine.arguments[-5:-2],
         *constants.values(),
     )
-    return launches_of(tensors, described, workspace, (Round(plan, attend, combine),), code)
+    return launches_of(tensors, described, workspace, plan_numbers, (Round(plan, attend, combine),), code)
 
 
-def decode(
-    tensors: DecodeTensors,
-    known: Known,
-    make: Callable[[DecodeTensors], Launches] = make_launches,
-    kept: str = _KEPT,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def decode(tensors: DecodeTensors, known: Known) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [B, S_q, H, R] and, if wanted, lse [B, H, S_q]; tensors as ``mla_decode_attention`` takes them.
 
-    ``known`` is of their layout; under the name ``kept`` it holds the launches that ``make`` makes.
+    ``known`` is of their layout.
     """
-    q_nope_abs, softmax_scale, return_lse = tensors.q_nope_abs, tensors.softmax_scale, tensors.return_lse
-    launches = known.kept.get(kept)
-    if launches is None:
-        check_tensors(tensors, DTYPES)
-        check_query_strides(tensors)
-        launches = known.kept[kept] = make(tensors)
-    if launches.cuda_index is not None and launches.cuda_index != torch.cuda.current_device():
-        with torch.cuda.device(launches.cuda_index):  # Triton launches on the current device
-            return decode(tensors, known, make, kept)
-    out = q_nope_abs.new_empty(launches.out_shape)
-    lse = q_nope_abs.new_empty(launches.lse_shape, dtype=torch.float32) if return_lse else None
-    if known.has_no_query:
-        return out, lse
-    if launches.copies_queries:
-        tensors = with_copied_queries(tensors)
-    scale = float(softmax_scale)  # Triton would compile a whole number in as a constant
-    parts = q_nope_abs.new_empty(launches.workspace)
-    arguments_of = plain_arguments if launches.described is None else launches.described.arguments
-    attended = arguments_of(tensors, parts, out, lse, scale)
-    given = ((parts, tensors.seqlens_kv, tensors.leftpad_kv), attended, (parts, out, lse))
-    calls = [pair for of_round in launches.rounds for pair in zip(of_round, given, strict=True)]
-    wanted = [(launch, arguments) for launch, arguments in calls if launch is not None]
-    first = launches.rounds[0]
-    if first.attend.run is None and out.is_cuda and len(wanted) > 1 and launches.code not in _compiled:
-        compile_together(wanted[: len(first) - first.count(None)], out.device)
-        _compiled.add(launches.code)
-    for launch, arguments in wanted:
-        launch(*arguments)
-    return out, lse
+    return run(tensors, known, make_launches, _KEPT)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_plugin.kernels.decode.combine import list_of_split
-
 SEQUENCES = tl.constexpr(256)
 """Sequences processed per step."""
+SHARE_NUMBERS = tl.constexpr(4)
+"""int32 values per part in the plan."""
 FEW_SEQUENCES = 4
 """Up to so many, the programs of the Hopper kernels work out their parts by themselves; with 8 that takes longer."""
 _FEW = tl.constexpr(FEW_SEQUENCES)
@@ -124,35 +124,28 @@ def part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, BL
 
 
 @triton.jit
-def _plans(Parts, batch, num_parts, num_rows, R: tl.constexpr):
-    """Pointer to the plan in the workspace that ``combine_kernel`` describes: four int32 per part."""
-    return list_of_split(Parts, num_parts, num_rows, R) + 2 * tl.minimum(batch, num_parts)
-
-
-@triton.jit
-def load_plan(Parts, part, batch, num_parts, num_rows, R: tl.constexpr):
-    """The plan of a part, written by ``plan_kernel``."""
-    found = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
+def load_plan(Plan, part):
+    """``part_range`` of a part, written by ``plan_kernel``."""
+    found = Plan + SHARE_NUMBERS * part
     return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead"])
 def plan_kernel(
-    Parts,
+    Plan,
     seqlens_kv,
     leftpad_kv,
     batch,
     capacity,
     num_parts,
     overhead,
-    num_rows,
-    R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Writes the plan of ``decode_kernel``: ``part_range`` of each part. Grid: (parts,).
+    """Writes Plan [parts, SHARE_NUMBERS], int32: ``part_range`` of each part. Grid: (parts,).
 
-    Also of the Gluon kernels, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
+    It depends on the lengths and the number of parts alone, so one plan can serve all layers of a step. For
+    ``decode_kernel``; also of the Gluon kernels, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
     reductions over threads in the same kernel make ptxas hold the addresses of the queries in 72 registers, and spill
     (CUDA 12.9; a tile took 20 % longer).
     """
@@ -161,8 +154,8 @@ def plan_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     first, last, begin, size = part_range(part, num_parts, seqlens_kv, leftpad_kv, batch, capacity, overhead, BLOCK_N)
-    plan = _plans(Parts, batch, num_parts, num_rows, R) + 4 * part
-    tl.store(plan, first)
-    tl.store(plan + 1, last)
-    tl.store(plan + 2, begin)
-    tl.store(plan + 3, size)
+    found = Plan + SHARE_NUMBERS * part
+    tl.store(found, first)
+    tl.store(found + 1, last)
+    tl.store(found + 2, begin)
+    tl.store(found + 3, size)

@@ -158,12 +158,14 @@ class MLAPlan:
         table_version = _version(self._page_table)
         slot, work, page_table = self._slot, self._work, self._page_table
         slot.wait_until_staged()
-        pages = used_pages(lengths.host, work.page_size, page_table.shape[1])
+        host = lengths.host
+        assert host is not None  # ``run`` has checked it
+        pages = used_pages(host, work.page_size, page_table.shape[1])
         kv_indices = slot.kv_indices[: len(pages.entries)]
         entries = pages.entries.to(work.device, non_blocking=True)
         torch.index_select(page_table.reshape(-1), 0, entries, out=kv_indices)
-        qo_indptr = torch.arange(len(lengths) + 1, dtype=torch.int32) * work.seqlen_q
-        self._plan((qo_indptr, pages.indptr, kv_indices, lengths.host))
+        qo_indptr = torch.arange(len(host) + 1, dtype=torch.int32) * work.seqlen_q
+        self._plan((qo_indptr, pages.indptr, kv_indices, host))
         slot.mark_staged()
         self._is_used, self._table_version = False, table_version
 
@@ -227,8 +229,8 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
         RuntimeError: a new plan would have to be made while a CUDA graph is captured.
     """
     page_table, lengths = tensors.page_table, tensors.lengths
-    if page_table is None or lengths is None:
-        raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...)")
+    if page_table is None or lengths is None or lengths.host is None:
+        raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...) of lengths on the host")
     tensors = _rescaled(tensors)
     known = known_of(tensors)
     work = known.kept.get(_KEPT)

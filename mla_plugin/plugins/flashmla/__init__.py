@@ -8,11 +8,13 @@ for compute capability 9.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeTensors
+from mla_plugin.arguments.capture import stream_and_capture
+from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.layout import aligned, joined
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionRequest
@@ -20,7 +22,6 @@ from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashmla import providers
 from mla_plugin.plugins.flashmla.providers import Provider, Schedule
-from mla_plugin.plugins.shared.capture import capture_number
 from mla_plugin.plugins.shared.refusals import NO_ATTENTION, batch_dependence
 
 PAGE_SIZE, RANK, ROPE = 64, 512, 64
@@ -99,8 +100,14 @@ def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     assert seqlens_kv is not None
     if page_table.stride(1) != 1:  # of one column
         page_table = page_table.as_strided(page_table.shape, (page_table.stride(0), 1))
-    schedule = _schedule(provider, tensors, seqlens_kv)
+    shared = _shared(provider, tensors)
+    schedule = None if shared is None else shared.schedule
+    is_new = schedule is None
+    if schedule is None:
+        schedule = provider.schedule(seqlens_kv, q.shape[1] * q.shape[2])
     out, lse = provider.decode(q, cache, page_table, seqlens_kv, schedule, tensors.softmax_scale, tensors.causal)
+    if shared is not None and is_new:
+        shared.lengths.keep(shared.key, schedule, shared.version)  # complete only now, and other threads may take it
     if tensors.causal and tensors.softmax_scale < LEAST_SCALE:
         seqlen_q = q.shape[1]
         sees_none = torch.arange(seqlen_q, device=q.device) < seqlen_q - seqlens_kv[:, None]  # [B, S_q]
@@ -111,12 +118,28 @@ def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     return DecodeOutput(out, lse.masked_fill(lse == torch.inf, -torch.inf))
 
 
-def _schedule(provider: Provider, tensors: DecodeTensors, seqlens_kv: torch.Tensor) -> Schedule:
-    """The schedule shared by the layers of a step, one per graph; without ``DecodeLengths`` each call makes its own."""
+class _Shared(NamedTuple):
+    """The schedule that the layers of a step share: one for each stream, and one for each graph.
+
+    Attributes:
+        lengths: where it is kept.
+        key: its name there.
+        version: of the lengths.
+        schedule: None if this call makes it.
+    """
+
+    lengths: DecodeLengths
+    key: Hashable
+    version: Hashable
+    schedule: Schedule | None
+
+
+def _shared(provider: Provider, tensors: DecodeTensors) -> _Shared | None:
+    """None without ``DecodeLengths``: each call makes its own."""
     _, seqlen_q, heads, _ = tensors.q_nope_abs.shape
-    rows, lengths = seqlen_q * heads, tensors.lengths
-    capture = capture_number(seqlens_kv.device) if lengths is not None else None
-    if lengths is None or capture is None:
-        return provider.schedule(seqlens_kv, rows)
-    key = ("flashmla", provider, seqlens_kv.device, seqlen_q, heads, tensors.causal, capture)
-    return lengths.schedule(key, lambda held: provider.schedule(held.seqlens_kv, rows))
+    lengths, device = tensors.lengths, tensors.q_nope_abs.device
+    place = None if lengths is None else stream_and_capture(device)
+    if lengths is None or place is None:
+        return None
+    key = ("flashmla", provider, device, seqlen_q, heads, tensors.causal, place)
+    return _Shared(lengths, key, lengths.version, lengths.kept(key))

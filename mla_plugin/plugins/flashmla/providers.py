@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
-from mla_plugin.arguments.decode import DecodeLengths
 from mla_plugin.device import FLASH_MLA_PROVIDERS
 from mla_plugin.hooks.types import Platform
 from mla_plugin.plugins.shared.flash_family import imported, not_installed
@@ -34,10 +33,6 @@ class Schedule(NamedTuple):
 
     tiles: Any
     splits: torch.Tensor | None
-
-    def renew(self, lengths: DecodeLengths) -> bool:
-        """False: the next call computes a new schedule on the device; a graph computes its own at each replay."""
-        return False
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,33 @@ def graph_metadata(backend, forward_batch, in_capture):
         backend.init_forward_metadata_replay_cuda_graph(len(asked[0]), *asked, *of_step, **on_host)
 
 
+def addresses_of(steps):
+    return steps.page_table.data_ptr(), steps.lengths.seqlens_kv.data_ptr()
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_the_layers_of_a_step_share_their_lengths(mode, monkeypatch):
+    """So that the first one plans for all."""
+    seen, compute = [], mla_plugin.decode
+
+    def decode_and_look(*tensors, **options):
+        seen.append(options["seqlens_kv"])
+        return compute(*tensors, **options)
+
+    monkeypatch.setattr(mla_plugin, "decode", decode_and_look)
+    layer = Layer()
+    for _ in range(2):
+        step = layer.batch(mode, [9, 80], [1, 1] if mode.is_decode() else [3, 2])
+        layer.backend.init_forward_metadata(step.forward_batch)
+        with sglang_of(layer):
+            for _layer in range(2):
+                step.absorbed()
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3]
+    assert seen[0] is not seen[2]
+    assert all(isinstance(lengths, mla_plugin.DecodeLengths) and lengths.host is None for lengths in seen)
+
+
 @pytest.mark.parametrize("kept", CACHES)
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -136,7 +163,7 @@ def test_a_replayed_graph(page_size, drafts, kept):
     captured = layer.batch(mode, [new + 1] * 5, [new] * 5, drafts)
     graph_metadata(backend, captured.forward_batch, True)
     in_graph = backend.forward_metadata
-    addresses = [x.data_ptr() for x in in_graph]
+    addresses = addresses_of(in_graph)
     layer.used = 0
     step = layer.batch(mode, [140, new, 65], [new] * 3, drafts, pad=2 * new)
     table[0] = 0
@@ -145,7 +172,8 @@ def test_a_replayed_graph(page_size, drafts, kept):
     of.batch_size, of.seq_lens = 5, torch.cat([of.seq_lens, torch.tensor([fill, fill])])
     of.req_pool_indices, of.seq_lens_cpu = torch.cat([of.req_pool_indices, torch.zeros(2).long()]), None
     graph_metadata(backend, of, False)
-    assert [x.data_ptr() for x in backend.forward_metadata] == addresses
+    assert addresses_of(backend.forward_metadata) == addresses
+    assert backend.forward_metadata.lengths is not in_graph.lengths  # for which something may be planned already
     asked, of.spec_info = of.spec_info, None  # as a rank without requests has it
     graph_metadata(backend, of, False)
     of.spec_info = asked

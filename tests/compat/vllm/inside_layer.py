@@ -100,6 +100,52 @@ def test_a_draft_whose_tokens_see_each_other():
     close(out, wanted, torch.bfloat16)
 
 
+def lengths_seen(monkeypatch):
+    """The lengths that ``mla_plugin.decode`` is called with, in order."""
+    seen, compute = [], mla_plugin.decode
+
+    def decode_and_look(*tensors, **options):
+        seen.append(options["seqlens_kv"])
+        return compute(*tensors, **options)
+
+    monkeypatch.setattr(mla_plugin, "decode", decode_and_look)
+    return seen
+
+
+def test_the_layers_of_a_pass_share_their_lengths(monkeypatch):
+    """So that the first one plans for all; the next pass over the same metadata may have other lengths."""
+    seen, first, second = lengths_seen(monkeypatch), *(Layer(2, torch.bfloat16, 12, speculative=1) for _ in range(2))
+    table, _ = first.fill([40, 19])
+    second.cache = first.cache
+    metadata = first.metadata(table, [40, 19], [1, 1])
+    q = torch.randn(2, 2, RANK + ROPE).to(torch.bfloat16)
+
+    def run(layer):
+        layer.impl.forward_mqa(q, layer.cache, metadata, None)
+        assert seen[-1].seqlens_kv is metadata.decode.seq_lens
+        assert seen[-1].host is None
+        return seen[-1]
+
+    of_pass = run(first)
+    assert run(second) is of_pass
+    of_next = run(first)
+    assert of_next is not of_pass
+    assert run(second) is of_next
+    metadata.decode.seq_lens -= 1
+    first.builder.update_draft_decode_metadata(metadata)
+    of_draft = run(second)
+    assert of_draft is not of_next
+    assert run(first) is of_draft
+    metadata.decode.seq_lens = metadata.decode.seq_lens.clone()
+    assert run(Layer(2, torch.bfloat16, 12)) is not of_draft
+
+
+def test_a_draft_without_a_request_of_decode():
+    """Its step may be a prefill alone."""
+    builder = Layer(2, torch.bfloat16, 4, speculative=1).builder
+    builder.update_draft_decode_metadata(SimpleNamespace(decode=None))
+
+
 def test_decode_over_two_ranks_is_merged_by_lse():
     """Each rank holds every second token; vLLM sums exp(lse - lse of all) out. One rank has none of the third's."""
     dtype, lengths = torch.bfloat16, [33, 7, 1]
@@ -204,4 +250,3 @@ def test_speculation_is_decode_and_goes_into_full_graphs():
     assert builder.reorder_batch_threshold == 8
     assert type(builder)._cudagraph_support.name == "UNIFORM_BATCH"
     assert builder.supports_draft_decode_metadata_update
-    builder.update_draft_decode_metadata(None)

@@ -10,6 +10,7 @@ import torch
 
 from mla_plugin.arguments import decode_layout
 from mla_plugin.kernels.decode import launch as decode_launch
+from mla_plugin.kernels.decode import run as decode_run
 from mla_plugin.kernels.decode.device import Device
 from mla_plugin.kernels.decode.transposed import rule as transposed_rule
 from mla_plugin.kernels.decode.wide import rule as wide_rule
@@ -37,7 +38,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(
         decode_launch, "options_of", lambda device, num_warps, **_: {"num_warps": num_warps, "launch_pdl": True}
     )
-    monkeypatch.setattr(decode_launch, "compile_together", lambda calls, device: None)
+    monkeypatch.setattr(decode_run, "compile_together", lambda calls, device: None)
     monkeypatch.setattr(decode_layout, "_known", {})
     for module in (launch_forward, launch_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: PROGRAMS)

@@ -23,7 +23,6 @@ from mla_plugin.kernels.tile_math import LOG2_E
 
 _load_chunk_range = gluon.jit(invariant_plan.load_chunk_range.fn)
 _chunk_range_of_few = gluon.jit(invariant_plan.chunk_range_of_few.fn)
-_list_of_sequences = gluon.jit(combine.list_of_sequences.fn)
 _lse_of_slots = gluon.jit(combine.lse_of_slots.fn)
 first_key = gluon.jit(chunks.first_key.fn)
 _chunks_from = gluon.jit(chunks.chunks_from.fn)
@@ -31,7 +30,7 @@ _chunks_from = gluon.jit(chunks.chunks_from.fn)
 
 @gluon.jit
 def share_of_chunks(
-    Parts,
+    Plan,
     seqlens_kv,
     leftpad_kv,
     part,
@@ -39,18 +38,14 @@ def share_of_chunks(
     batch,
     capacity,
     num_parts,
-    slots,
-    num_rows,
-    R: gl.constexpr,
     CHUNK: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """(first, last, slot, start, end) of a part, see ``chunk_range``; if not PLANNED it ``writes`` the list as well."""
-    listed = _list_of_sequences(Parts, slots, num_rows, R)
+    """(first, last, slot, start, end) of a part, see ``chunk_range``; if not PLANNED it ``writes`` the list to Plan."""
     if PLANNED:
-        return _load_chunk_range(listed, part, batch)
+        return _load_chunk_range(Plan, part, batch)
     else:
-        return _chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
+        return _chunk_range_of_few(part, writes, Plan, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK)
 
 
 @gluon.jit
@@ -101,6 +96,7 @@ def compute_chunks(
     leftpad_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     tiles,
@@ -132,11 +128,11 @@ def compute_chunks(
     scale_log2 = softmax_scale * LOG2_E
     if FORMAT == "fp8":
         scale_log2 *= gl.load(KV_scale)
-    writes = (gl.program_id(0) == 0) & (which == 0)
+    part = gl.program_id(0) // row_tiles
+    # not PLANNED, the warps that load write the list: with its address here ptxas would spill registers
     # fmt: off
     first_b, last_b, slot, start, end = share_of_chunks(
-        Parts, seqlens_kv, leftpad_kv, gl.program_id(0) // row_tiles, writes, batch, capacity, num_parts, slots,
-        num_rows, R, CHUNK, PLANNED,
+        Plan if PLANNED else None, seqlens_kv, leftpad_kv, part, False, batch, capacity, num_parts, CHUNK, PLANNED,
     )
     # fmt: on
     sequences = 0

@@ -26,21 +26,10 @@ FLOAT16_TOP = gl.constexpr(14)
 
 
 @gluon.jit
-def share_of_tiles(
-    Parts,
-    seqlens_kv,
-    part,
-    batch,
-    capacity,
-    num_parts,
-    overhead,
-    num_rows,
-    R: gl.constexpr,
-    PLANNED: gl.constexpr,
-):
+def share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED: gl.constexpr):
     """(first, last, begin, size) of a part, see ``part_range``; PLANNED: ``plan_kernel`` has worked it out."""
     if PLANNED:
-        return load_plan(Parts, part, batch, num_parts, num_rows, R)
+        return load_plan(Plan, part)
     else:
         return _part_range_of_few(part, num_parts, seqlens_kv, batch, capacity, overhead, KEYS)
 

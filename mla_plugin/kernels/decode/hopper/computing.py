@@ -32,6 +32,7 @@ def compute(
     seqlens_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     tiles,
@@ -63,9 +64,7 @@ def compute(
         scale_log2 *= gl.load(KV_scale)
     if which == 0:
         list_nothing(Parts, part, (batch > num_parts) & (tile == 0), num_parts, num_rows, R)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, R, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     pieces = 0
     even = 0
     odd = 0

@@ -228,7 +228,7 @@ def gather(
     page_table,
     seqlens_kv,
     leftpad_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -237,13 +237,11 @@ def gather(
     capacity,
     num_parts,
     overhead,
-    slots,
     stride_pt,
     stride_cb,
     stride_cn: gl.constexpr,
     stride_kb,
     stride_kn: gl.constexpr,
-    R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -253,16 +251,12 @@ def gather(
     """As ``load``: the queries and key tiles of every piece of this program's part."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
     q_full, q_empty, k_full, k_empty, _published, _finished = barriers
-    num_rows = seqlen_q * num_heads
-    row_tiles = gl.cdiv(num_rows, ROWS)
+    row_tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    # fmt: off
     first_b, last_b, at, start, end = share_of(
-        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, overhead, slots, num_rows, R, CHUNK,
-        PLANNED,
+        Plan, seqlens_kv, leftpad_kv, part, tile == 0, batch, capacity, num_parts, overhead, CHUNK, PLANNED
     )
-    # fmt: on
     pieces = 0
     even = 0
     odd = 0

@@ -32,7 +32,7 @@ def _produce(
     page_table,
     seqlens_kv,
     leftpad_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -41,13 +41,11 @@ def _produce(
     capacity,
     num_parts,
     overhead,
-    slots,
     stride_pt,
     stride_cb,
     stride_cn: gl.constexpr,
     stride_kb,
     stride_kn: gl.constexpr,
-    R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -61,15 +59,14 @@ def _produce(
     # fmt: off
     if C_kv is None:
         load(
-            desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
-            batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, R, PAGE_SIZE, CAUSAL, CHUNK,
-            PLANNED,
+            desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, leftpad_kv, Plan, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, CHUNK, PLANNED,
         )
     else:
         gather(
-            desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts, tiles, barriers,
-            batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt, stride_cb, stride_cn,
-            stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, FORMAT, CHUNK, PLANNED,
+            desc_q, desc_r, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Plan, tiles, barriers,
+            batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb,
+            stride_kn, PAGE_SIZE, CAUSAL, FORMAT, CHUNK, PLANNED,
         )
     # fmt: on
 
@@ -80,6 +77,7 @@ def _consume(
     leftpad_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     tiles,
@@ -107,13 +105,14 @@ def _consume(
     # fmt: off
     if CHUNK == 0:
         compute(
-            seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch, num_heads,
-            seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT, PLANNED,
+            seqlens_kv, KV_scale, Parts, Plan, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch,
+            num_heads, seqlen_q, capacity, num_parts, overhead, which, R, CAUSAL, DEPENDENT, FORMAT, PLANNED,
         )
     else:
         compute_chunks(
-            seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, tiles, barriers, q_converted, softmax_scale, batch,
-            num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
+            seqlens_kv, leftpad_kv, KV_scale, Parts, Plan, Out, Lse, tiles, barriers, q_converted, softmax_scale,
+            batch, num_heads, seqlen_q, capacity, num_parts, slots, which, R, CAUSAL, DEPENDENT, FORMAT, CHUNK,
+            PLANNED,
         )
     # fmt: on
 
@@ -125,6 +124,7 @@ def _consume(
 )
 def hopper_decode_kernel(
     Parts,
+    Plan,
     Out,
     Lse,
     C_kv,
@@ -166,7 +166,8 @@ def hopper_decode_kernel(
     B, page_size or S_kv, 64]. With C_kv, K_rope and, by the FORMAT, KV_scale in place of desc_c and desc_k their rows
     are gathered; the strides of both are in units of 16 bytes. REGISTERS is what a thread of the warps that load has.
     The other arguments, and what is written to Parts: see ``decode_kernel``. With CHUNK: as ``chunks_kernel``;
-    otherwise leftpad_kv is None. PLANNED: ``plan_kernel`` has run before, with CHUNK ``plan_chunks_kernel``.
+    otherwise leftpad_kv is None. PLANNED: ``plan_kernel`` has written Plan, with CHUNK ``plan_chunks_kernel``; if not,
+    with CHUNK, this kernel writes the list of sequences there.
 
     Tiles in shared memory and barriers: see ``latent.py``; a gathering warpgroup fills k_tiles in place of TMA. Where
     products are ``in_float16``, q_tiles hold the queries as TMA copies them, then in float16 (``scale_queries``).
@@ -207,20 +208,19 @@ def hopper_decode_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, operands, barriers, q_converted,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Plan, Out, Lse, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 0, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_consume, (
-                seqlens_kv, leftpad_kv, KV_scale, Parts, Out, Lse, operands, barriers, q_converted,
+                seqlens_kv, leftpad_kv, KV_scale, Parts, Plan, Out, Lse, operands, barriers, q_converted,
                 softmax_scale, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, 1, R, CAUSAL,
                 DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
             (_produce, (
-                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Parts,
-                tiles, barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, slots, stride_pt,
-                stride_cb, stride_cn, stride_kb, stride_kn, R, PAGE_SIZE, CAUSAL, DEPENDENT, FORMAT, CHUNK,
-                PLANNED,
+                desc_q, desc_r, desc_c, desc_k, C_kv, K_rope, KV_scale, page_table, seqlens_kv, leftpad_kv, Plan,
+                tiles, barriers, batch, num_heads, seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb,
+                stride_cn, stride_kb, stride_kn, PAGE_SIZE, CAUSAL, DEPENDENT, FORMAT, CHUNK, PLANNED,
             )),
         ],
         [4, 1 if C_kv is None else 4],

@@ -18,6 +18,7 @@ from mla_plugin.kernels.decode.hopper import rule
 from mla_plugin.kernels.decode.hopper.gathering import UNIT
 from mla_plugin.kernels.decode.hopper.kernel import hopper_decode_kernel
 from mla_plugin.kernels.decode.hopper.query_rows import query_rows
+from mla_plugin.kernels.decode.workspace import Scratch
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper.common import PANEL, block_layout, tile_layout
 from mla_plugin.kernels.hopper.latent import KEYS
@@ -25,7 +26,7 @@ from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 
 GIVEN = (
-    *("Parts", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv", "leftpad_kv"),
+    *("Parts", "Plan", "Out", "Lse", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv", "leftpad_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
 _GATHERING_REGISTERS = {PLAIN: 56, FP8: 88, FP8_DS_MLA: 88}
@@ -114,14 +115,14 @@ class Descriptors:
         return TensorDescriptor(memory, list(shape), [*strides, 1], list(block), layout_of(_DTYPES[self._dtype]))
 
     def arguments(
-        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self, tensors: DecodeTensors, scratch: Scratch, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
         """Those of a call, by ``GIVEN``: descriptors of q_nope_abs, q_rope, and the cache, or what is gathered."""
         given = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
         made = [self._made(which, x.data_ptr()) for which, x in enumerate(given[: len(self._shapes)])]
         cache = (tensors.c_kv, tensors.k_rope, tensors.kv_scale) if self.gathers else (None, None, None)
         keys = (tensors.page_table, tensors.seqlens_kv, tensors.leftpad_kv)
-        return (parts, out, lse, *cache, *keys, *made, *(_NO_CACHE if self.gathers else ()), scale)
+        return (*scratch, out, lse, *cache, *keys, *made, *(_NO_CACHE if self.gathers else ()), scale)
 
 
 def attend_launch(

@@ -63,7 +63,7 @@ def load(
     page_table,
     seqlens_kv,
     leftpad_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -72,9 +72,7 @@ def load(
     capacity,
     num_parts,
     overhead,
-    slots,
     stride_pt,
-    R: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -83,16 +81,12 @@ def load(
     """Loads the queries and key tiles of every piece of this program's part, in the order of the computing warps."""
     q_tiles, k_tiles, _p_tile, _maxima, _sums = tiles
     q_full, q_empty, k_full, k_empty, _published, _finished = barriers
-    num_rows = seqlen_q * num_heads
-    row_tiles = gl.cdiv(num_rows, ROWS)
+    row_tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    # fmt: off
     first_b, last_b, at, start, end = share_of(
-        Parts, seqlens_kv, leftpad_kv, part, batch, capacity, num_parts, overhead, slots, num_rows, R, CHUNK,
-        PLANNED,
+        Plan, seqlens_kv, leftpad_kv, part, tile == 0, batch, capacity, num_parts, overhead, CHUNK, PLANNED
     )
-    # fmt: on
     pieces = 0
     even = 0
     odd = 0

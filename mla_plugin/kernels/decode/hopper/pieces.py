@@ -12,32 +12,28 @@ from mla_plugin.kernels.hopper.latent import KEYS
 
 @gluon.jit
 def share_of(
-    Parts,
+    Plan,
     seqlens_kv,
     leftpad_kv,
     part,
+    is_first_tile,
     batch,
     capacity,
     num_parts,
     overhead,
-    slots,
-    num_rows,
-    R: gl.constexpr,
     CHUNK: gl.constexpr,
     PLANNED: gl.constexpr,
 ):
-    """(first, last, at, start, end): the part's sequences are first .. last - 1; the others are for ``next_piece``."""
+    """(first, last, at, start, end): the part's sequences are first .. last - 1; the others are for ``next_piece``.
+
+    With CHUNK and not PLANNED the program of part 0 with ``is_first_tile`` also writes the list of sequences to Plan.
+    """
     if CHUNK == 0:
-        first, last, at, size = share_of_tiles(
-            Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, R, PLANNED
-        )
+        first, last, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
         return first, last, at, size, size
     else:
-        # fmt: off
-        return share_of_chunks(
-            Parts, seqlens_kv, leftpad_kv, part, False, batch, capacity, num_parts, slots, num_rows, R, CHUNK, PLANNED
-        )
-        # fmt: on
+        writes = is_first_tile & (part == 0)
+        return share_of_chunks(Plan, seqlens_kv, leftpad_kv, part, writes, batch, capacity, num_parts, CHUNK, PLANNED)
 
 
 @gluon.jit

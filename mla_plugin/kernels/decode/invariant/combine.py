@@ -19,12 +19,6 @@ def lse_of_slots(Parts, slots, num_rows, R: tl.constexpr):
     return (Parts + elements).to(tl.pointer_type(tl.float32))
 
 
-@triton.jit
-def list_of_sequences(Parts, slots, num_rows, R: tl.constexpr):
-    """Pointer to the list of sequences: two int32 each."""
-    return (lse_of_slots(Parts, slots, num_rows, R) + slots.to(tl.int64) * num_rows).to(tl.pointer_type(tl.int32))
-
-
 _LSE_BLOCK = tl.constexpr(64)
 """Log-sum-exps per step of the search for the maximum."""
 
@@ -32,6 +26,7 @@ _LSE_BLOCK = tl.constexpr(64)
 @triton.jit(do_not_specialize=["slots"])
 def combine_chunks_kernel(
     Parts,
+    Plan,
     Out,
     Lse,
     num_heads,
@@ -51,10 +46,10 @@ def combine_chunks_kernel(
     and changes no bit. Parts is the workspace of ``chunks_kernel``:
 
     - the chunks' results [slots, S_q * H, R], those of a sequence one after the other;
-    - their lse in log2, float32 [slots, S_q * H];
-    - the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; with fewer than two
-      chunks there is nothing to do;
-    - the plan.
+    - their lse in log2, float32 [slots, S_q * H].
+
+    Plan begins with the list [B], int32 pairs: (slot of the first chunk, number of chunks) of each sequence; with fewer
+    than two chunks there is nothing to do.
 
     MIXED: the columns of the chunks' results lie as ``in_order`` says, as the Hopper kernel alone stores them. Lse may
     be None.
@@ -65,8 +60,7 @@ def combine_chunks_kernel(
     num_rows = seqlen_q * num_heads
     row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     b = tl.program_id(0) // row_blocks
-    found = list_of_sequences(Parts, slots, num_rows, R) + 2 * b
-    first, count = tl.load(found), tl.load(found + 1)
+    first, count = tl.load(Plan + 2 * b), tl.load(Plan + 2 * b + 1)
     if count < 2:
         return
     rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

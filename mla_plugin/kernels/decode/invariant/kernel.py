@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mla_plugin.kernels.decode.fold import fold_keys, fold_on_hopper
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key
-from mla_plugin.kernels.decode.invariant.combine import list_of_sequences, lse_of_slots
+from mla_plugin.kernels.decode.invariant.combine import lse_of_slots
 from mla_plugin.kernels.decode.invariant.plan import chunk_range, load_chunk_range
 from mla_plugin.kernels.decode.kernel import load_queries, store_columns
 from mla_plugin.kernels.decode.plan import key_range, tiles_between
@@ -198,6 +198,7 @@ def chunks_kernel(
     leftpad_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     desc_c0,
@@ -247,7 +248,7 @@ def chunks_kernel(
 
     Grid: (row tiles x parts,). A round takes the sequences whose first chunk has an index in begin .. begin + size - 1
     among the chunks of all sequences, and shares their chunks out (``chunk_range``; PLANNED: ``plan_chunks_kernel``
-    has done so). A sequence of one chunk is written to Out and Lse (None: not wanted). Other
+    has done so, into Plan). A sequence of one chunk is written to Out and Lse (None: not wanted). Other
     sequences' chunk results go to Parts, the workspace that ``combine_chunks_kernel`` describes.
     """
     if DEPENDENT:
@@ -255,13 +256,12 @@ def chunks_kernel(
     row_tiles = tl.cdiv(seqlen_q * num_heads, BLOCK_M)
     tile = tl.program_id(0) % row_tiles
     part = tl.program_id(0) // row_tiles
-    listed = list_of_sequences(Parts, slots, seqlen_q * num_heads, R)
     # fmt: off
     if PLANNED:
-        first_b, last_b, slot, start, end = load_chunk_range(listed, part, batch)
+        first_b, last_b, slot, start, end = load_chunk_range(Plan, part, batch)
     else:
         first_b, last_b, slot, start, end = chunk_range(
-            part, tl.program_id(0) == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK,
+            part, tl.program_id(0) == 0, Plan, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK,
             SINGLE_ROUND,
         )
     for sequence in range(first_b, last_b):

@@ -17,6 +17,7 @@ from mla_plugin.kernels.decode.invariant.kernel import chunks_kernel
 from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.limits import check_rows, count_tiles
 from mla_plugin.kernels.decode.plan import FEW_SEQUENCES
+from mla_plugin.kernels.decode.run import Described, Launches, Round, launches_of, run
 from mla_plugin.kernels.decode.tiles import DecodeTile
 from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
@@ -65,7 +66,7 @@ def _combine_launch(
     return Launch(
         combine_chunks_kernel,
         (batch * ceil_div(num_rows, rows), ceil_div(rank, columns), 1),
-        ("Parts", "Out", "Lse"),
+        ("Parts", "Plan", "Out", "Lse"),
         {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank}
         | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_CHUNKS": chunks}
         | {"MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
@@ -74,32 +75,31 @@ def _combine_launch(
 
 
 def _plan_launch(tensors: DecodeTensors, device: launch.Device, chunk: int, fixed: dict[str, int]) -> Launch:
-    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     return Launch(
         plan_chunks_kernel,
         (fixed["num_parts"], 1, 1),
-        ("Parts", "seqlens_kv", "leftpad_kv"),
+        ("Plan", "seqlens_kv", "leftpad_kv"),
         fixed
-        | {"batch": batch, "capacity": tensors.capacity, "num_rows": seqlen_q * heads, "R": rank, "CHUNK": chunk}
+        | {"batch": tensors.q_nope_abs.shape[0], "capacity": tensors.capacity, "CHUNK": chunk}
         | {"DEPENDENT": device.has_dependent_launch},
         launch.options_of(device, 4),
     )
 
 
-def _workspace(tensors: DecodeTensors, slots: int, parts: int) -> int:
+def _workspace(tensors: DecodeTensors, slots: int) -> int:
     """Elements of the workspace that ``combine_chunks_kernel`` describes."""
-    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
-    words: int = slots * seqlen_q * heads + 2 * batch + NUMBERS * parts
-    elements: int = ceil_div(slots * seqlen_q * heads * rank, 2) * 2
+    _, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    words: int = slots * seqlen_q * heads
+    elements: int = ceil_div(words * rank, 2) * 2
     itemsize: int = tensors.q_nope_abs.element_size()
     return elements + words * (4 // itemsize)
 
 
-def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
+def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False) -> Launches:
     """The launches that split every sequence at fixed positions (``chunks.py``); ``chunk`` is 128 times a whole number.
 
     The tile depends on the heads, not on all rows, so that a query is computed equally alone and among others; that of
-    the Hopper kernel always has 64 rows.
+    the Hopper kernel always has 64 rows. ``is_shared``: as for the other kernels' ``make_launches``.
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     check_rows(seqlen_q, heads)
@@ -118,16 +118,16 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
     page_size = launch.page_size_of(tensors)
     by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
-    described: launch.Described | None = None
+    described: Described | None = None
     if is_hopper:
         described = hopper.Descriptors(tensors)
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
     combine = _combine_launch(tensors, device, slots, rounds, is_mixed=is_hopper) if chunks > 1 else None
-    is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned
+    is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned or is_shared
     found = []
     for n in range(rounds):
-        fixed = {"num_parts": parts, "slots": slots, "begin": n * size, "size": size, "SINGLE_ROUND": rounds == 1}
+        fixed = {"num_parts": parts, "begin": n * size, "size": size, "SINGLE_ROUND": rounds == 1}
         if is_hopper:
             attend = hopper.attend_launch(
                 tensors,
@@ -147,16 +147,17 @@ def make_launches(tensors: DecodeTensors, chunk: int) -> launch.Launches:
                 tile,
                 row_tiles * parts,
                 by_descriptors,
-                fixed | {"PLANNED": tile.planned, "CHUNK": chunk},
+                fixed | {"PLANNED": is_planned, "slots": slots, "CHUNK": chunk},
                 **_ROUNDED,
             )
         plan = _plan_launch(tensors, device, chunk, fixed) if is_planned else None
-        found.append(launch.Round(plan, attend, combine))
+        found.append(Round(plan, attend, combine))
     code = (chunk, rank, heads, tensors.causal and seqlen_q > 1, tile, page_size, by_descriptors, is_hopper)
-    return launch.launches_of(
+    return launches_of(
         tensors,
         described,
-        _workspace(tensors, slots, parts),
+        _workspace(tensors, slots),
+        2 * batch + NUMBERS.value * parts if is_planned else 2 * batch,
         tuple(found),
         (*code, rounds == 1, is_planned, combine and combine.arguments[-5:]),
     )
@@ -173,4 +174,4 @@ def decode(tensors: DecodeTensors, known: Known, chunk: int) -> tuple[torch.Tens
     A query has the same bits in every call with as many heads, of the same dtypes and the same ``chunk``, from a cache
     whose rows start on 16 bytes, or from one whose rows do not; kernels/README.md says what a chunk costs.
     """
-    return launch.decode(tensors, known, functools.partial(make_launches, chunk=chunk), kept_as(chunk))
+    return run(tensors, known, functools.partial(make_launches, chunk=chunk), kept_as(chunk))

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from mla_plugin.kernels.decode.invariant.chunks import DOUBLE, SINGLE, chunks_from
-from mla_plugin.kernels.decode.invariant.combine import list_of_sequences
 from mla_plugin.kernels.decode.plan import SEQUENCES, key_range, tiles_between
 
 NUMBERS = tl.constexpr(5)
@@ -150,8 +149,8 @@ def _reached(tile, first_tile, tiles, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
-    """As ``chunk_range`` in a single round of at most ``FEW_SEQUENCES``, one after the other.
+def chunk_range_of_few(part, writes, Plan, num_parts, seqlens_kv, leftpad_kv, batch, capacity, CHUNK: tl.constexpr):
+    """As ``chunk_range`` in a single round of at most ``FEW_SEQUENCES``, one after the other; Plan may be None.
 
     Without operations across threads, for the same reason as ``part_range_of_few``.
     """
@@ -178,8 +177,9 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
         last += (reached > 0).to(tl.int32)
         start += earlier
         end += reached
-        tl.store(listed + 2 * b, before, mask=writes)
-        tl.store(listed + 2 * b + 1, count, mask=writes)
+        if Plan is not None:
+            tl.store(Plan + 2 * b, before, mask=writes)
+            tl.store(Plan + 2 * b + 1, count, mask=writes)
         before += count
         before_tiles += tl.cdiv(tiles, grain) * grain
     return first, last, slot, start, end
@@ -189,7 +189,7 @@ def chunk_range_of_few(part, writes, listed, num_parts, seqlens_kv, leftpad_kv, 
 def chunk_range(
     part,
     writes,
-    listed,
+    Plan,
     num_parts,
     seqlens_kv,
     leftpad_kv,
@@ -203,8 +203,7 @@ def chunk_range(
     """The contiguous range of chunks that is one part of a round; the chunks of all sequences are concatenated.
 
     A part has the chunks that begin within its share of the round's tiles, see ``_shares``; the last parts may have
-    none. The program with ``writes`` set also writes the list of sequences that
-    ``combine_chunks_kernel`` describes.
+    none. The program with ``writes`` set also writes the list of sequences that ``combine_chunks_kernel`` describes.
 
     Returns:
         (first, last, slot, start, end): the part's sequences are first .. last - 1, ``slot`` is the index of the first
@@ -238,53 +237,50 @@ def chunk_range(
         last += tl.sum((exists & (reached > 0)).to(tl.int32))
         start += tl.sum(earlier)
         end += tl.sum(reached)
-        tl.store(listed + 2 * b, starts - low, mask=exists & writes)
+        tl.store(Plan + 2 * b, starts - low, mask=exists & writes)
         in_round = (starts >= low) & (starts < high)
-        tl.store(listed + 2 * b + 1, tl.where(in_round, counts, 0), mask=exists & writes)
+        tl.store(Plan + 2 * b + 1, tl.where(in_round, counts, 0), mask=exists & writes)
         before += tl.sum(counts)
         before_tiles += tl.sum(counted)
     return first, last, slot - low, start - low, end - low
 
 
 @triton.jit
-def load_chunk_range(listed, part, batch):
-    """The plan of a part, written by ``plan_chunks_kernel``."""
-    found = listed + 2 * batch + NUMBERS * part
+def load_chunk_range(Plan, part, batch):
+    """``chunk_range`` of a part, written by ``plan_chunks_kernel``."""
+    found = Plan + 2 * batch + NUMBERS * part
     return tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3), tl.load(found + 4)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "slots", "begin", "size"])
+@triton.jit(do_not_specialize=["batch", "capacity", "num_parts", "begin", "size"])
 def plan_chunks_kernel(
-    Parts,
+    Plan,
     seqlens_kv,
     leftpad_kv,
     batch,
     capacity,
     num_parts,
-    slots,
     begin,
     size,
-    num_rows,
-    R: tl.constexpr,
     CHUNK: tl.constexpr,
     SINGLE_ROUND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Writes the plan of ``chunks_kernel`` and the list: ``chunk_range`` of each part. Grid: (parts,).
+    """Writes Plan, int32: the list [B, 2], then ``chunk_range`` of each part [parts, NUMBERS]. Grid: (parts,).
 
-    A separate kernel with WGMMA, for the same reason as ``plan_kernel``.
+    It depends on the lengths and the number of parts alone, so one plan can serve all layers of a step. A separate
+    kernel with WGMMA, for the same reason as ``plan_kernel``.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
-    listed = list_of_sequences(Parts, slots, num_rows, R)
     first, last, slot, start, end = chunk_range(
-        part, part == 0, listed, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK, SINGLE_ROUND
+        part, part == 0, Plan, num_parts, seqlens_kv, leftpad_kv, batch, capacity, begin, size, CHUNK, SINGLE_ROUND
     )
-    plan = listed + 2 * batch + NUMBERS * part
-    tl.store(plan, first)
-    tl.store(plan + 1, last)
-    tl.store(plan + 2, slot)
-    tl.store(plan + 3, start)
-    tl.store(plan + 4, end)
+    found = Plan + 2 * batch + NUMBERS * part
+    tl.store(found, first)
+    tl.store(found + 1, last)
+    tl.store(found + 2, slot)
+    tl.store(found + 3, start)
+    tl.store(found + 4, end)

@@ -18,7 +18,7 @@ def absorb_kernel(
     Q,
     W,
     Q_nope_abs,
-    Parts,
+    Plan,
     Ranges,
     Lengths,
     batch,
@@ -65,8 +65,7 @@ def absorb_kernel(
                 tl.store(Lengths + ROWS + row, tl.load(first_keys + row, mask=row < batch, other=0))
     if PLANNED:
         if tl.program_id(0) < num_parts:
-            num_rows = seqlen_q * num_heads
-            plan_kernel(Parts, Ranges, first_keys, batch, capacity, num_parts, overhead, num_rows, R, BLOCK_N, False)
+            plan_kernel(Plan, Ranges, first_keys, batch, capacity, num_parts, overhead, BLOCK_N, False)
     blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     head = tl.program_id(0) // blocks
     if head >= num_heads:

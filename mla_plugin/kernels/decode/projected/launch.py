@@ -15,8 +15,9 @@ import torch
 
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.kernels.decode.device import device_of
-from mla_plugin.kernels.decode.launch import Launches, make_launches, options_of
+from mla_plugin.kernels.decode.launch import make_launches, options_of
 from mla_plugin.kernels.decode.projected.kernels import absorb_kernel, values_kernel
+from mla_plugin.kernels.decode.run import Launches
 from mla_plugin.kernels.launch import Launch, compile_together, on_device_of
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
@@ -27,7 +28,7 @@ PIECES = 8
 WARPS = 4
 _MOST_STEPS = 4  # of so many pieces, for all queries, that a program of the last kernel takes; else a kernel combines
 _FEW_HEADS = 64  # below, a head is divided among twice as many programs
-_ABSORB_GIVEN = ("Q", "W", "Q_nope_abs", "Parts", "Ranges", "Lengths")
+_ABSORB_GIVEN = ("Q", "W", "Q_nope_abs", "Plan", "Ranges", "Lengths")
 _BLOCK_BYTES = 2**15  # of W_UK that a program of the first kernel holds, at most
 _LENGTHS = 2 * 2 * ROWS  # elements of two bytes: lengths and first keys of up to ROWS sequences, int32
 _VALUES_GIVEN = ("Parts", "Latent", "W", "Out")
@@ -43,8 +44,9 @@ class Step:
 
     Attributes:
         absorb, attend, combine, values: the kernels, in order; combine None: values does that.
-        latent_at, lengths_at, parts_at, elements: of the one buffer that holds Q_nope_abs, the latent results, a copy
-            of the lengths and the workspace of ``decode_kernel``: where the others begin, and its size.
+        latent_at, lengths_at, plan_at, parts_at, elements: of the one buffer that holds Q_nope_abs, the latent results,
+            a copy of the lengths, the plan and the workspace of ``decode_kernel``: where the others begin, its size.
+        is_planned: there is a plan.
         has_padding: the lengths are followed by the first keys.
         out_shape: of the result.
         code: what determines the compiled code of the kernels, except divisors of strides; a process has few of them.
@@ -56,8 +58,10 @@ class Step:
     values: Launch
     latent_at: int
     lengths_at: int
+    plan_at: int
     parts_at: int
     elements: int
+    is_planned: bool
     has_padding: bool
     out_shape: tuple[int, ...]
     code: tuple[object, ...]
@@ -155,12 +159,13 @@ def step_of(
     )
     latent_at = _aligned(tensors.q_nope_abs.numel())
     lengths_at = 2 * latent_at
-    parts_at = lengths_at + _LENGTHS
+    plan_at = lengths_at + _LENGTHS
+    parts_at = plan_at + 2 * launches.plan_numbers
     out_shape = (batch, seqlen_q, heads, dim_v)
     elements = parts_at + launches.workspace
     code = (*launches.code, dim_nope, dim_v, heads, seqlen_q, plan is not None, combines, ranges is None)
-    places = latent_at, lengths_at, parts_at, elements
-    return Step(absorb, attend, combine, values, *places, has_padding, out_shape, code)
+    places = latent_at, lengths_at, plan_at, parts_at, elements
+    return Step(absorb, attend, combine, values, *places, plan is not None, has_padding, out_shape, code)
 
 
 def _aligned(elements: int) -> int:
@@ -194,12 +199,14 @@ def decode(
         if (q | rope | c | k | w) % 16 or not step.is_compiled:
             _launch_by_tensors(step, (query, c_kv, k_rope, weight, ranges), dim_nope, softmax_scale, buffer, out)
             return out
-        latent, copied, parts = (made + 2 * at for at in (step.latent_at, step.lengths_at, step.parts_at))
+        places = (step.latent_at, step.lengths_at, step.plan_at, step.parts_at)
+        latent, copied, planned, parts = (made + 2 * at for at in places)
+        plan = planned if step.is_planned else None
         given = None if ranges is None else ranges.data_ptr()
         lengths = None if given is None else copied
         padding = copied + 4 * ROWS if step.has_padding else None
-        step.absorb.run(q, w, made, parts, given, copied, *step.absorb.arguments)
-        attended = (made, rope, c, k, None, lengths, padding, None, parts, latent, None, None, None, None)
+        step.absorb.run(q, w, made, plan, given, copied, *step.absorb.arguments)
+        attended = (made, rope, c, k, None, lengths, padding, None, parts, plan, latent, None, None, None, None)
         step.attend.run(*attended, softmax_scale, *step.attend.arguments)
         if step.combine is not None:
             step.combine.run(parts, latent, None, *step.combine.arguments)
@@ -218,16 +225,17 @@ def _launch_by_tensors(
     """The first call of a layout, which compiles, and calls with an address that is no multiple of 16 bytes."""
     query, c_kv, k_rope, weight, ranges = inputs
     absorbed, latent, parts = buffer, buffer[step.latent_at :], buffer[step.parts_at :]
-    copied = buffer[step.lengths_at : step.parts_at].view(torch.int32)
+    copied = buffer[step.lengths_at : step.plan_at].view(torch.int32)
+    plan = buffer[step.plan_at : step.parts_at].view(torch.int32) if step.is_planned else None
     if ranges is not None and ranges.data_ptr() % 16:  # a launch keeps its compiled kernel from aligned tensors only
         count, width = ranges.shape[-2:]
         aligned = ranges.new_empty(count, max(width, ranges.stride(-2)))  # the same step from row to row
         ranges = aligned[:, :width].copy_(ranges.view(count, width))
     lengths = None if ranges is None else copied
     padding = copied[ROWS:] if step.has_padding else None
-    attended = (absorbed, query[..., dim_nope:], c_kv, k_rope, None, lengths, padding, None, parts, latent)
+    attended = (absorbed, query[..., dim_nope:], c_kv, k_rope, None, lengths, padding, None, parts, plan, latent)
     calls: list[tuple[Launch, tuple[object, ...]]] = [
-        (step.absorb, (query, weight, absorbed, parts, ranges, copied)),
+        (step.absorb, (query, weight, absorbed, plan, ranges, copied)),
         (step.attend, (*attended, None, None, None, None, softmax_scale)),
     ]
     if step.combine is not None:

@@ -220,6 +220,7 @@ def compute(
     seqlens_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     Lse,
     tiles,
@@ -255,9 +256,7 @@ def compute(
     row: gl.constexpr = gl.SliceLayout(0, product)
     rows = gl.arange(0, ROWS, row)
     list_nothing(Parts, part, batch > num_parts, num_parts, num_rows, RANK)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, RANK, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     used = 0
     for b in range(first_b, last_b):
         at += overhead

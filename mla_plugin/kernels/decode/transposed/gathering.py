@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mla_plugin.kernels.decode.hopper.common import piece_of, share_of_tiles
 from mla_plugin.kernels.decode.hopper.gathering import UNIT, blocks_of_keys, keys_before, places_of
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, RANK, ROPE, STAGES
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, PANELS, ROPE, STAGES
 
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 """16 bytes a thread, a row of a panel 8 threads."""
@@ -30,7 +30,7 @@ def gather(
     K_rope,
     page_table,
     seqlens_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -52,9 +52,7 @@ def gather(
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, seqlen_q * num_heads, RANK, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     used = 0
     for b in range(first_b, last_b):
         at += overhead

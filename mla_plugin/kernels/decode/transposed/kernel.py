@@ -35,7 +35,7 @@ def _produce(
     K_rope,
     page_table,
     seqlens_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -60,12 +60,12 @@ def _produce(
     # fmt: off
     if C_kv is None:
         load(
-            desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
+            desc_c, desc_k, page_table, seqlens_kv, Plan, tiles, barriers, batch, num_heads, seqlen_q, capacity,
             num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, PLANNED,
         )
     else:
         gather(
-            C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads, seqlen_q, capacity,
+            C_kv, K_rope, page_table, seqlens_kv, Plan, tiles, barriers, batch, num_heads, seqlen_q, capacity,
             num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn, PAGE_SIZE, CAUSAL,
             PLANNED,
         )
@@ -77,6 +77,7 @@ def _produce(
 )
 def transposed_decode_kernel(
     Parts,
+    Plan,
     Out,
     Lse,
     Q_nope_abs,
@@ -145,12 +146,12 @@ def transposed_decode_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                Q_nope_abs, Q_rope, seqlens_kv, KV_scale, Parts, Out, Lse, tiles, barriers, softmax_scale, batch,
+                Q_nope_abs, Q_rope, seqlens_kv, KV_scale, Parts, Plan, Out, Lse, tiles, barriers, softmax_scale, batch,
                 num_heads, seqlen_q, capacity, num_parts, overhead, stride_qb, stride_qs, stride_qh, stride_rb,
                 stride_rs, stride_rh, ROWS, CAUSAL, DEPENDENT, PLANNED,
             )),
             (_produce, (
-                desc_c, desc_k, C_kv, K_rope, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads,
+                desc_c, desc_k, C_kv, K_rope, page_table, seqlens_kv, Plan, tiles, barriers, batch, num_heads,
                 seqlen_q, capacity, num_parts, overhead, stride_pt, stride_cb, stride_cn, stride_kb, stride_kn,
                 PAGE_SIZE, CAUSAL, DEPENDENT, PLANNED,
             )),

@@ -17,13 +17,14 @@ from mla_plugin.kernels.decode.hopper.rule import lies_in_several_pages
 from mla_plugin.kernels.decode.transposed import rule
 from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes_layout
 from mla_plugin.kernels.decode.transposed.kernel import transposed_decode_kernel
+from mla_plugin.kernels.decode.workspace import Scratch
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.hopper.tickets import LOADING_REGISTERS
 from mla_plugin.kernels.launch import Launch, named_strides
 from mla_plugin.kernels.tiles import ceil_div
 
 GIVEN = (
-    *("Parts", "Out", "Lse", "Q_nope_abs", "Q_rope", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
+    *("Parts", "Plan", "Out", "Lse", "Q_nope_abs", "Q_rope", "C_kv", "K_rope", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_c", "desc_k", "softmax_scale"),
 )
 _REGISTERS = 128
@@ -72,7 +73,7 @@ class Descriptors:
         return TensorDescriptor(memory, list(shape), [*strides, 1], [1, KEYS.value, columns], bytes_layout(columns))
 
     def arguments(
-        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self, tensors: DecodeTensors, scratch: Scratch, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
         """Those of a call, by ``GIVEN``."""
         read: tuple[object, ...] = (tensors.c_kv, tensors.k_rope)
@@ -82,7 +83,7 @@ class Descriptors:
             read = _NO_CACHE
         queries = (tensors.q_nope_abs, tensors.q_rope)
         keys = (tensors.kv_scale, tensors.page_table, tensors.seqlens_kv)
-        return (parts, out, lse, *queries, *read, *keys, *described, scale)
+        return (*scratch, out, lse, *queries, *read, *keys, *described, scale)
 
 
 def attend_launch(

@@ -53,7 +53,7 @@ def load(
     desc_k,
     page_table,
     seqlens_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -71,9 +71,7 @@ def load(
     _q_tile, _r_tile, c_tiles, r_tiles, _p_tile = tiles
     full, empty = barriers
     part = gl.program_id(0)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, seqlen_q * num_heads, RANK, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     used = 0
     for b in range(first_b, last_b):
         at += overhead

@@ -66,6 +66,7 @@ def compute(
     seqlens_kv,
     KV_scale,
     Parts,
+    Plan,
     Out,
     tiles,
     barriers,
@@ -95,9 +96,7 @@ def compute(
     rows = tile * ROWS + gl.arange(0, ROWS, SCORES_ROWS)
     if which == 0:
         list_nothing(Parts, part, (batch > num_parts) & (tile == 0), num_parts, num_rows, RANK)
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, RANK, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     pieces = 0
     used = 0
     even = 0

@@ -23,6 +23,7 @@ _COMPUTING, _LOADING = gl.constexpr(240), gl.constexpr(LOADING_REGISTERS)
 @gluon.jit(do_not_specialize=["batch", "capacity", "num_parts", "overhead", "stride_pt"])
 def wide_decode_kernel(
     Parts,
+    Plan,
     Out,
     KV_scale,
     page_table,
@@ -82,15 +83,15 @@ def wide_decode_kernel(
     gl.warp_specialize(
         [
             (compute, (
-                seqlens_kv, KV_scale, Parts, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                seqlens_kv, KV_scale, Parts, Plan, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
                 capacity, num_parts, overhead, 0, CAUSAL, DEPENDENT, PLANNED,
             )),
             (compute, (
-                seqlens_kv, KV_scale, Parts, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
+                seqlens_kv, KV_scale, Parts, Plan, Out, tiles, barriers, softmax_scale, batch, num_heads, seqlen_q,
                 capacity, num_parts, overhead, 1, CAUSAL, DEPENDENT, PLANNED,
             )),
             (load, (
-                desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Parts, tiles, barriers, batch, num_heads,
+                desc_q, desc_r, desc_c, desc_k, page_table, seqlens_kv, Plan, tiles, barriers, batch, num_heads,
                 seqlen_q, capacity, num_parts, overhead, stride_pt, PAGE_SIZE, CAUSAL, DEPENDENT, PLANNED,
             )),
         ],

@@ -17,12 +17,13 @@ from mla_plugin.kernels.decode.transposed.common import KEYS, PANEL, ROPE, bytes
 from mla_plugin.kernels.decode.wide import rule
 from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, query_layout
 from mla_plugin.kernels.decode.wide.kernel import wide_decode_kernel
+from mla_plugin.kernels.decode.workspace import Scratch
 from mla_plugin.kernels.descriptors import Address
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.tiles import ceil_div
 
 GIVEN = (
-    *("Parts", "Out", "KV_scale", "page_table", "seqlens_kv"),
+    *("Parts", "Plan", "Out", "KV_scale", "page_table", "seqlens_kv"),
     *("desc_q", "desc_r", "desc_c", "desc_k", "softmax_scale"),
 )
 
@@ -75,12 +76,12 @@ class Descriptors:
         return TensorDescriptor(memory, list(x.shape), [*x.strides, 1], list(x.block), x.layout)
 
     def arguments(
-        self, tensors: DecodeTensors, parts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        self, tensors: DecodeTensors, scratch: Scratch, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> tuple[object, ...]:
         """Those of a call, by ``GIVEN``; lse is None."""
         read = (tensors.q_nope_abs, tensors.q_rope, tensors.c_kv, tensors.k_rope)
         made = [self._made(which, x.data_ptr()) for which, x in enumerate(read)]
-        return (parts, out, tensors.kv_scale, tensors.page_table, tensors.seqlens_kv, *made, scale)
+        return (*scratch, out, tensors.kv_scale, tensors.page_table, tensors.seqlens_kv, *made, scale)
 
 
 def attend_launch(

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mla_plugin.kernels.decode.hopper.common import copy_rows, piece_of, share_of_tiles
-from mla_plugin.kernels.decode.transposed.common import KEYS, PANELS, RANK, ROPE
+from mla_plugin.kernels.decode.transposed.common import KEYS, PANELS, ROPE
 from mla_plugin.kernels.decode.transposed.loading import begin_slot, load_tile
 from mla_plugin.kernels.decode.wide.common import QUERY_COLUMNS, STAGES, query_layout
 from mla_plugin.kernels.hopper.common import ROWS, gdc_wait
@@ -35,7 +35,7 @@ def load(
     desc_k,
     page_table,
     seqlens_kv,
-    Parts,
+    Plan,
     tiles,
     barriers,
     batch,
@@ -59,9 +59,7 @@ def load(
     row_tiles = gl.cdiv(num_rows, ROWS)
     tile = gl.program_id(0) % row_tiles
     part = gl.program_id(0) // row_tiles
-    first_b, last_b, at, size = share_of_tiles(
-        Parts, seqlens_kv, part, batch, capacity, num_parts, overhead, num_rows, RANK, PLANNED
-    )
+    first_b, last_b, at, size = share_of_tiles(Plan, seqlens_kv, part, batch, capacity, num_parts, overhead, PLANNED)
     used = 0
     for b in range(first_b, last_b):
         at += overhead
