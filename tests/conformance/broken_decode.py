@@ -134,7 +134,17 @@ BROKEN = [
     broken(
         "update_ignored",
         LENGTHS,
-        "    lengths = lengths_of(t) if t.lengths is None else STATE.setdefault(id(t.lengths), (t.lengths, t.lengths.host.tolist()))[1]",
+        "    lengths = lengths_of(t) if t.host_lengths is None else STATE.setdefault(id(t.lengths), (t.lengths, t.host_lengths.tolist()))[1]",
+    ),
+    broken(
+        "update_ignored_of_lengths_on_the_device",
+        LENGTHS,
+        "    lengths = lengths_of(t) if t.lengths is None or t.lengths.host is not None else STATE.setdefault(id(t.lengths), (t.lengths, lengths_of(t)))[1]",
+    ),
+    broken(
+        "host_lengths_of_every_object",
+        LENGTHS,
+        "    lengths = lengths_of(t) if t.lengths is None else t.lengths.host.tolist()",
     ),
     broken(
         "page_table_kept",

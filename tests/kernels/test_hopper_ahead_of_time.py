@@ -183,8 +183,8 @@ def test_decode(job: DecodeJob, compiled: dict[str, Any]) -> None:
     over_fp8 = (32, 8 if not job.is_planned else 0) if job.invariant else (24, 0)
     # a part worked out by the program itself leaves numbers in registers, which a gathering kernel has fewer of
     gathering = (28, 2 if job.is_planned else 6)
-    # the plan of chunks and what is known of a chunk are spilled outside of the loops over tiles
-    plain = (16 if job.invariant else 10, 0)
+    # the part's chunks and what is known of a chunk are spilled outside of the loops over tiles
+    plain = (20 if job.invariant else 10, 0)
     spills, local = over_fp8 if job.kv_cache_format == "fp8" else gathering if job.gathers else plain
     copies = copies_of_a_panel(job.query_block)
     assert_two_loops_over_two_tiles(found, spills + (8 if copies > 1 else 0), local)  # before a piece, where it loads

@@ -74,16 +74,24 @@ def check_shared_lengths(suite: DecodeConformance, case: DecodeCase) -> None:
     """One ``DecodeLengths`` for layers and steps that differ in all else, before an update and after it."""
     if not case.has_seqlens_kv:
         return
-    lengths = DecodeLengths((40, 9, 33), device=suite.device)
-    for given in ((40, 9, 33), (7, 41, 0)):
-        lengths.update(given)
+    steps = ((40, 9, 33), (7, 41, 0))
+    known = DecodeLengths(steps[0], device=suite.device)
+    unknown = DecodeLengths(seqlens_kv=torch.tensor(steps[0], dtype=torch.int32, device=suite.device))
+    for lengths, given in itertools.product((known, unknown), steps):
+        if lengths.host is None:
+            lengths.seqlens_kv.data.copy_(torch.tensor(given))  # no version counter says it
+            lengths.update()
+        else:
+            lengths.update(given)
         for options in _LAYERS[: 2 if suite.is_slow else None]:
-            other = replace(case, lengths=given, rows=48, has_host_lengths=True, leftpads=None, **options)
+            is_known = lengths.host is not None
+            other = replace(case, lengths=given, rows=48, has_host_lengths=is_known, leftpads=None, **options)
             if not _takes(suite, other):  # other heads or another dtype: those of the case, and twice as many heads
                 heads = case.num_heads * (1 + options["num_heads"] % 2)
                 other = most_queries(suite, replace(other, num_heads=heads, dtype=case.dtype), other.seqlen_q)
             tensors = _drawn(suite, other)._replace(lengths=lengths, seqlens_kv=lengths.seqlens_kv)
-            _check(suite, other, tensors, f"with a DecodeLengths that other calls have used, {options}")
+            words = f"with a DecodeLengths{'' if is_known else ' of the device'} that other calls have used, {options}"
+            _check(suite, other, tensors, words)
 
 
 def check_low_scores(suite: DecodeConformance, case: DecodeCase) -> None:

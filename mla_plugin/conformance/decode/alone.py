@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.arguments.cache_format import FP8_DS_MLA, PLAIN, RANK, VALUE_BYTES
-from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.conformance import checks
-from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.conformance.decode.case import DecodeCase, like
 from mla_plugin.conformance.interpreted import products_by_row
 from mla_plugin.hooks.decode import DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted
@@ -140,7 +140,7 @@ def _part(whole: DecodeTensors, sequences: list[int], queries: slice, lengths: l
         page_table=page_table,
         seqlens_kv=seqlens_kv,
         leftpad_kv=None if whole.leftpad_kv is None else whole.leftpad_kv[sequences],
-        lengths=None if whole.lengths is None else DecodeLengths(lengths, seqlens_kv=seqlens_kv),
+        lengths=like(whole.lengths, lengths, seqlens_kv),
     )
 
 

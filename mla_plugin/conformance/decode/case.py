@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -44,7 +45,8 @@ class DecodeCase:
         causal: queries are the last tokens.
         has_seqlens_kv: False leaves the lengths out; they fill the cache then.
         lengths_storage: of the lengths and the first keys that are seen, on the device.
-        has_host_lengths: the lengths come as ``DecodeLengths``.
+        has_host_lengths: the lengths come as ``DecodeLengths`` of the host's; otherwise, over pages, as one of a tensor
+            alone, and over a contiguous cache as a tensor.
         leftpads: keys before which nothing is seen; None for no such tensor.
         return_lse: lse is asked for.
         is_packed: c_kv and k_rope are views of one tensor, and so are the queries.
@@ -267,7 +269,10 @@ class DecodeCase:
         if self.has_seqlens_kv:
             given = torch.tensor(self.lengths, dtype=torch.int32, device=device)
             seqlens_kv = draw.placed(given, self.lengths_storage)
-            lengths = DecodeLengths(self.lengths, seqlens_kv=seqlens_kv) if self.has_host_lengths else None
+            if self.has_host_lengths:
+                lengths = DecodeLengths(self.lengths, seqlens_kv=seqlens_kv)
+            elif self.page_size is not None:  # as vLLM and SGLang have them
+                lengths = DecodeLengths(seqlens_kv=seqlens_kv)
         if self.leftpads is not None:
             given = torch.tensor(self.leftpads, dtype=torch.int32, device=device)
             leftpad_kv = draw.placed(given, self.lengths_storage)
@@ -346,3 +351,10 @@ class DecodeCase:
             page_table[b, :used] = pages[b, :used]
         cache[pages.flatten().to(tokens.device)] = tokens.view(-1, self.page_size, width)
         return cache, page_table.to(tokens.device)
+
+
+def like(lengths: DecodeLengths | None, others: Sequence[int], seqlens_kv: torch.Tensor | None) -> DecodeLengths | None:
+    """Other lengths, given in the same way: known to the host, to the device alone, or as a tensor."""
+    if lengths is None:
+        return None
+    return DecodeLengths(None if lengths.host is None else others, seqlens_kv=seqlens_kv)

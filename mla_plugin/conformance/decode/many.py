@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.decode import DecodeLengths
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.many import sizes_on
-from mla_plugin.conformance.decode.case import DecodeCase
+from mla_plugin.conformance.decode.case import DecodeCase, like
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted
@@ -47,8 +46,7 @@ def check_size(suite: DecodeConformance, plain: DecodeCase, times: int, heads: i
         whole = repeated(torch.cat([small.c_kv, small.k_rope], -1))
         made["c_kv"], made["k_rope"] = whole.split_with_sizes((few.rank, few.rope), -1)
     tensors = small._replace(**made, lengths=None)
-    if small.lengths is not None:
-        tensors = tensors._replace(lengths=DecodeLengths(many.lengths, seqlens_kv=tensors.seqlens_kv))
+    tensors = tensors._replace(lengths=like(small.lengths, many.lengths, tensors.seqlens_kv))
     request = DecodeRequest.of(tensors)
     if not isinstance(suite._answer(request), Accepted):
         return
