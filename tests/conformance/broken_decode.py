@@ -139,7 +139,7 @@ BROKEN = [
     broken(
         "update_ignored_of_lengths_on_the_device",
         LENGTHS,
-        "    lengths = lengths_of(t) if t.lengths is None or t.lengths.host is not None else STATE.setdefault(id(t.lengths), (t.lengths, lengths_of(t)))[1]",
+        "    lengths = lengths_of(t) if t.lengths is None or t.lengths.host is not None else STATE.setdefault('held', __import__('weakref').WeakKeyDictionary()).setdefault(t.lengths, lengths_of(t))",
     ),
     broken(
         "host_lengths_of_every_object",

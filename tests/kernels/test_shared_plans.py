@@ -280,4 +280,4 @@ def test_what_plans_depend_on() -> None:
     launches = decode_launch.make_launches(tensors, is_shared=True)
     (of_round,) = launches.rounds
     assert of_round.plan is not None
-    assert launches.plan_key == ((of_round.plan.kernel, of_round.plan.grid, of_round.plan.arguments),)
+    assert launches.plan_key == (("plan_kernel", of_round.plan.grid, of_round.plan.arguments),)

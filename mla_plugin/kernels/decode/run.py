@@ -96,7 +96,7 @@ def launches_of(
         lse_shape=tensors.lse_shape,
         workspace=workspace,
         plan_numbers=plan_numbers,
-        plan_key=tuple((plan.kernel, plan.grid, plan.arguments) for plan in plans) or None,
+        plan_key=tuple((plan.kernel.__name__, plan.grid, plan.arguments) for plan in plans) or None,
         combines_by_plan=combine is not None and "Plan" in combine.given,
         rounds=rounds,
         described=described,

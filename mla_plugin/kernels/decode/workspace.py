@@ -55,7 +55,7 @@ class Sharing(NamedTuple):
     Attributes:
         lengths: which keep them.
         key: their name there.
-        version: of the lengths, before a kernel reads them: another thread may update them.
+        version: of the lengths, before this call's kernels read them: another thread may update them.
         plans: of an earlier call; None if this one plans.
     """
 
@@ -77,7 +77,8 @@ class Sharing(NamedTuple):
         if place is None:
             return None
         key = ("triton", plan_key, device, place)
-        return cls(lengths, key, lengths.version, lengths.kept(key))
+        plans = lengths.kept(key)
+        return cls(lengths, key, lengths.version if plans is None else None, plans)
 
     def keep(self, plans: Plans) -> None:
         """Share plans that this call's kernels write; they have been launched."""
