@@ -35,7 +35,8 @@ class DecodeRequest:
         page_size: tokens per page; None for a contiguous cache.
         causal: query i of seqlen_q sees keys up to seqlens_kv - seqlen_q + i; False for a single query, which sees all.
         has_seqlens_kv: lengths are given per sequence; otherwise every sequence fills a contiguous cache.
-        has_host_lengths: the host knows the lengths too: the sequences fill the cache, or ``DecodeLengths`` was given.
+        has_host_lengths: the host knows the lengths too: the sequences fill the cache, or a ``DecodeLengths`` has
+            them.
         profile: mean and spread of the lengths, rounded; None if the host does not know them.
         has_leftpad_kv: sequences are left-padded in the cache.
         has_aligned_rows: every row of c_kv and of k_rope starts on a 16-byte boundary.

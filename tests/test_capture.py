@@ -1,4 +1,9 @@
+"""Streams and captures are told apart, with stand-ins for CUDA."""
+
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,3 +42,17 @@ def test_a_driver_that_tells_of_no_capture(monkeypatch: pytest.MonkeyPatch) -> N
     for code in (1, 0):
         monkeypatch.setattr(capture, "_driver", lambda code=code: lambda *_: code)
         assert capture.stream_and_capture(torch.device("cuda", 1)) is None
+
+
+@pytest.mark.usefixtures("a_stream")
+def test_a_stream_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for with that device as the current one."""
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "current_device", lambda: device.index)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    assert capture.stream_and_capture(torch.device("cuda", 3)) == (43, 0)

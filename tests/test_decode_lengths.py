@@ -9,6 +9,7 @@ import torch
 
 import mla_plugin
 from mla_plugin import DecodeLengths
+from mla_plugin.arguments import decode
 from mla_plugin.arguments.decode import Profile
 from mla_plugin.hooks.decode import DecodeRequest
 from mla_plugin.operations.decode.api import described_call
@@ -194,41 +195,75 @@ def test_an_update_of_lengths_on_the_host_needs_them() -> None:
         DecodeLengths([1, 2], device="cpu").update()
 
 
+def shared_value(lengths: DecodeLengths, key: str = "a") -> Any:
+    shared = lengths.shared(key)
+    assert shared is not None
+    return shared.value
+
+
+def share(lengths: DecodeLengths, value: object, key: str = "a") -> None:
+    shared = lengths.shared(key)
+    assert shared is not None
+    shared.keep(value)
+
+
 @pytest.mark.parametrize("is_known", [True, False])
-def test_what_is_kept_for_lengths_ends_with_them(is_known: bool) -> None:
+def test_what_is_shared_for_lengths_ends_with_them(is_known: bool) -> None:
     lengths = DecodeLengths([3, 4], device="cpu") if is_known else on_device(3, 4)
-    lengths.keep("a", "of 3 and 4", lengths.version)
-    assert lengths.kept("a") == "of 3 and 4"
-    assert lengths.kept("b") is None
+    share(lengths, "of 3 and 4")
+    share(lengths, "another", "b")
+    assert (shared_value(lengths), shared_value(lengths, "b"), shared_value(lengths, "c")) == (
+        *("of 3 and 4", "another"),
+        None,
+    )
     if is_known:
         lengths.update([3, 4])
     else:
         lengths.update()
-    assert lengths.kept("a") is None
+    assert shared_value(lengths) is shared_value(lengths, "b") is None
 
 
-def test_what_is_kept_ends_when_pytorch_writes_the_lengths() -> None:
+def test_what_is_shared_ends_when_pytorch_writes_the_lengths() -> None:
     lengths = on_device(3, 4)
-    lengths.keep("a", "of 3 and 4", lengths.version)
-    lengths.seqlens_kv[1:] += 1
-    assert lengths.kept("a") is None
+    share(lengths, "of 3 and 4")
+    with torch.inference_mode():
+        lengths.seqlens_kv[1:] += 1
+    assert shared_value(lengths) is None
 
 
-def test_what_was_made_of_earlier_lengths_is_not_kept() -> None:
+def test_what_was_made_of_earlier_lengths_is_not_shared() -> None:
     lengths = on_device(3, 4)
-    version = lengths.version
+    shared = lengths.shared("a")
+    assert shared is not None
     lengths.update()
-    lengths.keep("a", "of earlier ones", version)
-    assert lengths.kept("a") is None
+    shared.keep("of earlier ones")
+    assert shared_value(lengths) is None
 
 
-def test_lengths_of_inference_mode_have_no_counter() -> None:
+def test_lengths_made_in_inference_mode_have_no_counter() -> None:
     with torch.inference_mode():
         lengths = on_device(3, 4)
-        lengths.keep("a", 1, lengths.version)
-    assert lengths.kept("a") == 1
+        share(lengths, 1)
+    assert shared_value(lengths) == 1
     lengths.update()
-    assert lengths.kept("a") is None
+    assert shared_value(lengths) is None
+
+
+def test_captures_that_have_ended_and_earlier_lengths_hold_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = on_device(3, 4)
+    places = [(5, 0), (6, 0), (5, 1), (6, 1), (5, 2), (5, 0)]
+    for place in places:
+        monkeypatch.setattr(decode, "stream_and_capture", lambda device, place=place: place)
+        share(lengths, place)
+    assert sorted(at for _, at in lengths._kept) == [(5, 0), (6, 0)]
+    lengths.seqlens_kv.add_(1)
+    share(lengths, "new")
+    assert list(lengths._kept) == [("a", (5, 0))]
+
+
+def test_nothing_is_shared_in_a_capture_that_cannot_be_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "stream_and_capture", lambda device: None)
+    assert on_device(3, 4).shared("a") is None
 
 
 def test_a_request_says_whether_the_host_knows_the_lengths() -> None:

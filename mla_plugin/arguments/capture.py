@@ -22,9 +22,9 @@ def _driver() -> Any:
 
 
 def stream_and_capture(device: torch.device) -> tuple[int, int] | None:
-    """What a tensor that several calls share belongs to: the current stream of ``device``, and its capture.
+    """The current stream of ``device``, and the capture that it takes part in.
 
-    A later call on the same stream, in the same capture or outside of one, finds the tensor written.
+    Kernels of calls with an equal result run in the order of their launches, also when a graph is replayed.
 
     Returns:
         (address of the stream, number of the capture, which no other capture of the process has, or 0 outside of one);

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import torch
 
+from mla_plugin.arguments.capture import stream_and_capture
 from mla_plugin.arguments.checks import MAX_LENGTH, may_read
 
 MAX_SPREAD = 16
@@ -57,12 +58,31 @@ class Schedule(Protocol):
 Scheduled = TypeVar("Scheduled", bound=Schedule)
 
 
-class DecodeLengths:
-    """Number of keys of each sequence at one decode step, on the device and mostly on the host, shared by all layers.
+class Shared(NamedTuple):
+    """What the layers of a step share under one key, see ``DecodeLengths.shared``.
 
-    Pass it as ``seqlens_kv``. Backends plan once per object instead of once per layer: on the device (our kernels,
-    FlashMLA), or on the host (FlashInfer), which never synchronises to read the lengths. Make a new one for each step,
-    or ``update`` one: captured CUDA graphs that used it then replay with the new lengths.
+    Attributes:
+        value: what an earlier call has kept; None: compute it, then call ``keep``.
+        lengths, key, version: of ``DecodeLengths``; the version is from before this call's kernels read the lengths, as
+            another thread may update them.
+    """
+
+    value: Any
+    lengths: DecodeLengths
+    key: tuple[Hashable, tuple[int, int]]
+    version: Hashable
+
+    def keep(self, value: object) -> None:
+        """Share what this call has computed. Call it after the kernels that write it have been launched."""
+        self.lengths._keep(self.key, value, self.version)
+
+
+class DecodeLengths:
+    """Number of keys of each sequence at one decode step, on the device and, if known, on the host.
+
+    Pass it as ``seqlens_kv`` to all layers of the step. Backends plan once per object instead of once per layer: on the
+    device (our kernels, FlashMLA), or on the host (FlashInfer), which never synchronises to read the lengths. Make a
+    new one for each step, or ``update`` one: captured CUDA graphs that used it then replay with the new lengths.
 
     Args:
         host: the lengths, as ints or a CPU tensor [B]; reading a device tensor would synchronise. None: only the device
@@ -72,7 +92,8 @@ class DecodeLengths:
 
     Attributes:
         host: int32 [B] on the CPU, or None.
-        seqlens_kv: int32 [B] on the cache's device. Call ``update`` when its values change.
+        seqlens_kv: int32 [B] on the cache's device. Change lengths that the host knows only with ``update``; where only
+            the device knows them, call ``update`` after the change.
 
     Raises:
         ValueError, TypeError: the lengths are not B non-negative ints on the CPU, or the tensors do not match. Values
@@ -100,7 +121,7 @@ class DecodeLengths:
         self.seqlens_kv = seqlens_kv
         self._updates = 0
         self._schedules: dict[Hashable, Schedule] = {}
-        self._kept: dict[Hashable, tuple[Hashable, Any]] = {}
+        self._kept: dict[tuple[Hashable, tuple[int, int]], tuple[Hashable, Any]] = {}
         self._profile: Profile | None = None
 
     def __len__(self) -> int:
@@ -112,12 +133,6 @@ class DecodeLengths:
         if self._profile is None and self.host is not None:
             self._profile = Profile.of(self.host.tolist())
         return self._profile
-
-    @property
-    def version(self) -> Hashable:
-        """Changes with ``update``, and when PyTorch writes to ``seqlens_kv``; other writers leave no trace."""
-        lengths = self.seqlens_kv
-        return self._updates, None if lengths.is_inference() else lengths._version
 
     def update(self, host: Sequence[int] | torch.Tensor | None = None) -> None:
         """Write as many new lengths into the same memory and update the backends' schedules.
@@ -154,22 +169,40 @@ class DecodeLengths:
         self._kept.clear()
         self._schedules = {key: schedule for key, schedule in self._schedules.items() if schedule.renew(self)}
 
-    def kept(self, key: Hashable) -> Any:
-        """What a backend has kept under ``key`` for the current lengths, or None."""
-        found = self._kept.get(key)
-        return None if found is None or found[0] != self.version else found[1]
+    def _state(self) -> Hashable:
+        """Changes with ``update``, and when PyTorch writes to ``seqlens_kv``; other writers leave no trace.
 
-    def keep(self, key: Hashable, value: object, version: Hashable) -> None:
-        """Keep what a backend has made from the lengths on the device, until they change.
+        Nor does PyTorch if the tensor was made in ``inference_mode``.
+        """
+        lengths = self.seqlens_kv
+        return self._updates, None if lengths.is_inference() else lengths._version
 
-        A ``Schedule`` is made for the host's lengths, and can be updated.
+    def shared(self, key: Hashable) -> Shared | None:
+        """What layers share that is computed on the device from ``seqlens_kv``.
+
+        It is shared on one stream, outside of captures or within one, because elsewhere it might not be written yet, or
+        not be written again when a graph is replayed. Once the lengths change it is gone. What is computed on the host
+        is a ``schedule`` instead.
 
         Args:
-            key: says who keeps it, for which calls, on which stream and in which capture.
-            value: complete; another thread may take it at once.
-            version: ``version`` before the lengths were read.
+            key: who shares it, and all that it depends on besides the lengths.
+
+        Returns:
+            The value that an earlier call has kept, or where to keep this call's; None where nothing can be shared,
+            within a capture that the driver does not tell from others.
         """
-        self._kept[key] = version, value
+        place = stream_and_capture(self.seqlens_kv.device)
+        if place is None:
+            return None
+        version, found = self._state(), self._kept.get((key, place))
+        value = None if found is None or found[0] != version else found[1]
+        return Shared(value, self, (key, place), version)
+
+    def _keep(self, key: tuple[Hashable, tuple[int, int]], value: object, version: Hashable) -> None:
+        """Keep ``value`` for lengths of this version, and nothing of others or of captures that have ended."""
+        captures = (0, key[1][1])
+        kept = {at: held for at, held in list(self._kept.items()) if held[0] == version and at[1][1] in captures}
+        self._kept = kept | {key: (version, value)}
 
     def schedule(self, key: Hashable, make: Callable[[DecodeLengths], Scheduled]) -> Scheduled:
         """A backend's schedule for these lengths: the one kept under ``key``, or a new one."""
@@ -271,6 +304,17 @@ class DecodeTensors(NamedTuple):
         return None if self.lengths is None else self.lengths.host
 
     @property
+    def shared_lengths(self) -> DecodeLengths | None:
+        """``lengths`` if nothing else decides which keys a call sees, so that other calls see the same ones.
+
+        Where they do not, ``seqlens_kv`` is another tensor, or there is left padding.
+        """
+        lengths = self.lengths
+        if lengths is None or self.seqlens_kv is not lengths.seqlens_kv or self.leftpad_kv is not None:
+            return None
+        return lengths
+
+    @property
     def lse_shape(self) -> tuple[int, int, int]:
         """Shape of the log-sum-exp: [B, H, S_q]."""
         batch, seqlen_q, heads, _ = self.q_nope_abs.shape
@@ -278,4 +322,4 @@ class DecodeTensors(NamedTuple):
 
 
 OPERATOR_FIELDS = {name: hint for name, hint in get_type_hints(DecodeTensors).items() if name != "lengths"}
-"""The operator's arguments in its order: all of ``DecodeTensors`` except the lengths on the host."""
+"""The operator's arguments in its order: all of ``DecodeTensors`` except ``lengths``."""

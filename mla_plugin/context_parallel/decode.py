@@ -21,7 +21,6 @@ import torch
 
 from mla_plugin import environment
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.capture import stream_and_capture
 from mla_plugin.arguments.checks import may_read
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTensors, Profile
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
@@ -208,14 +207,13 @@ def _local_lengths(whole: DecodeLengths, key: Hashable, local: Callable[[torch.T
     """
     if whole.host is not None:
         return whole.schedule(key, lambda held: _LocalLengths(held, local)).lengths
-    place = stream_and_capture(whole.seqlens_kv.device)
-    version = whole.version
-    found: DecodeLengths | None = None if place is None else whole.kept((key, place))
-    if found is None:
-        found = DecodeLengths(seqlens_kv=local(whole.seqlens_kv))
-        if place is not None:
-            whole.keep((key, place), found, version)
-    return found
+    shared = whole.shared(key)
+    if shared is not None and shared.value is not None:
+        return shared.value  # type: ignore[no-any-return]
+    lengths = DecodeLengths(seqlens_kv=local(whole.seqlens_kv))
+    if shared is not None:
+        shared.keep(lengths)
+    return lengths
 
 
 class _LocalLengths:

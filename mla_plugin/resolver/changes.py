@@ -126,7 +126,11 @@ _PLAIN: tuple[tuple[str, Any, str], ...] = (
     ("return_max_logit", False, "return_max_logit=False"),
     ("num_splits", 1, "num_splits=1"),
     ("has_leftpad_kv", False, "no left padding"),
-    ("has_host_lengths", True, "lengths known to the host (seqlens_kv=DecodeLengths(...), no --no-host-lengths)"),
+    (
+        "has_host_lengths",
+        True,
+        "lengths known to the host (DecodeLengths(host_lengths, ...), no --no-host-lengths)",
+    ),
     ("has_aligned_rows", True, "cache rows that start on 16-byte boundaries"),
     ("has_joined_rows", True, "c_kv and k_rope as columns of one tensor"),
     ("page_size", 64, "a cache in pages of 64 (page_table=...)"),

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from mla_plugin import DecodeLengths, DecodeTensors
+from mla_plugin.arguments import decode as decode_arguments
 from mla_plugin.arguments import decode_layout
+from mla_plugin.arguments.cache_format import FP8, PLAIN
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import run as decode_run
 from mla_plugin.kernels.decode import workspace
 from mla_plugin.kernels.decode.combine import combine_kernel
+from mla_plugin.kernels.decode.hopper import launch as hopper_launch
 from mla_plugin.kernels.decode.invariant import launch as invariant
+from mla_plugin.kernels.decode.transposed import launch as transposed
+from mla_plugin.kernels.decode.wide import launch as wide
 from mla_plugin.kernels.launch import Launch
 from tests.kernels.decode_cases import DEVICE, Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
+from tests.kernels.gathered_cases import call_of
+from tests.kernels.gluon.hopper import hopper as hopper
 
 CHUNK = 128
 SHAPE = (6, 2, 5, 32, 16, 300)  # more sequences than plan for themselves
@@ -160,7 +168,7 @@ def test_every_stream_and_every_graph_has_its_own(
     """A graph that took the plan of an earlier call would keep it when it is replayed with other lengths."""
     lengths, inputs = device_lengths(LENGTHS), with_lengths(LENGTHS)
     for place in places:
-        monkeypatch.setattr(workspace, "stream_and_capture", lambda device, place=place: place)
+        monkeypatch.setattr(decode_arguments, "stream_and_capture", lambda device, place=place: place)
         check(decode_launch.decode, inputs, tensors_of(inputs, lengths))
     assert plans(launched) == count
 
@@ -240,6 +248,29 @@ def test_a_plan_of_other_lengths_stays_within_the_workspace(
     assert len(made) > 1
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("is_longer", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_format", "kind"), [(40, PLAIN, hopper_launch), (16, FP8, transposed), (40, FP8, wide)]
+)
+def test_the_gluon_kernels_stay_within_the_workspace_too(
+    heads: int, kv_format: str, kind: ModuleType, is_longer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = ([1, 0, 64, 2, 1], [200, 200, 1, 129, 130])[:: 1 if is_longer else -1]
+    _, tensors = call_of((5, 1, heads, 200), None, kv_format, torch.bfloat16, before)
+    lengths = device_lengths(before)
+    tensors = tensors._replace(seqlens_kv=lengths.seqlens_kv, lengths=lengths, return_lse=False)
+    assert isinstance(decode_launch.make_launches(tensors).described, kind.Descriptors)
+    made = guarded(monkeypatch)
+    decode_launch.decode(tensors, known_of(tensors))
+    lengths.seqlens_kv.data.copy_(torch.tensor(after))
+    decode_launch.decode(tensors, known_of(tensors))
+    assert len(made) == 2
+    for whole in made:
+        assert (whole[:GUARD] == 7.0).all()
+        assert (whole[-GUARD:] == 7.0).all()
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, 5), (4, 1000), (-1, 2), (2**31 - 1, 2), (3, 2**31 - 1)])
 def test_a_list_that_leads_outside_of_the_workspace_is_not_followed(first: int, count: int) -> None:
     """Which the attention kernel writes by a plan of other lengths."""
@@ -274,10 +305,22 @@ def test_memory_of_plans() -> None:
         assert len(set(starts)) == rounds
 
 
-def test_what_plans_depend_on() -> None:
-    """Every argument of their kernels: the key has them all, and the grid."""
-    tensors = tensors_of(with_lengths(LENGTHS), device_lengths(LENGTHS))
-    launches = decode_launch.make_launches(tensors, is_shared=True)
-    (of_round,) = launches.rounds
-    assert of_round.plan is not None
-    assert launches.plan_key == (("plan_kernel", of_round.plan.grid, of_round.plan.arguments),)
+def plan_key(shape: tuple[int, ...], dtype: torch.dtype = torch.float16, chunk: int = 0) -> object:
+    """Of B, S_q, H, R, Dr and S_kv."""
+    batch, seqlen_q, heads, rank, rope, seqlen_kv = shape
+    inputs = contiguous((batch, seqlen_q, heads, rank, rope, seqlen_kv), dtype)
+    tensors = tensors_of(inputs, device_lengths([1] * batch))
+    if chunk:
+        return invariant.make_launches(tensors, chunk, is_shared=True).plan_key
+    return decode_launch.make_launches(tensors, is_shared=True).plan_key
+
+
+def test_plans_that_differ_have_other_keys() -> None:
+    """In the batch, the capacity, the number of parts, the tile, or the kernel; other queries need no other plan."""
+    small = (6, 1, 5, 32, 16, 300)
+    others = [(7, 1, 5, 32, 16, 300), (6, 1, 5, 32, 16, 2000), (6, 1, 130, 32, 16, 300), (6, 1, 5, 500, 16, 300)]
+    keys = [plan_key(shape) for shape in (small, *others)]
+    keys += [plan_key(small, chunk=128), plan_key(small, chunk=256), plan_key(others[1], chunk=128)]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+    assert plan_key((6, 2, 4, 32, 16, 300)) == plan_key((6, 1, 5, 64, 16, 300)) == keys[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,6 +22,15 @@ LENGTHS = [3000, 0, 129, 1, 2048, 2999, 64, 700, 5]
 OTHERS = [1, 3000, 3000, 128, 0, 77, 2500, 64, 3000]
 HEADS = [8, 16, 128]
 KINDS = [(heads, batch_invariant) for heads in HEADS for batch_invariant in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def _garbage_in_new_memory() -> Iterator[None]:
+    """So that a plan that has not been written does not look like the one that was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -147,15 +156,8 @@ def test_lengths_that_grow_within_a_graph(batch_invariant: bool) -> None:
     check(layer, [710] * BATCH, found[1])
 
 
-def on_streams(call: Callable[[], None]) -> None:
-    """Twice on each of three streams, turn by turn, while the default one is busy."""
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    for _ in range(2):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                call()
-    torch.cuda.synchronize()
+BUSY = 50_000_000
+"""Clock cycles, tens of milliseconds."""
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -165,25 +167,36 @@ def test_streams_do_not_wait_for_each_other(batch_invariant: bool, launched: lis
     decode(layer, tensor(LENGTHS), batch_invariant)
     launched.clear()
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    on_streams(lambda: found.append(decode(layer, lengths, batch_invariant)))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(2):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                if stream is streams[0]:
+                    torch.cuda._sleep(BUSY)
+                found.append(decode(layer, lengths, batch_invariant))
+    torch.cuda.synchronize()
     assert plans(launched) == 3
     for each in found:
         check(layer, LENGTHS, each)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_stream_forked_within_a_capture(batch_invariant: bool) -> None:
+def test_a_stream_forked_within_a_capture(batch_invariant: bool, launched: list[str]) -> None:
     layers, lengths = [whole(16, seed) for seed in range(2)], DecodeLengths(seqlens_kv=tensor(LENGTHS))
     for layer in layers:
         decode(layer, lengths, batch_invariant)
+    launched.clear()
     graph, other, found = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
     with torch.cuda.graph(graph):
         here = torch.cuda.current_stream()
         other.wait_stream(here)
         with torch.cuda.stream(other):
+            torch.cuda._sleep(BUSY)
             found.append(decode(layers[0], lengths, batch_invariant))
         found.append(decode(layers[1], lengths, batch_invariant))
         here.wait_stream(other)
+    assert plans(launched) == 2
     lengths.seqlens_kv.copy_(torch.tensor(OTHERS))
     graph.replay()
     for layer, each in zip(layers, found, strict=True):
@@ -215,9 +228,11 @@ def test_threads_that_share_lengths() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_inference_mode(batch_invariant: bool) -> None:
+def test_inference_mode(batch_invariant: bool, launched: list[str]) -> None:
     """What was planned in it serves calls outside of it, and the other way round."""
     layer = whole(16)
+    decode(layer, tensor(LENGTHS), batch_invariant)
+    launched.clear()
     with torch.inference_mode():
         lengths = DecodeLengths(seqlens_kv=tensor(LENGTHS))
         found = [decode(layer, lengths, batch_invariant)]
@@ -226,6 +241,7 @@ def test_inference_mode(batch_invariant: bool) -> None:
     found.append(decode(layer, outside, batch_invariant))
     with torch.inference_mode():
         found.append(decode(layer, outside, batch_invariant))
+    assert plans(launched) == 2  # one for each object
     for each in found:
         check(layer, LENGTHS, (each[0].clone(), each[1].clone()))
 

@@ -63,7 +63,7 @@ def test_the_kernel_is_named() -> None:
         ({"page_size": None}, "page_size=None, expected a paged cache"),
         (
             {"has_host_lengths": False},
-            "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)",
+            "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(host_lengths, ...)",
         ),
         ({"has_leftpad_kv": True}, "has_leftpad_kv=True, expected False"),
         (

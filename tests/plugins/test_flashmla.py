@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_plugin import reference
-from mla_plugin.arguments import layout
+from mla_plugin.arguments import decode, layout
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
@@ -201,7 +201,7 @@ def test_every_graph_and_every_stream_makes_its_own_schedule(
     """A graph that took the schedule of an earlier call would keep it when it is replayed with other lengths."""
     lengths = DecodeLengths([65, 129], device="cpu")
     for place in places:
-        monkeypatch.setattr(flashmla, "stream_and_capture", lambda device, place=place: place)
+        monkeypatch.setattr(decode, "stream_and_capture", lambda device, place=place: place)
         run(call(lengths), platform)
     assert len(made) == schedules
 

@@ -72,7 +72,12 @@ class CacheDescriptors:
 
     Attributes:
         made: by the addresses of c_kv and k_rope; looking them up one by one took 5 us of host time per call.
+        gathers, query_block, copies_queries: see ``Described``.
     """
+
+    gathers = False
+    query_block: tuple[int, ...] | None = None
+    copies_queries = False
 
     def __init__(self, block_n: int, widths: tuple[int, int, int]) -> None:
         self._block_n, self._widths = block_n, widths

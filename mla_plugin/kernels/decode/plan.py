@@ -144,7 +144,7 @@ def plan_kernel(
 ):
     """Writes Plan [parts, SHARE_NUMBERS], int32: ``part_range`` of each part. Grid: (parts,).
 
-    It depends on the lengths and the number of parts alone, so one plan can serve all layers of a step. For
+    It depends on nothing that differs between the layers of a step, which can share it. For
     ``decode_kernel``; also of the Gluon kernels, for more than ``FEW_SEQUENCES``. A separate kernel with WGMMA:
     reductions over threads in the same kernel make ptxas hold the addresses of the queries in 72 registers, and spill
     (CUDA 12.9; a tile took 20 % longer).

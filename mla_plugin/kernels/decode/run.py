@@ -13,7 +13,7 @@ from mla_plugin.arguments.decode_checks import check_query_strides, check_tensor
 from mla_plugin.arguments.decode_layout import Known
 from mla_plugin.kernels.decode.descriptors import plain_arguments
 from mla_plugin.kernels.decode.hopper.query_rows import with_copied_queries
-from mla_plugin.kernels.decode.workspace import Scratch, Sharing, new_plans, sharing_lengths
+from mla_plugin.kernels.decode.workspace import Scratch, new_plans
 from mla_plugin.kernels.launch import Launch, compile_together
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,6 +21,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 class Described(Protocol):
     """The descriptors of the calls of one layout."""
+
+    @property
+    def gathers(self) -> bool:
+        """The kernel gets the cache's addresses in place of its descriptors."""
+
+    @property
+    def query_block(self) -> tuple[int, ...] | None:
+        """See ``query_rows``; None where queries are read by addresses."""
+
+    @property
+    def copies_queries(self) -> bool:
+        """See ``query_rows``."""
 
     def arguments(
         self, tensors: DecodeTensors, scratch: Scratch, out: torch.Tensor, lse: torch.Tensor | None, scale: float
@@ -50,7 +62,7 @@ class Launches:
         out_shape, lse_shape: of the results.
         workspace: elements of the workspace of a round.
         plan_numbers: int32 values of the plan of a round.
-        plan_key: everything that the plans of the rounds depend on, except the lengths; None: no kernel plans.
+        plan_key: of the plans that layers share; None: no kernel plans.
         combines_by_plan: the last kernel of a round reads the plan.
         rounds: run one after another, in one workspace.
         described: the descriptors of each call; None: the cache is read by pointers.
@@ -88,22 +100,35 @@ def launches_of(
 ) -> Launches:
     """The launches of a call; ``code`` decides about the kernels' code, besides dtypes, device and ``described``."""
     q_nope_abs = tensors.q_nope_abs
-    read = (getattr(described, "gathers", False), getattr(described, "query_block", None))
-    plans = [of_round.plan for of_round in rounds if of_round.plan is not None]
+    read = None if described is None else (described.gathers, described.query_block)
     combine = rounds[0].combine
     return Launches(
         out_shape=tuple(q_nope_abs.shape),
         lse_shape=tensors.lse_shape,
         workspace=workspace,
         plan_numbers=plan_numbers,
-        plan_key=tuple((plan.kernel.__name__, plan.grid, plan.arguments) for plan in plans) or None,
+        plan_key=_plan_key([of_round.plan for of_round in rounds if of_round.plan is not None]),
         combines_by_plan=combine is not None and "Plan" in combine.given,
         rounds=rounds,
         described=described,
-        copies_queries=getattr(described, "copies_queries", False),
+        copies_queries=described is not None and described.copies_queries,
         cuda_index=q_nope_abs.device.index if q_nope_abs.is_cuda else None,
-        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, *read, *code),
+        code=(q_nope_abs.dtype, tensors.kv_cache_format, q_nope_abs.device, tensors.leftpad_kv is None, read, *code),
     )
+
+
+_plan_keys: dict[tuple[object, ...], int] = {}
+
+
+def _plan_key(plans: list[Launch]) -> Hashable | None:
+    """Everything that the plans depend on, except the lengths: their kernels and all other arguments.
+
+    As a number, because tuples of tuples take longer to look up.
+    """
+    if not plans:
+        return None
+    depends_on = tuple((plan.kernel.__name__, plan.grid, plan.arguments) for plan in plans)
+    return "triton", _plan_keys.setdefault(depends_on, len(_plan_keys))
 
 
 def _calls_of(
@@ -141,7 +166,7 @@ def run(
         kept: their name in ``known``.
     """
     q_nope_abs, return_lse = tensors.q_nope_abs, tensors.return_lse
-    lengths = sharing_lengths(tensors)
+    lengths = tensors.shared_lengths
     name = kept if lengths is None else kept + _SHARED
     launches = known.kept.get(name)
     if launches is None:
@@ -157,8 +182,8 @@ def run(
         return out, lse
     if launches.copies_queries:
         tensors = with_copied_queries(tensors)
-    sharing = None if lengths is None else Sharing.of(lengths, launches.plan_key, out.device)
-    plans = None if sharing is None else sharing.plans
+    shared = None if lengths is None or launches.plan_key is None else lengths.shared(launches.plan_key)
+    plans = None if shared is None else shared.value
     is_planned = plans is not None
     if plans is None:
         plans = new_plans(out.device, len(launches.rounds), launches.plan_numbers)
@@ -173,6 +198,6 @@ def run(
     for of_round in calls:
         for launch, arguments in of_round:
             launch(*arguments)
-    if sharing is not None and not is_planned:
-        sharing.keep(plans)
+    if shared is not None and not is_planned:
+        shared.keep(plans)
     return out, lse

@@ -56,7 +56,8 @@ def decode(
             (qk_nope_head_dim + qk_rope_head_dim) ** -0.5.
         page_table: int32 [B, n], each sequence's pages in order; entries beyond its length are never followed.
         seqlens_kv: int32 [B], all keys of each sequence, the new tokens' included; None: S_kv of a contiguous cache.
-            A ``DecodeLengths`` holds them on the host too, which backends that plan there (FlashInfer) need.
+            A ``DecodeLengths`` that all layers of a step get lets them share one plan. It may hold the lengths on the
+            host too, which backends that plan there (FlashInfer) need.
         leftpad_kv: int32 [B], keys before it are not seen: the padding of left-padded batches (FlashAttention's
             cache_leftpad). ``seqlens_kv`` still counts from the cache's first token.
         causal: the queries are the last S_q tokens: query i sees keys up to seqlens_kv[b] - S_q + i. False: all keys.

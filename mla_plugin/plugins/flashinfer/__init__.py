@@ -85,7 +85,7 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
     if request.page_size is None:
         yield "page_size=None, expected a paged cache"
     if not request.has_host_lengths:
-        yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(...)"
+        yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(host_lengths, ...)"
     if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
         yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
     yield from batch_dependence(request, "FlashInfer's plan splits sequences by the lengths of all")

@@ -230,7 +230,7 @@ def run(kernel: str, tensors: DecodeTensors) -> DecodeOutput:
     """
     page_table, lengths = tensors.page_table, tensors.lengths
     if page_table is None or lengths is None or lengths.host is None:
-        raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(...) of lengths on the host")
+        raise ValueError("flashinfer needs page_table and seqlens_kv=DecodeLengths(host_lengths, ...)")
     tensors = _rescaled(tensors)
     known = known_of(tensors)
     work = known.kept.get(_KEPT)

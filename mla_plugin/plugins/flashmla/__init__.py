@@ -8,20 +8,17 @@ for compute capability 9.0.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 
-from mla_plugin.arguments.capture import stream_and_capture
-from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
+from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.layout import aligned, joined
 from mla_plugin.hooks import hookimpl
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.types import Accepted, Platform, Refused
 from mla_plugin.plugins.flashmla import providers
-from mla_plugin.plugins.flashmla.providers import Provider, Schedule
 from mla_plugin.plugins.shared.refusals import NO_ATTENTION, batch_dependence
 
 PAGE_SIZE, RANK, ROPE = 64, 512, 64
@@ -100,14 +97,15 @@ def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     assert seqlens_kv is not None
     if page_table.stride(1) != 1:  # of one column
         page_table = page_table.as_strided(page_table.shape, (page_table.stride(0), 1))
-    shared = _shared(provider, tensors)
-    schedule = None if shared is None else shared.schedule
+    lengths, (seqlen_q, heads) = tensors.shared_lengths, q.shape[1:3]
+    shared = None if lengths is None else lengths.shared(("flashmla", provider, seqlen_q, heads, tensors.causal))
+    schedule = None if shared is None else shared.value
     is_new = schedule is None
     if schedule is None:
-        schedule = provider.schedule(seqlens_kv, q.shape[1] * q.shape[2])
+        schedule = provider.schedule(seqlens_kv, seqlen_q * heads)
     out, lse = provider.decode(q, cache, page_table, seqlens_kv, schedule, tensors.softmax_scale, tensors.causal)
     if shared is not None and is_new:
-        shared.lengths.keep(shared.key, schedule, shared.version)  # complete only now, and other threads may take it
+        shared.keep(schedule)  # which later releases write in their first call
     if tensors.causal and tensors.softmax_scale < LEAST_SCALE:
         seqlen_q = q.shape[1]
         sees_none = torch.arange(seqlen_q, device=q.device) < seqlen_q - seqlens_kv[:, None]  # [B, S_q]
@@ -116,30 +114,3 @@ def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     if not tensors.return_lse:
         return DecodeOutput(out, None)
     return DecodeOutput(out, lse.masked_fill(lse == torch.inf, -torch.inf))
-
-
-class _Shared(NamedTuple):
-    """The schedule that the layers of a step share: one for each stream, and one for each graph.
-
-    Attributes:
-        lengths: where it is kept.
-        key: its name there.
-        version: of the lengths.
-        schedule: None if this call makes it.
-    """
-
-    lengths: DecodeLengths
-    key: Hashable
-    version: Hashable
-    schedule: Schedule | None
-
-
-def _shared(provider: Provider, tensors: DecodeTensors) -> _Shared | None:
-    """None without ``DecodeLengths``: each call makes its own."""
-    _, seqlen_q, heads, _ = tensors.q_nope_abs.shape
-    lengths, device = tensors.lengths, tensors.q_nope_abs.device
-    place = None if lengths is None else stream_and_capture(device)
-    if lengths is None or place is None:
-        return None
-    key = ("flashmla", provider, device, seqlen_q, heads, tensors.causal, place)
-    return _Shared(lengths, key, lengths.version, lengths.kept(key))

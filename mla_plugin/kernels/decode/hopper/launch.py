@@ -92,8 +92,7 @@ class Descriptors:
     """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors.
 
     Attributes:
-        gathers: the kernel gets the cache's addresses in place of its descriptors.
-        query_block, copies_queries: see ``query_rows``.
+        gathers, query_block, copies_queries: see ``Described``.
     """
 
     def __init__(self, tensors: DecodeTensors) -> None:

@@ -268,8 +268,7 @@ def plan_chunks_kernel(
 ):
     """Writes Plan, int32: the list [B, 2], then ``chunk_range`` of each part [parts, NUMBERS]. Grid: (parts,).
 
-    It depends on the lengths and the number of parts alone, so one plan can serve all layers of a step. A separate
-    kernel with WGMMA, for the same reason as ``plan_kernel``.
+    The layers of a step can share it. A separate kernel with WGMMA, for the same reason as ``plan_kernel``.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

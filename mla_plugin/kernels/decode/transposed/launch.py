@@ -58,8 +58,11 @@ class Descriptors:
     """The descriptors of the caches of calls of one layout, by their addresses.
 
     Attributes:
-        gathers: the kernel gets the cache's addresses instead.
+        gathers, query_block, copies_queries: see ``Described``.
     """
+
+    query_block: tuple[int, ...] | None = None
+    copies_queries = False
 
     def __init__(self, tensors: DecodeTensors) -> None:
         self.gathers = _gathers(tensors)

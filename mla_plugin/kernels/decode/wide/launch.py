@@ -53,8 +53,10 @@ class Descriptors:
     """The descriptors of calls of one layout that the kernel computes, by the addresses of their tensors.
 
     Attributes:
-        query_block, copies_queries: see ``query_rows``.
+        gathers, query_block, copies_queries: see ``Described``.
     """
+
+    gathers = False
 
     def __init__(self, tensors: DecodeTensors) -> None:
         rows, self.copies_queries = query_rows(tensors)
