@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -251,14 +253,28 @@ def test_lengths_made_in_inference_mode_have_no_counter() -> None:
 
 def test_captures_that_have_ended_and_earlier_lengths_hold_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = on_device(3, 4)
-    places = [(5, 0), (6, 0), (5, 1), (6, 1), (5, 2), (5, 0)]
+    places = [(5, 0), (6, 0), (5, 1), (6, 1), (5, 2)]
     for place in places:
         monkeypatch.setattr(decode, "stream_and_capture", lambda device, place=place: place)
         share(lengths, place)
-    assert sorted(at for _, at in lengths._kept) == [(5, 0), (6, 0)]
+    assert sorted(at for _, at in lengths._kept) == [(5, 0), (5, 2), (6, 0)]
     lengths.seqlens_kv.add_(1)
     share(lengths, "new")
-    assert list(lengths._kept) == [("a", (5, 0))]
+    assert list(lengths._kept) == [("a", (5, 2))]
+
+
+def test_lengths_are_freed_without_the_garbage_collector() -> None:
+    """With the memory on the device that they hold."""
+    lengths = on_device(3, 4)
+    share(lengths, "of 3 and 4")
+    shared_value(lengths)
+    freed = weakref.ref(lengths)
+    gc.disable()
+    try:
+        del lengths
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_shared_in_a_capture_that_cannot_be_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,20 @@ class Shared(NamedTuple):
 
     Attributes:
         value: what an earlier call has kept; None: compute it, then call ``keep``.
-        lengths, key, version: of ``DecodeLengths``; the version is from before this call's kernels read the lengths, as
-            another thread may update them.
+        lengths: which keep the value; None once they do.
+        key: under which they keep it.
+        version: theirs before this call's kernels read them; another thread may update them.
     """
 
     value: Any
-    lengths: DecodeLengths
+    lengths: DecodeLengths | None
     key: tuple[Hashable, tuple[int, int]]
     version: Hashable
 
     def keep(self, value: object) -> None:
         """Share what this call has computed. Call it after the kernels that write it have been launched."""
-        self.lengths._keep(self.key, value, self.version)
+        assert self.lengths is not None, "kept already"
+        self.lengths._keep(self._replace(value=value, lengths=None))
 
 
 class DecodeLengths:
@@ -121,7 +123,8 @@ class DecodeLengths:
         self.seqlens_kv = seqlens_kv
         self._updates = 0
         self._schedules: dict[Hashable, Schedule] = {}
-        self._kept: dict[tuple[Hashable, tuple[int, int]], tuple[Hashable, Any]] = {}
+        self._kept: dict[tuple[Hashable, tuple[int, int]], Shared] = {}
+        self._device, self._is_counted = seqlens_kv.device, not seqlens_kv.is_inference()
         self._profile: Profile | None = None
 
     def __len__(self) -> int:
@@ -174,8 +177,7 @@ class DecodeLengths:
 
         Nor does PyTorch if the tensor was made in ``inference_mode``.
         """
-        lengths = self.seqlens_kv
-        return self._updates, None if lengths.is_inference() else lengths._version
+        return self._updates, self.seqlens_kv._version if self._is_counted else None
 
     def shared(self, key: Hashable) -> Shared | None:
         """What layers share that is computed on the device from ``seqlens_kv``.
@@ -191,18 +193,20 @@ class DecodeLengths:
             The value that an earlier call has kept, or where to keep this call's; None where nothing can be shared,
             within a capture that the driver does not tell from others.
         """
-        place = stream_and_capture(self.seqlens_kv.device)
+        place = stream_and_capture(self._device)
         if place is None:
             return None
-        version, found = self._state(), self._kept.get((key, place))
-        value = None if found is None or found[0] != version else found[1]
-        return Shared(value, self, (key, place), version)
+        at, version = (key, place), self._state()
+        found = self._kept.get(at)
+        return Shared(None, self, at, version) if found is None or found.version != version else found
 
-    def _keep(self, key: tuple[Hashable, tuple[int, int]], value: object, version: Hashable) -> None:
-        """Keep ``value`` for lengths of this version, and nothing of others or of captures that have ended."""
-        captures = (0, key[1][1])
-        kept = {at: held for at, held in list(self._kept.items()) if held[0] == version and at[1][1] in captures}
-        self._kept = kept | {key: (version, value)}
+    def _keep(self, shared: Shared) -> None:
+        """Keep it, and nothing of other lengths or of captures that have ended."""
+        captures = (0, shared.key[1][1])
+        kept = {
+            at: held for at, held in list(self._kept.items()) if held.version == shared.version and at[1][1] in captures
+        }
+        self._kept = kept | {shared.key: shared}
 
     def schedule(self, key: Hashable, make: Callable[[DecodeLengths], Scheduled]) -> Scheduled:
         """A backend's schedule for these lengths: the one kept under ``key``, or a new one."""

@@ -87,7 +87,7 @@ class Launches:
 _compiled: set[tuple[object, ...]] = set()
 """``Launches.code`` of kernels compiled in parallel; others are compiled one by one when first launched."""
 _SHARED = ", shared plans"
-"""Appended to the name of a layout's launches."""
+"""Added to the name of a layout's launches."""
 
 
 def launches_of(
@@ -131,27 +131,6 @@ def _plan_key(plans: list[Launch]) -> Hashable | None:
     return "triton", _plan_keys.setdefault(depends_on, len(_plan_keys))
 
 
-def _calls_of(
-    launches: Launches,
-    n: int,
-    tensors: DecodeTensors,
-    scratch: Scratch,
-    results: tuple[torch.Tensor, torch.Tensor | None],
-    is_planned: bool,
-) -> list[tuple[Launch, tuple[object, ...]]]:
-    """The kernels of round ``n`` with their arguments; ``is_planned``: without the first, which has run before."""
-    plan, attend, combine = launches.rounds[n]
-    calls: list[tuple[Launch, tuple[object, ...]]] = []
-    if plan is not None and not is_planned:
-        calls.append((plan, (scratch.plan, tensors.seqlens_kv, tensors.leftpad_kv)))
-    scale = float(tensors.softmax_scale)  # Triton would compile a whole number in as a constant
-    arguments_of = plain_arguments if launches.described is None else launches.described.arguments
-    calls.append((attend, arguments_of(tensors, scratch, *results, scale)))
-    if combine is not None:
-        calls.append((combine, (*(scratch if launches.combines_by_plan else scratch[:1]), *results)))
-    return calls
-
-
 def run(
     tensors: DecodeTensors, known: Known, make: Callable[..., Launches], kept: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -188,16 +167,22 @@ def run(
     if plans is None:
         plans = new_plans(out.device, len(launches.rounds), launches.plan_numbers)
     parts = q_nope_abs.new_empty(launches.workspace)
-    calls = [
-        _calls_of(launches, n, tensors, Scratch(parts, plan), (out, lse), is_planned) for n, plan in enumerate(plans)
-    ]
-    first = calls[0]
-    if launches.rounds[0].attend.run is None and out.is_cuda and len(first) > 1 and launches.code not in _compiled:
-        compile_together(first, out.device)
+    scale = float(tensors.softmax_scale)  # Triton would compile a whole number in as a constant
+    arguments_of = plain_arguments if launches.described is None else launches.described.arguments
+    calls: list[tuple[Launch, tuple[object, ...]]] = []
+    ends = 0  # the calls of the first round
+    for (plan_launch, attend, combine), plan in zip(launches.rounds, plans, strict=True):
+        if plan_launch is not None and not is_planned:
+            calls.append((plan_launch, (plan, tensors.seqlens_kv, tensors.leftpad_kv)))
+        calls.append((attend, arguments_of(tensors, Scratch(parts, plan), out, lse, scale)))
+        if combine is not None:
+            calls.append((combine, (parts, plan, out, lse) if launches.combines_by_plan else (parts, out, lse)))
+        ends = ends or len(calls)
+    if launches.rounds[0].attend.run is None and out.is_cuda and ends > 1 and launches.code not in _compiled:
+        compile_together(calls[:ends], out.device)
         _compiled.add(launches.code)
-    for of_round in calls:
-        for launch, arguments in of_round:
-            launch(*arguments)
+    for launch, arguments in calls:
+        launch(*arguments)
     if shared is not None and not is_planned:
         shared.keep(plans)
     return out, lse
