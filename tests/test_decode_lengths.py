@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -77,6 +79,7 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (None, [1, 2], TypeError, r"neither.*\(seqlens_kv is list\); pass ints, a CPU tensor, or seqlens_kv="),
         (None, torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\]; expected int32 \[B\]"),
         (None, torch.ones(2, 1, dtype=torch.int32), ValueError, r"\[2, 1\]; expected int32 \[B\]"),
+        (None, torch.ones(2, dtype=torch.int32).to_sparse(), ValueError, r"torch\.sparse_coo; expected int32 \[B\]"),
         ([True], None, TypeError, r"dtype torch\.bool; expected int32 or int64"),
         ([True, 2], None, TypeError, r"\[True, 2\]; expected ints, not bools"),
     ],
@@ -261,6 +264,61 @@ def test_captures_that_have_ended_and_earlier_lengths_hold_no_memory(monkeypatch
     lengths.seqlens_kv.add_(1)
     share(lengths, "new")
     assert list(lengths._kept) == [("a", (5, 2))]
+
+
+def test_a_copy_shares_nothing_with_the_original() -> None:
+    """Its tensor counts anew, so that an old plan could look like one of later lengths."""
+    lengths = on_device(3, 4)
+    lengths.seqlens_kv.add_(0)
+    shared = lengths.shared("a")
+    assert shared is not None
+    shared.keep(lambda: "what no pickle takes")
+    lengths.schedule("b", Unpicklable)
+    for other in (copy.deepcopy(lengths), copy.copy(lengths), pickle.loads(pickle.dumps(lengths))):
+        assert shared_value(other) is None
+        assert other.schedule("b", Unpicklable) is not lengths.schedule("b", Unpicklable)
+        assert other.seqlens_kv.tolist() == [3, 4]
+        share(other, "its own")
+    assert shared_value(lengths) is not None
+
+
+class Unpicklable:
+    def __init__(self, lengths: DecodeLengths) -> None:
+        self.held = lambda: None
+
+    def renew(self, lengths: DecodeLengths) -> bool:
+        return False
+
+
+def test_the_tensor_cannot_be_replaced_but_its_memory_may() -> None:
+    lengths = on_device(3, 4)
+    share(lengths, "of 3 and 4")
+    with pytest.raises(AttributeError, match="seqlens_kv"):
+        lengths.seqlens_kv = torch.ones(2, dtype=torch.int32)  # type: ignore[misc]
+    assert shared_value(lengths) == "of 3 and 4"
+    lengths.seqlens_kv.data = torch.ones(2, dtype=torch.int32)
+    assert shared_value(lengths) is None
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_an_update_ends_what_is_shared_before_it_writes(is_counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may call in between, and must neither find the old plan nor leave one of the old lengths."""
+    with torch.inference_mode(not is_counted):
+        lengths = DecodeLengths([3, 4], seqlens_kv=torch.tensor([3, 4], dtype=torch.int32))
+    share(lengths, "of 3 and 4")
+    seen: list[object] = []
+    write = torch.Tensor.copy_
+
+    def writing(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if x is lengths.seqlens_kv:
+            seen.append(shared_value(lengths))
+            share(lengths, "of 3 and 4, again")
+        return write(x, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", writing)
+    lengths.update([5, 6])
+    assert seen == [None]
+    assert shared_value(lengths) is None
 
 
 def test_lengths_are_freed_without_the_garbage_collector() -> None:

@@ -120,7 +120,7 @@ class DecodeLengths:
                     seqlens_kv = self.host.to(device, copy=True)
             _check_equal(self.host, seqlens_kv)
         assert seqlens_kv is not None
-        self.seqlens_kv = seqlens_kv
+        self._seqlens_kv = seqlens_kv
         self._updates = 0
         self._schedules: dict[Hashable, Schedule] = {}
         self._kept: dict[tuple[Hashable, tuple[int, int]], Shared] = {}
@@ -129,6 +129,15 @@ class DecodeLengths:
 
     def __len__(self) -> int:
         return self.seqlens_kv.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, and what is pickled, plans for itself."""
+        return self.__dict__ | {"_schedules": {}, "_kept": {}}
+
+    @property
+    def seqlens_kv(self) -> torch.Tensor:
+        """int32 [B] on the cache's device, always the same tensor."""
+        return self._seqlens_kv
 
     @property
     def profile(self) -> Profile | None:
@@ -161,6 +170,7 @@ class DecodeLengths:
             raise
 
     def _take(self, host: torch.Tensor, lengths: torch.Tensor) -> None:
+        self._updates += 1  # before the write too: another thread may have a plan of the old lengths
         host.copy_(lengths)
         self._profile = None
         with torch.inference_mode(self.seqlens_kv.is_inference()):  # the caller's tensor may be of that mode
@@ -177,7 +187,8 @@ class DecodeLengths:
 
         Nor does PyTorch if the tensor was made in ``inference_mode``.
         """
-        return self._updates, self.seqlens_kv._version if self._is_counted else None
+        lengths = self._seqlens_kv
+        return self._updates, lengths.data_ptr(), lengths._version if self._is_counted else None
 
     def shared(self, key: Hashable) -> Shared | None:
         """What layers share that is computed on the device from ``seqlens_kv``.
@@ -222,8 +233,9 @@ def _check_device_lengths(seqlens_kv: object) -> None:
             f"neither host nor seqlens_kv has lengths (seqlens_kv is {type(seqlens_kv).__name__}); pass ints, a CPU "
             "tensor, or seqlens_kv=, a tensor on the cache's device, int32 [B]"
         )
-    if seqlens_kv.dtype != torch.int32 or seqlens_kv.dim() != 1:
-        raise ValueError(f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)}; expected int32 [B]")
+    if seqlens_kv.dtype != torch.int32 or seqlens_kv.dim() != 1 or seqlens_kv.layout != torch.strided:
+        layout = "" if seqlens_kv.layout == torch.strided else f" {seqlens_kv.layout}"
+        raise ValueError(f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)}{layout}; expected int32 [B]")
 
 
 def _check_equal(host: torch.Tensor, seqlens_kv: object) -> None:
@@ -242,7 +254,7 @@ def _check_equal(host: torch.Tensor, seqlens_kv: object) -> None:
 
 def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
     if isinstance(host, torch.Tensor) and host.device.type != "cpu":
-        raise ValueError(f"host lengths are on {host.device}; pass ints or a CPU tensor")
+        raise ValueError(f"host lengths are on {host.device}; pass ints or a CPU tensor, or this one as seqlens_kv=")
     try:
         given = torch.as_tensor(host)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: beyond int64

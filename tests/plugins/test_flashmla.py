@@ -215,6 +215,53 @@ def test_calls_that_differ_have_schedules_of_their_own(changes: dict[str, Any], 
     assert len(made) == 3
 
 
+def test_other_heads_have_a_schedule_of_their_own(platform: Platform) -> None:
+    lengths = DecodeLengths([65, 129], device="cpu")
+    for heads in (16, 4, 16):
+        tensors = call(lengths)
+        tensors = tensors._replace(q_nope_abs=tensors.q_nope_abs[:, :, :heads], q_rope=tensors.q_rope[:, :, :heads])
+        check(tensors, run(tensors, platform))
+    assert len(made) == 2
+
+
+def test_other_lengths_than_those_of_the_object(platform: Platform) -> None:
+    lengths = DecodeLengths([65, 129], device="cpu")
+    run(call(lengths), platform)
+    other = call(lengths, seqlens_kv=torch.tensor([3, 4], dtype=torch.int32))
+    check(other, run(other, platform))
+    assert made == [[65, 129], [3, 4]]
+
+
+def test_a_schedule_is_shared_once_its_kernel_has_been_launched(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update during the call ends it, and a failed call leaves none."""
+    lengths = DecodeLengths([65, 129], device="cpu")
+    decode_of = providers.Provider.decode
+
+    def failing(self: providers.Provider, *arguments: Any) -> Any:
+        assert not lengths._kept
+        lengths.update([65, 129])
+        raise RuntimeError("out of memory")
+
+    def updating(self: providers.Provider, *arguments: Any) -> Any:
+        found = decode_of(self, *arguments)
+        lengths.update([65, 129])
+        return found
+
+    monkeypatch.setattr(providers.Provider, "decode", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(call(lengths), platform)
+    assert not lengths._kept
+    monkeypatch.setattr(providers.Provider, "decode", updating)
+    run(call(lengths), platform)
+    monkeypatch.setattr(providers.Provider, "decode", decode_of)
+    before = len(made)
+    for _ in range(2):
+        run(call(lengths), platform)
+    assert len(made) == before + 1
+
+
 def test_columns_of_one_tensor_are_not_copied(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = call(DecodeLengths([65, 129], device="cpu"))
     apart = tensors._replace(q_rope=tensors.q_rope.clone())
