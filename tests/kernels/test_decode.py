@@ -149,6 +149,8 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, r
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ((1, 16, 264, 1024), (1, 32, 128, 1)),  # one sequence
+        ((1, 64, 132, 512), (1, 64, 64, 1)),
         ((32, 32, 132, 512), (1, 128, 32, 1)),  # few rows, and a sequence may have many pieces
         ((8, 128, 66, 16), (4, 64, 16, 1)),  # few rows, but no sequence has more than 16
         ((32, 64, 132, 512), (4, 64, 16, 1)),
@@ -166,7 +168,7 @@ def test_programs_of_the_combine_kernel(given: tuple[int, int, int, int], expect
 def test_more_pieces_than_a_step_of_the_combine_kernel(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence with keys for all parts, together with one with a single key."""
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 37)
-    monkeypatch.setattr(decode_launch, "_COMBINE_PIECES", pieces)
+    monkeypatch.setattr(decode_launch, "_COMBINE_PIECES_OF_16_ROWS", pieces)
     monkeypatch.setattr(decode_layout, "_known", {})
     check(paged((2, 1, 2, 16, 0, 2500), 64, torch.float16, [2500, 1]))
 
