@@ -353,3 +353,23 @@ def test_a_request_says_whether_the_host_knows_the_lengths() -> None:
     assert found["known"].has_host_lengths
     assert not found["unknown"].has_host_lengths
     assert found["unknown"] == found["tensor"]
+
+
+def test_torch_compile_follows_lengths_that_are_made_and_updated_in_a_step() -> None:
+    q, cache = torch.randn(2, 1, 4, 576), torch.randn(3, 64, 576)
+    page_table = torch.tensor([[0], [1]], dtype=torch.int32)
+
+    def step(q: torch.Tensor, cache: torch.Tensor, seqlens_kv: torch.Tensor) -> list[torch.Tensor]:
+        lengths, found = DecodeLengths(seqlens_kv=seqlens_kv), []
+        for _ in range(2):
+            options: dict[str, Any] = {"softmax_scale": 0.1, "page_table": page_table, "seqlens_kv": lengths}
+            found.append(mla_plugin.decode(q[..., :512], q[..., 512:], cache, **options))
+            seqlens_kv.add_(3)
+            lengths.update()
+        return found  # type: ignore[return-value]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    wanted = step(q, cache, torch.tensor([5, 40], dtype=torch.int32))
+    found = compiled(q, cache, torch.tensor([5, 40], dtype=torch.int32))
+    torch.testing.assert_close(found, wanted)
+    assert not torch.equal(*wanted)

@@ -124,7 +124,8 @@ class DecodeLengths:
         self._updates = 0
         self._schedules: dict[Hashable, Schedule] = {}
         self._kept: dict[tuple[Hashable, tuple[int, int]], Shared] = {}
-        self._device, self._is_counted = seqlens_kv.device, not seqlens_kv.is_inference()
+        self._device = seqlens_kv.device
+        self._is_counted: bool | None = None  # not asked here, where torch.compile could not follow
         self._profile: Profile | None = None
 
     def __len__(self) -> int:
@@ -132,7 +133,7 @@ class DecodeLengths:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, and what is pickled, plans for itself."""
-        return self.__dict__ | {"_schedules": {}, "_kept": {}}
+        return self.__dict__ | {"_schedules": {}, "_kept": {}, "_is_counted": None}
 
     @property
     def seqlens_kv(self) -> torch.Tensor:
@@ -188,6 +189,8 @@ class DecodeLengths:
         Nor does PyTorch if the tensor was made in ``inference_mode``.
         """
         lengths = self._seqlens_kv
+        if self._is_counted is None:
+            self._is_counted = not lengths.is_inference()
         return self._updates, lengths.data_ptr(), lengths._version if self._is_counted else None
 
     def shared(self, key: Hashable) -> Shared | None:
