@@ -261,7 +261,10 @@ def _pages_of(
         return *split_cache(kv_cache, rank, whose), None
     pages_c, pages_k = cache_format.byte_columns(kv_cache, rank, kv_cache_format)
     if kv_cache_format == cache_format.FP8:
-        return pages_c, pages_k, cache_format.scale_of(kv_scale, pages_c.device)
+        scale = cache_format.scale_of(kv_scale, pages_c.device)
+        if _reads_values(scale):
+            cache_format.check_scale_value(scale)
+        return pages_c, pages_k, scale
     cache_format.check_no_scale(kv_cache_format, kv_scale)
     return pages_c, pages_k, None
 

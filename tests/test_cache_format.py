@@ -524,6 +524,22 @@ def test_a_wrong_argument_is_an_error(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("value", [-0.5, torch.nan, torch.inf])
+def test_a_scale_that_is_negative_or_not_finite_is_an_error(value: float) -> None:
+    """Read where the host may; on Hopper a negative one gives NaN."""
+    arguments = paged("fp8", 16, 1, 2, torch.float32) | {"kv_scale": torch.tensor(value)}
+    message = rf"kv_scale={value}; expected a finite number that is not negative"
+    with pytest.raises(ValueError, match=message):
+        mla_plugin.decode(**arguments)
+    scale = {"kv_cache_format": "fp8", "kv_scale": torch.tensor(value)}
+    cache, slots = torch.zeros(3, 16, 576, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        mla_plugin.cache.append(cache, torch.ones(1, 512), torch.ones(1, 64), slots, **scale)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        mla_plugin.cache.gather(cache, table, lengths, kv_lora_rank=512, **scale)
+
+
 def test_a_scale_that_requires_grad_is_an_error() -> None:
     arguments = paged("fp8", 16, 1, 2, torch.float32)
     arguments["kv_scale"] = torch.nn.Parameter(arguments["kv_scale"])

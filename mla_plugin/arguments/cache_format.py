@@ -22,6 +22,8 @@ e4m3 is torch.float8_e4m3fn: no infinity, 0x7F and 0xFF are NaN. NaN is written 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mla_plugin.arguments.checks import check_tensor
@@ -84,6 +86,13 @@ def scale_of(kv_scale: object, device: torch.device) -> torch.Tensor:
             "needed: its value stays on the device"
         )
     return kv_scale.reshape(())
+
+
+def check_scale_value(kv_scale: torch.Tensor) -> None:
+    """Raise ValueError if the scale of ``fp8``, on the CPU or read from the device, is negative or not finite."""
+    value = float(kv_scale)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"kv_scale={value}; expected a finite number that is not negative")
 
 
 def byte_columns(kv_cache: Cache, rank: int, kv_cache_format: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -243,8 +243,10 @@ def check_query_strides(tensors: DecodeTensors) -> None:
 
 
 def check_values(tensors: DecodeTensors) -> None:
-    """Check that lengths fit the cache, pages exist and left padding is not negative, if the host may read them."""
+    """Check that lengths and pages fit the cache, padding and scale are not negative, if the host may read them."""
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
+    if tensors.kv_cache_format == cache_format.FP8 and tensors.kv_scale is not None and may_read(tensors.kv_scale):
+        cache_format.check_scale_value(tensors.kv_scale)
     if seqlens_kv is None or not may_read(seqlens_kv):
         return
     capacity = tensors.capacity

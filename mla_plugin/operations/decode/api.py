@@ -70,8 +70,8 @@ def decode(
             one tensor of 656 bytes a token, with a scale for every 128 elements of c_kv, and a bfloat16 k_rope (R
             512, Dr 64; FlashMLA, vLLM's ``fp8_ds_mla``); queries in bfloat16, float32 or float64.
             ``mla_plugin.cache.append`` writes all three.
-        kv_scale: float32, one element, on the cache's device: the scale of ``"fp8"``. Only the device reads
-            it, so a captured graph uses its current value.
+        kv_scale: float32, one element, not negative, on the cache's device: the scale of ``"fp8"``. Only the device
+            reads it, so a captured graph uses its current value.
         host: the framework that calls; for adapters.
         cp_group: ranks that share the cache's tokens (context parallelism), a ProcessGroup or a one-dimensional
             DeviceMesh. Each passes the same queries of all heads and the same ``seqlens_kv``, which is then needed, and
