@@ -83,8 +83,9 @@ def test_decode_over_a_quantised_cache(name, seqlen_q):
         keys = found[:, None].expand(-1, heads, -1)
         for each, part in zip((wanted, wanted_lse), attend(x, keys, keys[..., :rank], layer.scale), strict=True):
             each.append(part)
-    close(out, torch.cat(wanted), torch.bfloat16, roundings=4)  # of queries, weights and output, and of scaled numbers
-    torch.testing.assert_close(lse.double(), torch.cat(wanted_lse), atol=2e-2, rtol=1e-3)
+    # scaled numbers are rounded to bfloat16, so scores of 10 and more are off by up to 0.03, and so are weights
+    close(out, torch.cat(wanted), torch.bfloat16, roundings=10)
+    torch.testing.assert_close(lse.double(), torch.cat(wanted_lse), atol=6e-2, rtol=1e-3)
 
 
 @pytest.mark.skipif(not decode.HAS.causal, reason="before vLLM 0.27 every step is causal")
