@@ -324,9 +324,9 @@ class DecodeTensors(NamedTuple):
 
     @property
     def shared_lengths(self) -> DecodeLengths | None:
-        """``lengths`` if nothing else decides which keys a call sees, so that other calls see the same ones.
+        """``lengths`` if ``seqlens_kv`` is their tensor and there is no left padding; otherwise None.
 
-        Where they do not, ``seqlens_kv`` is another tensor, or there is left padding.
+        Only then do all calls with these lengths see the same keys of each sequence.
         """
         lengths = self.lengths
         if lengths is None or self.seqlens_kv is not lengths.seqlens_kv or self.leftpad_kv is not None:

@@ -27,25 +27,18 @@ from mla_plugin.kernels.launch import Launch
 from tests.kernels.decode_cases import DEVICE, Inputs, assert_as_good_as_pytorch, contiguous, paged, with_leftpad
 from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
+from tests.kernels.recorded import plans, recorded
 
 CHUNK = 128
 SHAPE = (6, 2, 5, 32, 16, 300)  # more sequences than plan for themselves
 LENGTHS, OTHERS = [300, 0, 129, 1, 64, 299], [1, 300, 300, 128, 0, 77]
-PLANS = ("plan_kernel", "plan_chunks_kernel")
 Decode = Callable[[DecodeTensors, decode_layout.Known], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the kernels launched; new memory holds NaN, a plan in new memory is garbage."""
-    names: list[str] = []
-    launch = Launch.__call__
-
-    def recorded(self: Launch, *arguments: object) -> None:
-        names.append(self.kernel.__name__)
-        launch(self, *arguments)
-
-    monkeypatch.setattr(Launch, "__call__", recorded)
+    names = recorded(monkeypatch)
     monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(invariant, "WORKSPACE_BYTES", 1 << 20)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,10 +81,6 @@ def with_lengths(lengths: list[int], seed: int = 0) -> Inputs:
 
 def device_lengths(values: list[int]) -> DecodeLengths:
     return DecodeLengths(seqlens_kv=torch.tensor(values, dtype=torch.int32, device=DEVICE))
-
-
-def plans(launched: list[str]) -> int:
-    return sum(name in PLANS for name in launched)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

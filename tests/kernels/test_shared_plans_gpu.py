@@ -12,8 +12,8 @@ import torch
 
 import mla_plugin
 from mla_plugin import DecodeLengths
-from mla_plugin.kernels.launch import Launch
 from tests.kernels.decode_cases import Inputs, assert_as_good_as_pytorch, contiguous, paged
+from tests.kernels.recorded import plans, recorded
 
 pytestmark = pytest.mark.gpu
 
@@ -36,19 +36,7 @@ def _garbage_in_new_memory() -> Iterator[None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels launched."""
-    names: list[str] = []
-    launch = Launch.__call__
-
-    def recorded(self: Launch, *arguments: object) -> None:
-        names.append(self.kernel.__name__)
-        launch(self, *arguments)
-
-    monkeypatch.setattr(Launch, "__call__", recorded)
-    return names
-
-
-def plans(launched: list[str]) -> int:
-    return sum(name in ("plan_kernel", "plan_chunks_kernel") for name in launched)
+    return recorded(monkeypatch)
 
 
 def whole(heads: int, seed: int = 0) -> Inputs:

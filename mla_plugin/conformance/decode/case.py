@@ -45,8 +45,8 @@ class DecodeCase:
         causal: queries are the last tokens.
         has_seqlens_kv: False leaves the lengths out; they fill the cache then.
         lengths_storage: of the lengths and the first keys that are seen, on the device.
-        has_host_lengths: the lengths come as ``DecodeLengths`` of the host's; otherwise, over pages, as one of a tensor
-            alone, and over a contiguous cache as a tensor.
+        has_host_lengths: the lengths come as a ``DecodeLengths`` that the host knows. Otherwise they come, over pages,
+            as a ``DecodeLengths`` that only the device knows, and over a contiguous cache as a tensor.
         leftpads: keys before which nothing is seen; None for no such tensor.
         return_lse: lse is asked for.
         is_packed: c_kv and k_rope are views of one tensor, and so are the queries.
