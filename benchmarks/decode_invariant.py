@@ -4,8 +4,10 @@
     python -m benchmarks.decode_invariant --chunks 128 256 512   the same for chunks of other sizes, to choose one by
     python -m benchmarks.decode_invariant --wide                 with a page table that has room for 128k tokens
 
-Cells and times are those of ``decode_backends.py``. Prints for each cell the milliseconds without, and for each size of
-chunk with it, then geometric means by head count; writes benchmarks/results/decode_invariant_<gpu>.json.
+Cells and times are those of ``decode_backends.py``. Where vLLM's FlashAttention 3 is installed it runs, too, with one
+split for every sequence: so engines get the same bits whatever the batch. Prints for each cell the milliseconds
+without, and for each size of chunk with it, then geometric means by head count; writes
+benchmarks/results/decode_invariant_<gpu>.json.
 """
 
 from __future__ import annotations
@@ -13,22 +15,33 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import in_turn, parser, write
-from decode_cells import Cell, Checked, Inputs, Timer, backend_call, row_of, step_of
-
+from benchmarks.common import in_turn, parser, write
+from benchmarks.decode_cells import (
+    DEVICE,
+    RANK,
+    SCALE,
+    Call,
+    Cell,
+    Checked,
+    Inputs,
+    Timer,
+    backend_call,
+    row_of,
+    step_of,
+)
 from mla_plugin import environment
+from mla_plugin.device import version
+from mla_plugin.plugins.fa3 import providers
 
 BATCHES, MEANS, HEADS = (1, 8, 64, 256), (1024, 6144, 32768), (8, 16, 24, 32, 64, 96, 128)
 WIDE = 128 << 10
+ONE_SPLIT = "FlashAttention 3, one split"
+"""Its name in the results."""
 
 
 def cells(heads: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
@@ -39,21 +52,43 @@ def cells(heads: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
         yield tuple(Cell(lengths, batch, h, mean, 64, s) for s, h in (*((1, h) for h in heads), *several))
 
 
-def timer_of(inputs: Inputs, limit: float, checked: Checked, *, batch_invariant: bool) -> Timer:
+def with_one_split(inputs: Inputs) -> Call | None:
+    """vLLM's FlashAttention 3 with num_splits=1; None where it is not installed."""
+    vllm = next(found for found in providers.PROVIDERS if isinstance(found, providers.Vllm))
+    if version(vllm.distribution) is None:
+        return None
+    names = ("q", "k", "v", "q_v", "seqused_k", "page_table", "softmax_scale", "is_causal")
+    off = {"window_size_left": -1, "window_size_right": -1}
+    run = providers.ByPlace(vllm.operator(), names, **off, num_splits=1)
+    seqlens_kv = torch.tensor(inputs.step.host, dtype=torch.int32, device=DEVICE)
+    causal = inputs.cell.seqlen_q > 1
+
+    def call(cache: torch.Tensor) -> torch.Tensor:
+        c_kv, k_rope = cache[:, :, None, :RANK], cache[:, :, None, RANK:]
+        lengths_and_pages = (seqlens_kv, inputs.step.page_table)
+        found = run(inputs.q_rope, k_rope, c_kv, inputs.q_nope_abs, *lengths_and_pages, SCALE, causal)
+        out: torch.Tensor = found[0]
+        return out
+
+    return call
+
+
+def timer_of(call: Call, inputs: Inputs, checked: Checked) -> Timer:
     """Captured after its result was found right."""
-    call, _ = backend_call(inputs, "triton", batch_invariant=batch_invariant)
     found = checked.error(call(inputs.step.caches[0]))
-    assert found <= limit, f"error {found:.1e} > {limit:.1e} at {inputs.cell}"
+    assert found <= checked.limit, f"error {found:.1e} > {checked.limit:.1e} at {inputs.cell}"
     return Timer(call, inputs)
 
 
 def measure(inputs: Inputs, chunks: list[int], rounds: int) -> dict[str, Any]:
-    """Milliseconds without, and with chunks of each size."""
+    """Milliseconds without, and with chunks of each size; of FlashAttention 3 with one split if it is installed."""
     checked = Checked(inputs)
-    timers = {"without": timer_of(inputs, checked.limit, checked, batch_invariant=False)}
+    timers = {"without": timer_of(backend_call(inputs, "triton")[0], inputs, checked)}
     for chunk in chunks:
         os.environ["MLA_PLUGIN_BATCH_INVARIANT_CHUNK"] = str(chunk)
-        timers[str(chunk)] = timer_of(inputs, checked.limit, checked, batch_invariant=True)
+        timers[str(chunk)] = timer_of(backend_call(inputs, "triton", batch_invariant=True)[0], inputs, checked)
+    if (one_split := with_one_split(inputs)) is not None:
+        timers[ONE_SPLIT] = timer_of(one_split, inputs, checked)
     return {**row_of(inputs.cell, inputs.step), "ms": in_turn(timers, rounds)}
 
 
@@ -66,6 +101,9 @@ def summary(rows: list[dict[str, Any]], chunks: list[int]) -> Iterator[str]:
             name = "all H" if heads is None else f"H {heads:3}"
             mean = statistics.geometric_mean(costs)
             yield f"S_q {seqlen_q} {name} chunks of {chunk}: {len(costs)} cells {mean:.3f}, most {max(costs):.3f}"
+            shares = [row["ms"][ONE_SPLIT] / row["ms"][str(chunk)] for row in of_kind if ONE_SPLIT in row["ms"]]
+            if shares:
+                yield f"{ONE_SPLIT}: {statistics.geometric_mean(shares):.2f} of its time, least {min(shares):.2f}"
 
 
 def main() -> None:

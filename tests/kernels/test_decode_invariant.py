@@ -221,7 +221,7 @@ def test_any_number_of_programs(parts: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
     for most, rounds in ((1 << 30, 1), (9 * 4 * 32 * 2, 8), (30 * 4 * 32 * 2, 2)):
         monkeypatch.setattr(decode_layout, "_known", {})
-        monkeypatch.setattr(invariant, "WORKSPACE_BYTES", most)
+        monkeypatch.setattr(invariant, "workspace_bytes", lambda _, most=most: most)
         assert_same(run(inputs), wanted)
         (known,) = decode_layout._known.values()
         assert len(known.kept[invariant.kept_as(CHUNK)].rounds) == rounds
@@ -475,11 +475,14 @@ def test_a_capacity_that_int32_cannot_count_is_refused() -> None:
 @pytest.mark.parametrize("batch", [1, 64, 256])
 @pytest.mark.parametrize("capacity", [1, CHUNK, 6000, 128 << 10, 4 << 20])
 @pytest.mark.parametrize("slot_bytes", [2, 16 << 10, 128 << 10, 1 << 20])
-def test_the_workspace_is_bounded(batch: int, capacity: int, slot_bytes: int) -> None:
-    """By a constant or by two sequences, and the rounds take every chunk."""
+@pytest.mark.parametrize("memory", [0, 24 << 30, 141 << 30])
+def test_the_workspace_is_bounded(batch: int, capacity: int, slot_bytes: int, memory: int) -> None:
+    """By a share of the memory or by two sequences, and the rounds take every chunk."""
     chunks = most_chunks(capacity, CHUNK)
-    rounds, size, slots = invariant.rounds_of(batch, chunks, slot_bytes)
-    assert slots * slot_bytes <= max(invariant.WORKSPACE_BYTES, 2 * chunks * slot_bytes)
+    most = invariant.workspace_bytes(memory)
+    assert most == max(512 << 20, memory // 128)
+    rounds, size, slots = invariant.rounds_of(batch, chunks, slot_bytes, most)
+    assert slots * slot_bytes <= max(most, 2 * chunks * slot_bytes)
     assert (rounds - 1) * size < batch * chunks <= rounds * size
     assert slots >= (batch * chunks if rounds == 1 else size + chunks)
 

@@ -94,7 +94,7 @@ def test_any_number_of_programs_and_rounds(heads: int, monkeypatch: pytest.Monke
         monkeypatch.setattr(
             decode_launch, "choose_parts", lambda *given, factor=factor: int(choose(*given) * factor) + 1
         )
-        monkeypatch.setattr(invariant, "WORKSPACE_BYTES", most)
+        monkeypatch.setattr(invariant, "workspace_bytes", lambda _, most=most: most)
         assert_same(run(inputs), wanted)
 
 

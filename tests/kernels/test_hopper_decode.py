@@ -149,7 +149,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     base = Pointer.of(out) + -tile * 64 * 512
     acc = Value(torch.ones(64, 256), product_layout.fn(256))
     store = Program((1,), (0,), 0).translated(storing._store_half)
-    store(base, acc, as_value(tile), as_value(64 * (tile + 1)), as_value(True), 1, 512, False)
+    store(base, acc, as_value(tile), as_value(64 * (tile + 1)), as_value(True), 1, 512, False, "")
     assert torch.equal(out, torch.cat([torch.zeros(64, 256), torch.ones(64, 256)], 1).bfloat16())
 
 

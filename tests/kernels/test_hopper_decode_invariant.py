@@ -102,7 +102,7 @@ def test_larger_chunks_in_any_number_of_parts_and_rounds(parts: int, monkeypatch
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: parts)
     for most in (1 << 30, 12 * 3 * 512 * 2):
         monkeypatch.setattr(decode_layout, "_known", {})
-        monkeypatch.setattr(invariant, "WORKSPACE_BYTES", most)
+        monkeypatch.setattr(invariant, "workspace_bytes", lambda _, most=most: most)
         assert_same(run(inputs), wanted)
 
 
@@ -172,7 +172,7 @@ def test_rounds_of_few_sequences_are_planned(monkeypatch: pytest.MonkeyPatch) ->
     assert_as_good_as_pytorch(*wanted, inputs, is_causal=True)
     monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 2)
     monkeypatch.setattr(decode_layout, "_known", {})
-    monkeypatch.setattr(invariant, "WORKSPACE_BYTES", 7 * 3 * 512 * 2)
+    monkeypatch.setattr(invariant, "workspace_bytes", lambda _: 7 * 3 * 512 * 2)
     assert_same(run(inputs), wanted)
     (known,) = decode_layout._known.values()
     assert len(known.kept[invariant.kept_as(CHUNK)].rounds) > 1

@@ -40,7 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the kernels launched; new memory holds NaN, a plan in new memory is garbage."""
     names = recorded(monkeypatch)
     monkeypatch.setattr(decode_layout, "_known", {})
-    monkeypatch.setattr(invariant, "WORKSPACE_BYTES", 1 << 20)
+    monkeypatch.setattr(invariant, "workspace_bytes", lambda _: 1 << 20)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield names
@@ -52,7 +52,7 @@ def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     if request.param == "by tiles":
         return decode_launch.decode
     if request.param == "by chunks in rounds":
-        monkeypatch.setattr(invariant, "WORKSPACE_BYTES", 7 * 2 * 5 * 32 * 2)
+        monkeypatch.setattr(invariant, "workspace_bytes", lambda _: 7 * 2 * 5 * 32 * 2)
     return functools.partial(invariant.decode, chunk=CHUNK)
 
 

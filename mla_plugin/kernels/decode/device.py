@@ -25,6 +25,7 @@ class Device(NamedTuple):
         has_dependent_launch: a kernel may start before the previous one has ended.
         e4m3_conversion: how e4m3 bytes are converted, see ``from_e4m3``.
         has_gluon: Gluon kernels can run, see ``unfit_device_because``.
+        memory: bytes.
     """
 
     gpu_class: str
@@ -33,6 +34,7 @@ class Device(NamedTuple):
     has_dependent_launch: bool
     e4m3_conversion: str = "instruction"
     has_gluon: bool = False
+    memory: int = 0
 
 
 @functools.cache
@@ -52,5 +54,5 @@ def device_of(device: torch.device) -> Device:
     is_hopper_or_newer = capability >= (9, 0)
     conversion = "instruction" if capability >= (8, 9) else "bits"
     has_gluon = unfit_device_because(capability, triton.__version__) is None
-    processors = properties.multi_processor_count
-    return Device(name, processors, is_hopper_or_newer, is_hopper_or_newer, conversion, has_gluon)
+    processors, memory = properties.multi_processor_count, properties.total_memory
+    return Device(name, processors, is_hopper_or_newer, is_hopper_or_newer, conversion, has_gluon, memory)

@@ -137,8 +137,9 @@ class Program:
         self._check_order()
         return pointer.load(mask, other)
 
-    def _store(self, pointer: Pointer, value: Any, mask: Any = None) -> None:
+    def _store(self, pointer: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") -> None:
         self._check_order()
+        assert eviction_policy in ("", "evict_first", "evict_last")
         pointer.store(value, mask)
 
     def _copy(self, source: Descriptor, at: list[Any], barrier: Barrier, target: Shared) -> None:

@@ -23,10 +23,20 @@ _MIXED = gl.constexpr(
 
 
 @gluon.jit
-def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: gl.constexpr, MIXED: gl.constexpr):
+def _store_half(
+    base,
+    acc,
+    tile,
+    num_rows,
+    is_written,
+    which: gl.constexpr,
+    R: gl.constexpr,
+    MIXED: gl.constexpr,
+    EVICTION: gl.constexpr,
+):
     """Store a warpgroup's columns of row tile ``tile`` of ``num_rows`` rows of R contiguous elements.
 
-    MIXED: so that a thread has 16 bytes in a row and not 4; ``in_order`` undoes it.
+    MIXED: so that a thread has 16 bytes in a row and not 4; ``in_order`` undoes it. EVICTION: of the L2 cache.
     """
     layout: gl.constexpr = _MIXED if MIXED else acc.type.layout
     acc = acc.to(base.dtype.element_ty)
@@ -36,7 +46,7 @@ def _store_half(base, acc, tile, num_rows, is_written, which: gl.constexpr, R: g
     columns = which * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     exists = (tile * ROWS + rows < num_rows) & is_written
     base += tile.to(gl.int64) * (ROWS * R)
-    gl.store(base + rows[:, None] * R + columns[None, :], acc, mask=exists[:, None])
+    gl.store(base + rows[:, None] * R + columns[None, :], acc, mask=exists[:, None], eviction_policy=EVICTION)
 
 
 @gluon.jit
@@ -79,14 +89,16 @@ def store_piece(
     if is_whole:
         if INVARIANT:
             acc = acc.to(Out.dtype.element_ty).to(gl.float32) + 0.0
-        _store_half(Out + gl.cast(b, gl.int64) * num_rows * R, acc, tile, num_rows, is_written, which, R, False)
+        _store_half(Out + gl.cast(b, gl.int64) * num_rows * R, acc, tile, num_rows, is_written, which, R, False, "")
         if Lse is not None:
             if which == 0:
                 lse_rows = (gl.cast(b, gl.int64) * num_heads + rows % num_heads) * seqlen_q + rows // num_heads
                 gl.store(Lse + lse_rows, lse_log2 * LN_2, mask=exists)
     else:
         slot_row = slot.to(gl.int64) * num_rows
-        _store_half(Parts + slot_row * R, acc, tile, num_rows, is_written, which, R, True)
+        # the keys that are read until the last kernel adds the chunks would displace them
+        eviction: gl.constexpr = "evict_last" if INVARIANT else ""
+        _store_half(Parts + slot_row * R, acc, tile, num_rows, is_written, which, R, True, eviction)
         if which == 0:
             gl.store(parts_lse + slot_row + rows, lse_log2, mask=exists)
 

@@ -66,7 +66,6 @@ def combine_chunks_kernel(
     rows = tl.program_id(0) % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = rows < num_rows
-    stored = exists[:, None] & (columns < R)[None, :]
     chunks_lse = lse_of_slots(Parts, slots, num_rows, R)
     parts = first.to(tl.int64) * num_rows + rows
     # the maximum first: so weights do not depend on each other, and only the sums form a chain from chunk to chunk
@@ -83,15 +82,18 @@ def combine_chunks_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     out = tl.zeros([BLOCK_ROWS, BLOCK_R], tl.float32)
     for chunk in range(0, count, BLOCK_CHUNKS):
+        # all loads first: the compiler leaves them where they are, and a use would wait for its load
+        lse_log2, x = tl.tuple(()), tl.tuple(())
         for i in tl.static_range(BLOCK_CHUNKS):
-            is_chunk = chunk + i < count
-            lse_log2 = tl.load(chunks_lse + parts, mask=exists & is_chunk, other=float("-inf"))
-            # not masked by the lse: the load would have to wait for it
-            x = tl.load(Parts + parts[:, None] * R + columns[None, :], mask=stored & is_chunk, other=0.0)
-            weights = tl.exp2(lse_log2 - highest)
-            total += weights
-            out += x.to(tl.float32) * weights[:, None]
+            is_chunk = exists & (chunk + i < count)
+            lse_log2 += (tl.load(chunks_lse + parts, mask=is_chunk, other=float("-inf")),)
+            is_stored = is_chunk[:, None] & (columns < R)[None, :]
+            x += (tl.load(Parts + parts[:, None] * R + columns[None, :], mask=is_stored, other=0.0),)
             parts += num_rows
+        for i in tl.static_range(BLOCK_CHUNKS):
+            weights = tl.exp2(lse_log2[i] - highest)
+            total += weights
+            out += x[i].to(tl.float32) * weights[:, None]
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     # a row that sees one chunk must equal that chunk's result bit for bit: exact division, and no logarithm of 1
@@ -99,7 +101,11 @@ def combine_chunks_kernel(
     if MIXED:
         out = in_order(out)
     out_rows = b.to(tl.int64) * num_rows + rows
-    tl.store(Out + out_rows[:, None] * R + columns[None, :], out.to(Out.dtype.element_ty), mask=stored)
+    tl.store(
+        Out + out_rows[:, None] * R + columns[None, :],
+        out.to(Out.dtype.element_ty),
+        mask=exists[:, None] & (columns < R)[None, :],
+    )
     if (Lse is not None) and tl.program_id(1) == 0:
         lse_log2 = tl.where(total == 1.0, highest, highest + tl.log2(total))
         lse = tl.where(empty, float("-inf"), lse_log2 * LN_2)

@@ -23,29 +23,43 @@ from mla_plugin.kernels.hopper.common import ROWS
 from mla_plugin.kernels.launch import Launch
 from mla_plugin.kernels.tiles import ceil_div, next_power_of_2
 
-WORKSPACE_BYTES = 512 << 20
-"""Most memory for chunk results at a time, unless two sequences need more."""
+LEAST_WORKSPACE = 512 << 20
+"""Bytes for chunk results at a time that every device gives, if a call needs them."""
+_SHARE_OF_MEMORY = 128
+"""A device with more memory gives one part of so many."""
 
 
-def combine_sizes(rows: int, rounds: int) -> tuple[int, int, int]:
-    """Rows, columns and chunks at a time of a program of the combine kernel, for so many rows of all sequences.
+def workspace_bytes(memory: int) -> int:
+    """Most bytes for chunk results at a time, unless two sequences need more; ``memory``: bytes of the device."""
+    return max(LEAST_WORKSPACE, memory // _SHARE_OF_MEMORY)
 
-    A row takes a warp. With several rounds four rows a program: a round may have no sequence, and fewer programs start
-    faster.
+
+def combine_sizes(rows: int, chunks: int, rounds: int) -> tuple[int, int, int]:
+    """Rows, columns and chunks at a time of a program of the combine kernel.
+
+    A row takes a warp. With few rows, or many chunks, more programs share a row. With several rounds a program has four
+    rows: a round may have no sequence, and fewer programs start faster.
+
+    Args:
+        rows: those of all sequences.
+        chunks: most of a sequence, by the capacity.
+        rounds: into which the launch is divided.
     """
     if rounds > 1:
         return 4, 512, 4
-    if rows <= 512:
+    if rows <= 64:
+        return 1, 64, 32
+    if rows <= 512 or (rows <= 4096 and chunks > 32):
         return 1, 128, 8
-    return (1, 256, 8) if rows <= 2048 else (1, 512, 4)
+    return (1, 256, 8) if rows <= 4096 else (1, 512, 4)
 
 
-def rounds_of(batch: int, chunks: int, slot_bytes: int) -> tuple[int, int, int]:
-    """(rounds, chunk indices per round, slots) for sequences of up to so many chunks.
+def rounds_of(batch: int, chunks: int, slot_bytes: int, workspace: int) -> tuple[int, int, int]:
+    """(rounds, chunk indices per round, slots) for sequences of up to so many chunks, in so many bytes of workspace.
 
     A round takes the sequences whose first chunk is in its range of indices; the last one may extend beyond it.
     """
-    most = max(WORKSPACE_BYTES // slot_bytes, 2 * chunks)
+    most = max(workspace // slot_bytes, 2 * chunks)
     if batch * chunks <= most:
         return 1, max(1, batch * chunks), batch * chunks
     size = most - chunks
@@ -57,18 +71,18 @@ _ROUNDED = {"enable_fp_fusion": False}
 
 
 def _combine_launch(
-    tensors: DecodeTensors, device: launch.Device, slots: int, rounds: int, *, is_mixed: bool
+    tensors: DecodeTensors, device: launch.Device, slots: int, chunks: int, rounds: int, *, is_mixed: bool
 ) -> Launch:
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     num_rows = seqlen_q * heads
-    rows, columns, chunks = combine_sizes(batch * num_rows, rounds)
+    rows, columns, at_a_time = combine_sizes(batch * num_rows, chunks, rounds)
     columns = min(next_power_of_2(rank), columns)
     return Launch(
         combine_chunks_kernel,
         (batch * ceil_div(num_rows, rows), ceil_div(rank, columns), 1),
         ("Parts", "Plan", "Out", "Lse"),
         {"num_heads": heads, "seqlen_q": seqlen_q, "slots": slots, "R": rank}
-        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_CHUNKS": chunks}
+        | {"BLOCK_ROWS": rows, "BLOCK_R": columns, "BLOCK_CHUNKS": at_a_time}
         | {"MIXED": is_mixed, "DEPENDENT": device.has_dependent_launch},
         launch.options_of(device, rows, **_ROUNDED),
     )
@@ -112,7 +126,7 @@ def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False
         ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),
     )
     slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
-    rounds, size, slots = rounds_of(batch, chunks, slot_bytes)
+    rounds, size, slots = rounds_of(batch, chunks, slot_bytes, workspace_bytes(device.memory))
     if chunks == 1:
         rounds, slots = 1, 0  # results are written directly to out
     parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
@@ -123,7 +137,9 @@ def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False
         described = hopper.Descriptors(tensors)
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
-    combine = _combine_launch(tensors, device, slots, rounds, is_mixed=is_hopper) if chunks > 1 else None
+    combine = None
+    if chunks > 1:
+        combine = _combine_launch(tensors, device, slots, chunks, rounds, is_mixed=is_hopper)
     is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned or is_shared
     found = []
     for n in range(rounds):
