@@ -373,3 +373,12 @@ def test_torch_compile_follows_lengths_that_are_made_and_updated_in_a_step() -> 
     found = compiled(q, cache, torch.tensor([5, 40], dtype=torch.int32))
     torch.testing.assert_close(found, wanted)
     assert not torch.equal(*wanted)
+
+
+def test_the_default_device_changes_nothing() -> None:
+    with torch.device("meta"):
+        lengths = DecodeLengths([3, 4], device="cpu")
+        lengths.update([5, 2])
+    assert lengths.host is not None
+    assert lengths.host.device.type == lengths.seqlens_kv.device.type == "cpu"
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [5, 2]

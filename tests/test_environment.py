@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from mla_plugin import environment
+from mla_plugin.cli import main
 from mla_plugin.environment import EnvironmentVariableError
 from mla_plugin.variables import VARIABLES
 
@@ -81,6 +82,12 @@ def test_chunks_of_other_sizes_are_refused(text: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", text)
     with pytest.raises(EnvironmentVariableError, match="expected one of 128, 256, 512, 1024, 2048, 4096"):
         environment.batch_invariant_chunk()
+
+
+def test_explain_refuses_them_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", "100")
+    assert main(["explain", "--decode", "--batch-invariant", "--capability", "9.0"]) == 2
+    assert "expected one of 128, 256, 512, 1024, 2048, 4096" in capsys.readouterr().err
 
 
 def test_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ Attend: TypeAlias = Callable[..., torch.Tensor]
 
 _REFUSED = {
     "softcap": 'soft-capped scores: use attn_implementation="eager"',
-    "position_bias": 'a relative position bias: use attn_implementation="sdpa"',
+    "position_bias": 'a relative position bias: use attn_implementation="eager"',
     "head_mask": 'a mask over heads: use attn_implementation="eager"',
     "cache": 'a paged cache (continuous batching): use generate(), or attn_implementation="sdpa"',
     "output_attentions": 'attention weights, which fused kernels never store: use attn_implementation="eager"',

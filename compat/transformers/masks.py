@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
 import torch
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from mla_plugin.compat.transformers import ranks
@@ -71,6 +72,11 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
+    is_mla = getattr(config, "kv_lora_rank", None) is not None  # the layers of these are known to be right
+    if not (config is None or is_mla or _supports_sdpa(config.__class__)):
+        if "allow_is_bidirectional_skip" in pattern:
+            pattern["allow_is_bidirectional_skip"] = False
+        return cast(torch.Tensor, eager_mask(**pattern))  # the form that other parts of such a model expect
     if mask_function is _bidirectional and attention_mask is not None:
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
@@ -103,6 +109,23 @@ def attention_mask_for(
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
     return mask
+
+
+@functools.cache
+def _supports_sdpa(config_class: type[Any]) -> bool:
+    """Whether a model of this configuration supports transformers' own sdpa, or none is known.
+
+    Without a mask, sdpa and this adapter take a layer for causal or not by its ``is_causal``. In models that do not
+    support sdpa that attribute may be missing or wrong.
+    """
+    models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is config_class]
+    return not models or any(getattr(model, "_supports_sdpa", False) for model in models)
+
+
+def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
+    for found in of.__subclasses__():
+        yield found
+        yield from _subclasses(found)
 
 
 def _noting(attention_mask: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -259,7 +259,7 @@ def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
     if isinstance(host, torch.Tensor) and host.device.type != "cpu":
         raise ValueError(f"host lengths are on {host.device}; pass ints or a CPU tensor, or this one as seqlens_kv=")
     try:
-        given = torch.as_tensor(host)
+        given = torch.as_tensor(host, device="cpu")  # whatever the default device is
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: beyond int64
         raise TypeError(
             f"host lengths are {type(host).__name__}, which PyTorch cannot convert to a tensor ({error}); "

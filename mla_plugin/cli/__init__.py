@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success, 1 if no backend is left or the command reports a failure (each command says when), 2 for invalid
         arguments or a missing package that the command needs.
     """
+    if sys.stdout is None:  # the shell has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, the process writes to it until it ends
     arguments = _parser().parse_args(argv)
     try:
         status: int = arguments.run(arguments)

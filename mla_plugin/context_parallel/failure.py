@@ -72,7 +72,7 @@ def is_left_unread(device: torch.device) -> bool:
 
 def _on_its_way(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     """A copy of the numbers on the host, and the event that completes it."""
-    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     on_host.copy_(numbers, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()

@@ -50,7 +50,7 @@ def held_positions(tokens: int, size: int, rank: int, *, interleave: int = 1) ->
     """Which of a sequence's tokens a rank holds, in the order of its rows: int64 on the CPU; errors as above."""
     _check(size, rank, interleave)
     check_count("tokens", tokens, most=MAX_LENGTH)
-    positions = torch.arange(tokens)
+    positions = torch.arange(tokens, device="cpu")
     return positions[positions // interleave % size == rank]
 
 

@@ -106,8 +106,8 @@ def packed_indices(cu_seqlens_padded: torch.Tensor, size: int, rank: int) -> tor
     parts = []
     for start, chunk in packed_chunks(cu_seqlens_padded, size):
         for which in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(start + which * chunk, start + (which + 1) * chunk))
-    return torch.cat(parts or [torch.arange(0)]).to(cu_seqlens_padded.device)
+            parts.append(torch.arange(start + which * chunk, start + (which + 1) * chunk, device="cpu"))
+    return torch.cat(parts or [torch.arange(0, device="cpu")]).to(cu_seqlens_padded.device)
 
 
 def packed_chunks(cu_seqlens_padded: torch.Tensor, size: int) -> list[tuple[int, int]]:

@@ -60,3 +60,9 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    command = f"{sys.executable} -c \"import sys; from mla_plugin.cli import main; sys.exit(main(['explain']))\" >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -332,3 +332,11 @@ def test_a_tiny_scale_loses_no_scores(scale: float, dtype: torch.dtype) -> None:
 def test_a_call_without_lengths_is_an_error() -> None:
     with pytest.raises(ValueError, match="flashinfer needs page_table and seqlens_kv"):
         run(call(DecodeLengths([5, 9], device="cpu"), PAGE_TABLE)._replace(lengths=None))
+
+
+def test_used_pages_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    lengths = torch.tensor([5, 0, 4, 9], dtype=torch.int32)
+    with torch.device("meta"):
+        pages = planning.used_pages(lengths, page_size=4, table_width=3)
+    assert pages.indptr.tolist() == [0, 2, 2, 3, 6]
+    assert pages.entries.device.type == "cpu"

@@ -75,10 +75,10 @@ def used_pages(lengths: torch.Tensor, page_size: int, table_width: int) -> Pages
         raise ValueError(
             f"a sequence has {int(lengths.max())} keys; page_table has {table_width} pages of {page_size} for each"
         )
-    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    indptr = torch.zeros(len(counts) + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(counts, 0, out=indptr[1:])
-    shift = torch.arange(len(counts)) * table_width - indptr[:-1]
-    entries = torch.arange(int(indptr[-1])) + shift.repeat_interleave(counts)
+    shift = torch.arange(len(counts), device="cpu") * table_width - indptr[:-1]
+    entries = torch.arange(int(indptr[-1]), device="cpu") + shift.repeat_interleave(counts)
     return Pages(indptr, entries)
 
 
@@ -164,7 +164,7 @@ class MLAPlan:
         kv_indices = slot.kv_indices[: len(pages.entries)]
         entries = pages.entries.to(work.device, non_blocking=True)
         torch.index_select(page_table.reshape(-1), 0, entries, out=kv_indices)
-        qo_indptr = torch.arange(len(host) + 1, dtype=torch.int32) * work.seqlen_q
+        qo_indptr = torch.arange(len(host) + 1, dtype=torch.int32, device="cpu") * work.seqlen_q
         self._plan((qo_indptr, pages.indptr, kv_indices, host))
         slot.mark_staged()
         self._is_used, self._table_version = False, table_version

@@ -49,7 +49,7 @@ def combine_sizes(rows: int, chunks: int, rounds: int) -> tuple[int, int, int]:
         return 4, 512, 4
     if rows <= 64:
         return 1, 64, 32
-    if rows <= 512 or (rows <= 4096 and chunks > 32):
+    if rows <= 512 or (rows <= 4096 and chunks > 40):
         return 1, 128, 8
     return (1, 256, 8) if rows <= 4096 else (1, 512, 4)
 

@@ -1,0 +1,95 @@
+"""Models that do not support transformers' sdpa: the ``is_causal`` of their layers may be missing or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import mla_plugin
+
+S = 11
+ENCODER: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+BOTH: dict[str, Any] = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "init_std": 0.2,
+}
+OTHERS = {"NllbMoe": {"num_experts": 2}, "BigBirdPegasus": {"attention_type": "original_full"}}
+
+
+def encoder(name: str) -> torch.nn.Module:
+    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**ENCODER))
+
+
+def with_decoder(name: str) -> torch.nn.Module:
+    config = getattr(transformers, f"{name}Config")(**BOTH, **OTHERS.get(name, {}))
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    mla_plugin.register("transformers")
+    torch.manual_seed(0)
+
+
+MODELS = [
+    *((encoder, name) for name in ("ClapText", "AlignText", "Splinter")),
+    *((with_decoder, name) for name in ("PegasusX", "NllbMoe", "BigBirdPegasus")),
+]
+
+
+@pytest.mark.parametrize("padded", ["nothing", "right", "left"])
+@pytest.mark.parametrize(("make", "name"), MODELS)
+def test_as_eager(make: Callable[[str], torch.nn.Module], name: str, padded: str) -> None:
+    model = make(name).eval().double()
+    assert not model._supports_sdpa
+    given: dict[str, torch.Tensor] = {"input_ids": torch.randint(3, 61, (2, S))}
+    if padded != "nothing":
+        mask = torch.ones(2, S, dtype=torch.long)
+        mask[0, 8:] = 0
+        given["attention_mask"] = mask if padded == "right" else mask.flip(1)
+    if make is with_decoder:
+        given["decoder_input_ids"] = torch.randint(3, 61, (2, 7))
+    found = {}
+    for implementation in ("eager", "mla_plugin"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found[implementation] = model(**given)[0]
+    visible = slice(None)
+    if make is encoder and padded != "nothing":  # the results of padding are nobody's
+        visible = given["attention_mask"].bool()
+    torch.testing.assert_close(found["mla_plugin"][visible], found["eager"][visible], atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_with_sdpa_still_goes_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, attention = [], mla_plugin.attention
+    monkeypatch.setattr(
+        mla_plugin,
+        "attention",
+        lambda *given, **more: (asked.append(more["attn_mask_type"]), attention(*given, **more))[1],
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.LlamaModel(config).eval()
+    model.set_attn_implementation("mla_plugin")
+    model(torch.randint(0, 61, (2, S)))
+    assert asked == ["causal"]
