@@ -151,11 +151,11 @@ def test_a_thread_of_the_combine_kernel_holds_at_most_128_elements(batch: int, r
     [
         ((1, 16, 264, 1024), (1, 32, 128, 1)),  # one sequence
         ((1, 64, 132, 512), (1, 64, 64, 1)),
-        ((32, 32, 132, 512), (1, 128, 32, 1)),  # few rows, and a sequence may have many pieces
-        ((8, 128, 66, 16), (4, 64, 16, 1)),  # few rows, but no sequence has more than 16
-        ((32, 64, 132, 512), (4, 64, 16, 1)),
-        ((32, 128, 66, 512), (4, 128, 8, 1)),
-        ((65, 64, 132, 512), (2, 512, 4, 2)),  # many rows
+        ((32, 16, 132, 512), (1, 128, 32, 1)),  # few rows, and a sequence may have many pieces
+        ((1, 16, 132, 16), (8, 128, 16, 4)),  # few rows, but no sequence has more than 16
+        ((8, 128, 66, 512), (8, 128, 16, 4)),
+        ((32, 128, 66, 512), (16, 128, 8, 4)),  # many rows
+        ((132, 1, 132, 4), (1, 128, 4, 1)),
     ],
     ids=str,
 )

@@ -38,10 +38,10 @@ _GIVEN = (
 )
 _COMBINE_GIVEN = ("Parts", "Out", "Lse")
 _PLAN_GIVEN = ("Plan", "seqlens_kv", "leftpad_kv")
-_COMBINE_ELEMENTS = 4096  # of parts that one program of the combine kernel holds at a time
+_COMBINE_ELEMENTS = 4096  # of parts that a warp of the combine kernel holds at a time
 _COMBINE_PIECES, _COMBINE_PIECES_OF_16_ROWS = 64, 128
-_COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 1024, 4096  # of all sequences
-_COMBINE_SOME_PIECES, _COMBINE_ROWS = 16, 4  # of a program where there are some rows
+_COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 512, 1024  # of all sequences
+_COMBINE_COLUMNS, _COMBINE_WARPS = 128, 4  # of a program where there are more rows than few
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
 
@@ -65,28 +65,26 @@ def options_of(device: Device, num_warps: int, **others: int | None) -> dict[str
 def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank: int) -> tuple[int, int, int, int]:
     """(rows, columns, pieces at a time, warps) of a program of the combine kernel.
 
-    As many pieces as a sequence has on average, or more if there are few rows, where one sequence may have most of
-    them; the rest for columns, then for rows. A thread has 16 bytes of a piece; if the columns fill a warp, its
-    threads cover different columns, so that sums need no exchange.
-
-    With up to 4,096 rows in all there are few programs: there each has four rows and fewer columns, so that more of
-    them read the pieces of a sequence that has most. With 8,192 rows that costs up to 4 % (H100).
+    With few rows one sequence may have most of the pieces, so programs have few columns of one row each. A thread has
+    16 bytes of a piece; if the columns fill a warp, its threads cover different columns, so that sums need no exchange.
+    With more rows, or few pieces, a program has several rows and up to four warps: 1,000 programs take about 1.4 us to
+    start (H200), and most of them have two or three pieces to add.
     """
-    pieces = next_power_of_2(ceil_div(parts, entries) + 1)
-    most, least_rows = next_power_of_2(min(parts, key_tiles)), 1
-    if entries * num_rows <= _COMBINE_FEW_ROWS and most > _COMBINE_SOME_PIECES:
+    most, all_rows = next_power_of_2(min(parts, key_tiles)), entries * num_rows
+    if all_rows <= _COMBINE_FEW_ROWS and most > 16:
         # 31 x 1k + 32k keys: 35 us instead of 42 at H 16, 45 instead of 52 at H 32; even lengths lose up to 2
-        pieces = max(32, min(pieces, most))
-    elif entries * num_rows <= _COMBINE_SOME_ROWS:
-        is_half = entries * num_rows <= _COMBINE_SOME_ROWS // 2
-        pieces = max(min(pieces, most), _COMBINE_SOME_PIECES if is_half else _COMBINE_SOME_PIECES // 2)
-        least_rows = min(next_power_of_2(num_rows), _COMBINE_ROWS)
-    # one sequence, H 16: 12.0 us instead of 12.6 over 6k keys, 19.5 instead of 21.0 over 32k; H 64: 24.4 and not 23.1
-    pieces = min(pieces, _COMBINE_PIECES_OF_16_ROWS if num_rows <= 16 else _COMBINE_PIECES)
-    # at least 32, in which columns may be mixed
-    columns = min(next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // (pieces * least_rows)))
-    rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
-    return rows, columns, pieces, max(1, columns // 256)
+        pieces = max(32, min(next_power_of_2(ceil_div(parts, entries) + 1), most))
+        # one sequence, H 16: 12.0 us instead of 12.6 over 6k keys, 19.5 instead of 21.0 over 32k; H 64: 24.4, not 23.1
+        pieces = min(pieces, _COMBINE_PIECES_OF_16_ROWS if num_rows <= 16 else _COMBINE_PIECES)
+        # at least 32, in which columns may be mixed
+        columns = min(next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // pieces))
+        rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
+        return rows, columns, pieces, max(1, columns // 256)
+    # H 128, 8 sequences: 35.2 us with 16 pieces at a time, 35.9 with 8; 64: 218 and 204
+    pieces = min(most, 16 if all_rows <= _COMBINE_SOME_ROWS else 8)
+    columns = min(next_power_of_2(rank), _COMBINE_COLUMNS)
+    rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS * _COMBINE_WARPS // (pieces * columns))
+    return rows, columns, pieces, max(1, pieces * columns * rows // _COMBINE_ELEMENTS)
 
 
 def _combine_launch(
