@@ -87,7 +87,8 @@ choice*, whose figures are of the current kernels.
 backend `triton` in bfloat16, with pages of 64, log-normal lengths (for one sequence uniform) and one query token. A
 column is the size of a sequence's first chunks in keys (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`; up to commit 915da3f983
 of all its chunks), a row the geometric mean over its head counts. Small chunks keep a small batch parallel; large
-chunks cost less per key.
+chunks cost less per key. The last column is how many times as long FlashAttention 3 takes with one split for every
+sequence, as vLLM calls it where it wants the same bits.
 
 {invariant}
 """,
