@@ -47,14 +47,9 @@ def attention_mask_for(
     """
     if attention_mask is not None:
         check_rows(len(attention_mask), kwargs["batch_size"])
-    pattern = {
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "allow_is_causal_skip": False,
-        **kwargs,
-    }
-    config = kwargs.get("config")
-    pass_latents_on(config)
+    given = {"mask_function": mask_function, "attention_mask": attention_mask}
+    pattern = {**given, "allow_is_causal_skip": False, **kwargs}
+    pass_latents_on(config := kwargs.get("config"))
     if (shared := ranks.current()) is not None:
         local_size = kwargs.get("local_size")
         is_wide = local_size is not None and local_size >= kwargs["kv_length"] * shared.group.size
@@ -72,11 +67,9 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
-    is_mla = getattr(config, "kv_lora_rank", None) is not None  # the layers of these are known to be right
-    if not (config is None or is_mla or _supports_sdpa(config.__class__)):
-        if "allow_is_bidirectional_skip" in pattern:
-            pattern["allow_is_bidirectional_skip"] = False
-        return cast(torch.Tensor, eager_mask(**pattern))  # the form that other parts of such a model expect
+    if _needs_a_mask(config):
+        skip = {"allow_is_bidirectional_skip": False} if "allow_is_bidirectional_skip" in kwargs else {}
+        return cast(torch.Tensor, eager_mask(**(pattern | skip)))  # the form that other parts of such a model expect
     if mask_function is _bidirectional and attention_mask is not None:
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
@@ -111,13 +104,19 @@ def attention_mask_for(
     return mask
 
 
+def _needs_a_mask(config: Any) -> bool:
+    """Whether the layers of a model may not say what no mask means.
+
+    Without a mask, transformers' own sdpa and this adapter take a layer for causal or not by its ``is_causal``. In
+    models that do not support sdpa that attribute may be missing or wrong; of those MLA's are known to be right.
+    """
+    is_mla = getattr(config, "kv_lora_rank", None) is not None
+    return not (config is None or is_mla or _supports_sdpa(config.__class__))
+
+
 @functools.cache
 def _supports_sdpa(config_class: type[Any]) -> bool:
-    """Whether a model of this configuration supports transformers' own sdpa, or none is known.
-
-    Without a mask, sdpa and this adapter take a layer for causal or not by its ``is_causal``. In models that do not
-    support sdpa that attribute may be missing or wrong.
-    """
+    """Whether some model of this configuration does, or none is known."""
     models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is config_class]
     return not models or any(getattr(model, "_supports_sdpa", False) for model in models)
 

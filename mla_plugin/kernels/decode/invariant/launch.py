@@ -72,7 +72,10 @@ _ROUNDED = {"enable_fp_fusion": False}
 
 def _combine_launch(
     tensors: DecodeTensors, device: launch.Device, slots: int, chunks: int, rounds: int, *, is_mixed: bool
-) -> Launch:
+) -> Launch | None:
+    """None if no sequence can have two chunks."""
+    if chunks == 1:
+        return None
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     num_rows = seqlen_q * heads
     rows, columns, at_a_time = combine_sizes(batch * num_rows, chunks, rounds)
@@ -137,9 +140,7 @@ def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False
         described = hopper.Descriptors(tensors)
     elif by_descriptors:
         described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
-    combine = None
-    if chunks > 1:
-        combine = _combine_launch(tensors, device, slots, chunks, rounds, is_mixed=is_hopper)
+    combine = _combine_launch(tensors, device, slots, chunks, rounds, is_mixed=is_hopper)
     is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned or is_shared
     found = []
     for n in range(rounds):
