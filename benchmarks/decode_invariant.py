@@ -5,8 +5,8 @@
     python -m benchmarks.decode_invariant --wide                 with a page table that has room for 128k tokens
 
 Cells and times are those of ``decode_backends.py``. Where vLLM's FlashAttention 3 is installed it runs, too, with one
-split for every sequence: so engines get the same bits whatever the batch. Prints for each cell the milliseconds
-without, and for each size of chunk with it, then geometric means by head count; writes
+split for every sequence, as vLLM calls it for bits that do not depend on the batch. Prints for each cell the
+milliseconds without, and for each size of chunk with it, then geometric means by head count; writes
 benchmarks/results/decode_invariant_<gpu>.json.
 """
 

@@ -63,8 +63,7 @@ The same as ratios, our speed over that of another library. The backward's is ov
 cache (kv_lora_rank 512, rope 64) in bfloat16. `ragged` lengths are log-normal with sigma 0.6, `one_long` is one
 sequence of 32k among shorter ones, and `thundermla` is the call that ThunderMLA's authors report. Every library uses
 its own scheduler; the time of scheduling once per step is included. "host us" is the host time of our call outside of
-a graph. The table is older than our Hopper kernel for many heads: for that see *Decode backends and the resolver's
-choice*, whose figures are of the current kernels.
+a graph.
 
 {decode}
 
@@ -87,8 +86,8 @@ choice*, whose figures are of the current kernels.
 backend `triton` in bfloat16, with pages of 64, log-normal lengths (for one sequence uniform) and one query token. A
 column is the size of a sequence's first chunks in keys (`MLA_PLUGIN_BATCH_INVARIANT_CHUNK`; up to commit 915da3f983
 of all its chunks), a row the geometric mean over its head counts. Small chunks keep a small batch parallel; large
-chunks cost less per key. The last column is how many times as long FlashAttention 3 takes with one split for every
-sequence, as vLLM calls it where it wants the same bits.
+chunks cost less per key. A column for FlashAttention 3 is how many times as long as ours it takes with one split for
+every sequence, as vLLM calls it for bits that do not depend on the batch.
 
 {invariant}
 """,

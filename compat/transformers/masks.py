@@ -69,7 +69,8 @@ def attention_mask_for(
             return compact
     if _needs_a_mask(config):
         skip = {"allow_is_bidirectional_skip": False} if "allow_is_bidirectional_skip" in kwargs else {}
-        return cast(torch.Tensor, eager_mask(**(pattern | skip)))  # the form that other parts of such a model expect
+        # the form that other parts of such a model expect
+        return cast(torch.Tensor, _noting(attention_mask, eager_mask(**(pattern | skip))))
     if mask_function is _bidirectional and attention_mask is not None:
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
@@ -104,6 +105,7 @@ def attention_mask_for(
     return mask
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace it, and warn of the cache
 def _needs_a_mask(config: Any) -> bool:
     """Whether the layers of a model may not say what no mask means.
 
@@ -111,7 +113,7 @@ def _needs_a_mask(config: Any) -> bool:
     models that do not support sdpa that attribute may be missing or wrong; of those MLA's are known to be right.
     """
     is_mla = getattr(config, "kv_lora_rank", None) is not None
-    return not (config is None or is_mla or _supports_sdpa(config.__class__))
+    return config is not None and not is_mla and not _supports_sdpa(config.__class__)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 import mla_plugin
+from mla_plugin.compat.transformers import masks
 
 S = 11
 ENCODER: dict[str, Any] = {
@@ -79,6 +81,41 @@ def test_as_eager(make: Callable[[str], torch.nn.Module], name: str, padded: str
     torch.testing.assert_close(found["mla_plugin"][visible], found["eager"][visible], atol=1e-5, rtol=1e-5)
 
 
+def llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.LlamaModel(config).eval()
+    model.set_attn_implementation("mla_plugin")
+    return model
+
+
+def test_compiling_warns_of_nothing() -> None:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache.*")
+        torch.compile(llama(), backend="eager", fullgraph=True)(torch.randint(0, 61, (2, S)))
+
+
+class Unknown(transformers.PretrainedConfig):
+    """Of no model."""
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        (None, False),
+        (Unknown(), False),
+        (transformers.LlamaConfig(), False),
+        (transformers.SplinterConfig(), True),
+        (transformers.SplinterConfig(kv_lora_rank=16), False),  # any MLA model
+    ],
+)
+def test_which_models_need_a_mask(config: Any, needs: bool) -> None:
+    _imported = transformers.SplinterModel, transformers.LlamaModel  # an attribute is imported when it is read
+    assert masks._needs_a_mask(config) is needs
+
+
 def test_a_model_with_sdpa_still_goes_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, attention = [], mla_plugin.attention
     monkeypatch.setattr(
@@ -86,10 +123,5 @@ def test_a_model_with_sdpa_still_goes_without_a_mask(monkeypatch: pytest.MonkeyP
         "attention",
         lambda *given, **more: (asked.append(more["attn_mask_type"]), attention(*given, **more))[1],
     )
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = transformers.LlamaModel(config).eval()
-    model.set_attn_implementation("mla_plugin")
-    model(torch.randint(0, 61, (2, S)))
+    llama()(torch.randint(0, 61, (2, S)))
     assert asked == ["causal"]

@@ -389,7 +389,7 @@ def test_chunks_grow_and_are_counted_alike_everywhere() -> None:
 
 
 def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launch chooses them by the number of rows of the batch."""
+    """The launch chooses them by the rows of the batch, the capacity and the rounds."""
     inputs = paged((2, 2, 3, 64, 16, 5 * CHUNK), 16, torch.float16, [5 * CHUNK, CHUNK + 1])
     found = []
     for sizes in ((1, 64, 16), (4, 64, 1), (2, 32, 2), (1, 512, 8), (8, 512, 4)):
@@ -398,6 +398,36 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
         found.append(run(inputs))
         assert_same(found[-1], found[0])
     assert_as_good_as_pytorch(*found[0], inputs, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((64, 200, 1), (1, 64, 32)),
+        ((65, 200, 1), (1, 128, 8)),
+        ((512, 2, 1), (1, 128, 8)),
+        ((513, 40, 1), (1, 256, 8)),
+        ((4096, 41, 1), (1, 128, 8)),
+        ((4097, 200, 1), (1, 512, 4)),
+        ((16, 200, 2), (4, 512, 4)),
+    ],
+    ids=str,
+)
+def test_sizes_of_the_sum(given: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
+    """Rows, columns and chunks, as they were measured; given are rows of the batch, chunks and rounds."""
+    assert invariant.combine_sizes(*given) == expected
+
+
+@pytest.mark.parametrize("memory", [0, 141 << 30])
+def test_more_memory_means_fewer_rounds(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = decode_launch.Device("Hopper", 8, False, False, "fields", memory=memory)
+    monkeypatch.setattr(decode_launch, "device_of", lambda _: device)
+    q = torch.empty(256, 1, 128, 576, dtype=torch.float16, device=DEVICE)
+    row = torch.empty(1, 1, 576, dtype=torch.float16, device=DEVICE).expand(256, 8192, 576)
+    launches = invariant.make_launches(
+        DecodeTensors(q[..., :512], q[..., 512:], row[..., :512], row[..., 512:], 1.0), 256
+    )
+    assert len(launches.rounds) == (1 if memory else 3)
 
 
 @pytest.mark.parametrize("block", [(1, 32, 1), (4, 64, 32), (8, 512, 4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,26 @@ def test_the_plan_of_few_sequences_is_no_kernel() -> None:
         assert (launches.rounds[0].plan is None) == (batch <= FEW_SEQUENCES)
         codes.add(launches.code)
     assert len(codes) == 2
+
+
+def test_results_of_chunks_alone_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored with evict_last: not what a sequence of one chunk gives, nor pieces without batch_invariant."""
+    found: set[str] = set()
+    store = Program._store
+
+    def noting(self: Program, pointer: Pointer, value: Any, mask: Any = None, eviction_policy: str = "") -> None:
+        if getattr(pointer.offset, "ndim", 0) == 2:
+            found.add(eviction_policy)
+        store(self, pointer, value, mask, eviction_policy)
+
+    monkeypatch.setattr(Program, "_store", noting)
+    for length, policy in ((CHUNK, ""), (2 * CHUNK, "evict_last")):
+        found.clear()
+        run(contiguous((1, 1, 4, *DEEPSEEK, length), torch.bfloat16, [length]))
+        assert found == {policy}
+    found.clear()
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 2)
+    inputs = contiguous((1, 1, 64, *DEEPSEEK, 2 * CHUNK), torch.bfloat16, [2 * CHUNK])
+    tensors = tensors_of(inputs)
+    decode_launch.decode(tensors, decode_layout.known_of(tensors))
+    assert found == {""}

@@ -25,7 +25,7 @@ class Device(NamedTuple):
         has_dependent_launch: a kernel may start before the previous one has ended.
         e4m3_conversion: how e4m3 bytes are converted, see ``from_e4m3``.
         has_gluon: Gluon kernels can run, see ``unfit_device_because``.
-        memory: bytes.
+        memory: of the device, in bytes.
     """
 
     gpu_class: str

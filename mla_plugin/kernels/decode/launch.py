@@ -65,10 +65,9 @@ def options_of(device: Device, num_warps: int, **others: int | None) -> dict[str
 def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank: int) -> tuple[int, int, int, int]:
     """(rows, columns, pieces at a time, warps) of a program of the combine kernel.
 
-    With few rows one sequence may have most of the pieces, so programs have few columns of one row each. A thread has
-    16 bytes of a piece; if the columns fill a warp, its threads cover different columns, so that sums need no exchange.
-    With more rows, or few pieces, a program has several rows and up to four warps: 1,000 programs take about 1.4 us to
-    start (H200), and most of them have two or three pieces to add.
+    With few rows one sequence may have most of the pieces, so programs have few columns of one row each. With more
+    rows, or few pieces, a program has several rows and up to four warps: 1,000 programs take about 1.4 us to start
+    (H200), and most of them have two or three pieces to add.
     """
     most, all_rows = next_power_of_2(min(parts, key_tiles)), entries * num_rows
     if all_rows <= _COMBINE_FEW_ROWS and most > 16:
@@ -79,7 +78,7 @@ def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank
         # at least 32, in which columns may be mixed
         columns = min(next_power_of_2(rank), max(32, _COMBINE_ELEMENTS // pieces))
         rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS // (pieces * columns))
-        return rows, columns, pieces, max(1, columns // 256)
+        return rows, columns, pieces, 1
     # H 128, 8 sequences: 35.2 us with 16 pieces at a time, 35.9 with 8; 64: 218 and 204
     pieces = min(most, 16 if all_rows <= _COMBINE_SOME_ROWS else 8)
     columns = min(next_power_of_2(rank), _COMBINE_COLUMNS)
