@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
@@ -67,10 +68,9 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
-    if _needs_a_mask(config):
-        skip = {"allow_is_bidirectional_skip": False} if "allow_is_bidirectional_skip" in kwargs else {}
+    if is_without_mask_bidirectional(config):
         # the form that other parts of such a model expect
-        return cast(torch.Tensor, _noting(attention_mask, eager_mask(**(pattern | skip))))
+        return _noting(attention_mask, eager_mask(**pattern))
     if mask_function is _bidirectional and attention_mask is not None:
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
@@ -105,22 +105,39 @@ def attention_mask_for(
     return mask
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace it, and warn of the cache
-def _needs_a_mask(config: Any) -> bool:
-    """Whether the layers of a model may not say what no mask means.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the search
+def is_without_mask_bidirectional(config: Any) -> bool:
+    """Whether no mask means no causal one in layers of a model, because ``is_causal`` of the layers does not tell.
 
-    Without a mask, transformers' own sdpa and this adapter take a layer for causal or not by its ``is_causal``. In
-    models that do not support sdpa that attribute may be missing or wrong; of those MLA's are known to be right.
+    transformers' own sdpa and this adapter usually take a layer without a mask for causal by its ``is_causal``. In
+    models that support neither sdpa nor other attention functions it may be missing or wrong. So ``attention_mask_for``
+    gives these the masks of eager attention, which leave out nothing but a mask that hides no key.
+
+    ``config`` may serve several models, and its class may be derived from theirs. Beside a model that supports them,
+    others count if their module calls attention functions: wrappers, such as reward models, do not.
     """
-    is_mla = getattr(config, "kv_lora_rank", None) is not None
-    return config is not None and not is_mla and not _supports_sdpa(config.__class__)
+    return _is_bidirectional(config.__class__, len(PreTrainedModel.__subclasses__()))
 
 
-@functools.cache
-def _supports_sdpa(config_class: type[Any]) -> bool:
-    """Whether some model of this configuration does, or none is known."""
-    models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is config_class]
-    return not models or any(getattr(model, "_supports_sdpa", False) for model in models)
+@functools.lru_cache(maxsize=256)
+def _is_bidirectional(config_class: type[Any], families: int) -> bool:
+    """``families``: how many there are, so that models defined later count."""
+    for kind in config_class.__mro__:
+        models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is kind]
+        supported = [_supports_them(model) for model in models]
+        if models and not any(supported):
+            return True
+        if models:
+            return any(not is_one and _calls_them(model) for model, is_one in zip(models, supported, strict=True))
+    return False
+
+
+def _calls_them(model: type[Any]) -> bool:
+    return any(hasattr(sys.modules.get(model.__module__), name) for name in ("ALL_ATTENTION_FUNCTIONS",))
+
+
+def _supports_them(model: type[Any]) -> bool:
+    return any(getattr(model, name, False) for name in ("_supports_sdpa", "_supports_attention_backend"))
 
 
 def _subclasses(of: type[Any]) -> Iterator[type[Any]]:

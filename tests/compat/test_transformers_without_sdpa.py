@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -101,19 +102,73 @@ class Unknown(transformers.PretrainedConfig):
     """Of no model."""
 
 
+class Derived(transformers.SplinterConfig):
+    """Of Splinter's models."""
+
+
+class Wrapper(transformers.PreTrainedModel):
+    """It calls no attention function itself, as reward models and heads."""
+
+    config_class = transformers.LlamaConfig
+
+
 @pytest.mark.parametrize(
-    ("config", "needs"),
+    ("config", "expected"),
     [
         (None, False),
         (Unknown(), False),
         (transformers.LlamaConfig(), False),
+        (transformers.GptOssConfig(), False),  # no sdpa, as it has sinks, but other attention functions
         (transformers.SplinterConfig(), True),
-        (transformers.SplinterConfig(kv_lora_rank=16), False),  # any MLA model
+        (Derived(), True),
     ],
 )
-def test_which_models_need_a_mask(config: Any, needs: bool) -> None:
-    _imported = transformers.SplinterModel, transformers.LlamaModel  # an attribute is imported when it is read
-    assert masks._needs_a_mask(config) is needs
+def test_where_no_mask_is_bidirectional(config: Any, expected: bool) -> None:
+    _imported = transformers.SplinterModel, transformers.LlamaModel, transformers.GptOssModel
+    assert masks.is_without_mask_bidirectional(config) is expected
+
+
+def test_models_defined_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(transformers.PretrainedConfig):
+        pass
+
+    class First(transformers.PreTrainedModel):
+        config_class, _supports_sdpa = Shared, True
+
+    assert not masks.is_without_mask_bidirectional(Shared())
+
+    class Second(transformers.PreTrainedModel):
+        config_class = Shared
+
+    monkeypatch.setattr(sys.modules[__name__], "ALL_ATTENTION_FUNCTIONS", {}, raising=False)
+    assert masks.is_without_mask_bidirectional(Shared())
+
+
+def test_informer_whose_layers_halve_the_length() -> None:
+    """No mask, so none of a length that later layers do not have."""
+    config = transformers.InformerConfig(
+        prediction_length=4,
+        context_length=8,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=1,
+        lags_sequence=[1, 2],
+        attention_type="full",
+    )
+    model = transformers.InformerModel(config).eval()
+    given = {
+        "past_values": torch.randn(2, 10),
+        "past_time_features": torch.randn(2, 10, config.num_time_features),
+        "past_observed_mask": torch.ones(2, 10),
+        "future_values": torch.randn(2, 4),
+        "future_time_features": torch.randn(2, 4, config.num_time_features),
+    }
+    found = {}
+    for implementation in ("eager", "mla_plugin"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found[implementation] = model(**given).last_hidden_state
+    torch.testing.assert_close(found["mla_plugin"], found["eager"], atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_with_sdpa_still_goes_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ _PLAN_GIVEN = ("Plan", "seqlens_kv", "leftpad_kv")
 _COMBINE_ELEMENTS = 4096  # of parts that a warp of the combine kernel holds at a time
 _COMBINE_PIECES, _COMBINE_PIECES_OF_16_ROWS = 64, 128
 _COMBINE_FEW_ROWS, _COMBINE_SOME_ROWS = 512, 1024  # of all sequences
-_COMBINE_COLUMNS, _COMBINE_WARPS = 128, 4  # of a program where there are more rows than few
+_COMBINE_MOST_ROWS, _COMBINE_COLUMNS, _COMBINE_WARPS = 16, 128, 4  # of a program where there are more rows than few
 # passing a descriptor takes more host time than a pointer, which does not pay off for programs that read few tiles
 _TILES_FOR_DESCRIPTORS = 8
 
@@ -82,7 +82,8 @@ def _combine_shape(entries: int, num_rows: int, parts: int, key_tiles: int, rank
     # H 128, 8 sequences: 35.2 us with 16 pieces at a time, 35.9 with 8; 64: 218 and 204
     pieces = min(most, 16 if all_rows <= _COMBINE_SOME_ROWS else 8)
     columns = min(next_power_of_2(rank), _COMBINE_COLUMNS)
-    rows = min(next_power_of_2(num_rows), _COMBINE_ELEMENTS * _COMBINE_WARPS // (pieces * columns))
+    # with more rows and 2 or 4 pieces ptxas of Triton 3.7 spills up to 700 bytes a thread, 3,000 in float32
+    rows = min(next_power_of_2(num_rows), _COMBINE_MOST_ROWS, _COMBINE_ELEMENTS * _COMBINE_WARPS // (pieces * columns))
     return rows, columns, pieces, max(1, pieces * columns * rows // _COMBINE_ELEMENTS)
 
 

@@ -60,8 +60,6 @@ def select(request: DecodeRequest, platform: Platform) -> Accepted | Refused:
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    if request.batch_invariant:
-        environment.batch_invariant_chunk()  # raises for a value that the call could not use
     return Accepted(notes=tuple(_kernel(request, platform)), kv_cache_formats=(FP8, FP8_DS_MLA))
 
 
