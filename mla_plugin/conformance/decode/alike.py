@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_plugin.arguments.cache_format import FP8
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks
@@ -26,14 +27,22 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": False, "leftpads": (0, 7, 33), "return_lse": False},
     {"causal": True, "softmax_scale": 0.3},
 )
-
-
+_FP8: dict[str, Any] = {"kv_cache_format": FP8, "rank": 64, "rope": 16, "rope_storage_in_cache": None}
+_FP8 |= {"cache_storage": "contiguous"}
 _LAYERS: tuple[dict[str, Any], ...] = (
     {"seqlen_q": 1, "num_heads": 5},
     {"seqlen_q": 3, "num_heads": 2},
     {"seqlen_q": 3, "num_heads": 2, "causal": False},
     {"seqlen_q": 1, "num_heads": 17, "dtype": torch.bfloat16},
     {"seqlen_q": 2, "num_heads": 5, "return_lse": False},
+    {"page_size": 64},
+    {"page_size": 3},
+    {"leftpads": (30, 4, 0)},
+    {"leftpads": (3, 0, 31), "seqlen_q": 2},
+    {"softmax_scale": 0.3, "rank": 40, "rope": 8},
+    _FP8,
+    _FP8 | {"page_size": 16},
+    _FP8 | {"num_heads": 2},
 )
 
 
@@ -70,11 +79,34 @@ def check_orders(suite: DecodeConformance, case: DecodeCase) -> None:
             _check(suite, case, tensors._replace(**given), words)
 
 
+def check_tables(suite: DecodeConformance, case: DecodeCase) -> None:
+    """Sequences that have some pages in common, not the first ones, or the same pages in another order."""
+    if case.page_size is None or case._has_one_cache:
+        return
+    lengths = (2 * case.page_size + 3, 3 * case.page_size, 2 * case.page_size + 1)
+    several = replace(case, lengths=lengths, leftpads=None, rows=3 * case.page_size, shares_pages=False)
+    tensors = several.tensors(suite.device, suite._generator(), 1.0)
+    assert tensors.page_table is not None
+    for words, columns in (("the second page", [1]), ("the last page", [2]), ("the last two pages", [1, 2])):
+        table = tensors.page_table.clone()
+        table[:, columns] = table[:1, columns]
+        _check(suite, several, tensors._replace(page_table=table), f"whose sequences have {words} in common")
+    table = tensors.page_table.clone()
+    table[1, :3], table[2, :3] = table[0, :3].flip(0), table[0, :3].roll(1)
+    _check(suite, several, tensors._replace(page_table=table), "whose sequences have the same pages in other orders")
+
+
 def check_shared_lengths(suite: DecodeConformance, case: DecodeCase) -> None:
-    """One ``DecodeLengths`` for layers and steps that differ in all else, before an update and after it."""
+    """One ``DecodeLengths`` for layers and steps that differ in all else, before an update and after it.
+
+    The layers come in another order at each step, because what is kept is that of the first.
+    """
     if not case.has_seqlens_kv:
         return
     steps = ((40, 9, 33), (7, 41, 0))
+    layers = [x for x in _LAYERS[: 2 if suite.is_slow else None] if case.page_size is not None or "page_size" not in x]
+    shuffled = [layers[i] for i in torch.randperm(len(layers), generator=suite._generator())]
+    orders = iter((layers, layers[::-1], shuffled, shuffled[::-1]))
     known = DecodeLengths(steps[0], device=suite.device)
     unknown = DecodeLengths(seqlens_kv=torch.tensor(steps[0], dtype=torch.int32, device=suite.device))
     for lengths, given in itertools.product((known, unknown), steps):
@@ -83,11 +115,12 @@ def check_shared_lengths(suite: DecodeConformance, case: DecodeCase) -> None:
             lengths.update()
         else:
             lengths.update(given)
-        for options in _LAYERS[: 2 if suite.is_slow else None]:
+        for options in next(orders):
             is_known = lengths.host is not None
-            other = replace(case, lengths=given, rows=48, has_host_lengths=is_known, leftpads=None, **options)
+            plain: dict[str, Any] = {"lengths": given, "rows": 48, "has_host_lengths": is_known, "leftpads": None}
+            other = replace(case, **(plain | options))
             if not _takes(suite, other):  # other heads or another dtype: those of the case, and twice as many heads
-                heads = case.num_heads * (1 + options["num_heads"] % 2)
+                heads = case.num_heads * (1 + options.get("num_heads", 0) % 2)
                 other = most_queries(suite, replace(other, num_heads=heads, dtype=case.dtype), other.seqlen_q)
             tensors = _drawn(suite, other)._replace(lengths=lengths, seqlens_kv=lengths.seqlens_kv)
             words = f"with a DecodeLengths{'' if is_known else ' of the device'} that other calls have used, {options}"

@@ -195,6 +195,7 @@ def check_unlike_calls(suite: DecodeConformance) -> None:
     for case, _ in plain_calls(suite):
         alike.check_alike(suite, case)
         alike.check_orders(suite, case)
+        alike.check_tables(suite, case)
         alike.check_shared_lengths(suite, case)
         alike.check_low_scores(suite, case)
         likeness.check_likes(suite, case)
