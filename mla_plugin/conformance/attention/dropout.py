@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DROPOUTS = (0.25, 0.1, 0.003)
 """The last is less than what 8 bits of a random number tell apart."""
 _DTYPES = (torch.float32, torch.bfloat16)
+_LOW = (torch.float32, torch.bfloat16, torch.float16)
 _OTHER_SEEDS = (1, 2**32, 2**48, 2**61)
 """Bits of the seed: a change of each must give other weights."""
 _MORE = 4
@@ -43,10 +44,21 @@ _BESIDE: tuple[dict[str, Any], ...] = (
     {"num_heads": 4, "num_kv_heads": 2},
     {"attn_mask_type": "causal", "return_lse": True},
     {"window_size": (50, 9)},
-    *({"window_size": (12, 0), "head_dim_qk": dim, "head_dim_v": dim} for dim in (128, 256)),
-    {"bias_type": "post_scale_bias", "bias_shape": "bhss", "bias_requires_grad": True},
+    {"attn_mask_type": "causal_bottom_right", "seqlens_q": (41, 41)},
+    {"attn_mask_type": "arbitrary", "mask_shape": "bhss"},
+    *(
+        {"bias_type": bias_type, "bias_shape": "bhss", "bias_requires_grad": True}
+        for bias_type in ("post_scale_bias", "pre_scale_bias")
+    ),
+    {"deterministic": True},
+    {"rows_q": (3, 1), "rows_kv": (0, 5)},
+    {},
 )
-"""What the draws of the two passes may follow, in the plainest layout; in each layout unequal lengths too."""
+"""What the draws of the two passes may follow; in each layout unequal lengths too. Rows are those behind sequences."""
+_WIDE: tuple[dict[str, Any], ...] = tuple(
+    {"window_size": (12, 0), "head_dim_qk": dim, "head_dim_v": dim} for dim in (128, 256)
+)
+"""The same in the plainest layout alone."""
 
 
 def check_dropout(suite: BackendConformance) -> None:
@@ -65,9 +77,12 @@ def check_dropout(suite: BackendConformance) -> None:
             for each in many if dropout_p == DROPOUTS[-1] else (case,):
                 _check(suite, each, dropout_p, (seed, next(others)), is_training=is_training)
     if not suite.is_slow:
-        for case in _others(plain, firsts):
+        for case in _others(suite, plain, firsts):
             seed = _seed(suite)
             _check(suite, case, DROPOUTS[0], (seed, seed ^ 1), is_training=True)
+        for case in plain:
+            seed = _seed(suite)
+            _check(suite, case, DROPOUTS[0], (seed, seed ^ 1), is_training=True, is_partial=True)
         for case in firsts:
             long = replace(case, name=f"{case.name} of {_LONG} tokens", seqlens_q=(_LONG,), seqlens_kv=(_LONG,))
             _check_tiles(suite, long, DROPOUTS[0])
@@ -77,7 +92,7 @@ def _seed(suite: BackendConformance) -> int:
     return int(torch.randint(2**62, (), generator=suite._generator()))
 
 
-def _others(plain: list[Case], firsts: list[Case]) -> Iterator[Case]:
+def _others(suite: BackendConformance, plain: list[Case], firsts: list[Case]) -> Iterator[Case]:
     yield from (case for case in plain if case not in firsts)
     for case in plain:
         keys = case.seqlens_kv[0]
@@ -85,11 +100,33 @@ def _others(plain: list[Case], firsts: list[Case]) -> Iterator[Case]:
         if not case.is_packed:
             unequal |= {"rows_q": (keys,) * 2, "rows_kv": (keys,) * 2, "attn_mask_type": "padding"}
         yield replace(case, name=f"{case.name} with unequal lengths", **unequal)
-    for case, beside in itertools.product(plain[:1], _BESIDE):
-        if case.is_packed and ("bias_type" in beside or "attn_mask_type" in beside):
-            continue
+    generator = suite._generator()
+    for case, beside in itertools.product(plain, _BESIDE):
+        found = _beside(case, beside)
+        order = torch.randperm(len(_LOW), generator=generator).tolist()  # any dtype may be beside any option
+        of_dtypes = [replace(found, dtype=dtype) for dtype in (*(_LOW[i] for i in order), case.dtype)] if found else ()
+        taken = (each for each in of_dtypes if suite.takes(each.request(suite.device).replace(dropout_p=DROPOUTS[0])))
+        yield from itertools.islice(taken, 1)
+    for case, beside in itertools.product(plain[:1], _WIDE):
         found = replace(case, name=f"{case.name} with {beside}", **beside)
-        yield _with_square_scores(found, most=found.head_dim_v) if "head_dim_v" in beside else found
+        yield _with_square_scores(found, most=found.head_dim_v)
+
+
+def _beside(case: Case, beside: dict[str, Any]) -> Case | None:
+    """The case with other options; None where its layout has no such thing."""
+    given = dict(beside)
+    if case.is_packed:
+        if "bias_type" in given or given.get("attn_mask_type") == "arbitrary":
+            return None
+        if "attn_mask_type" in given:
+            given["attn_mask_type"] = f"padding_{given['attn_mask_type']}"
+    for side in ("q", "kv"):
+        if (behind := given.get(f"rows_{side}")) is not None:
+            if not case.is_packed:
+                return None
+            lengths = getattr(case, f"seqlens_{side}")
+            given[f"rows_{side}"] = tuple(length + more for length, more in zip(lengths, behind, strict=True))
+    return replace(case, name=f"{case.name} with {beside}", **given)
 
 
 def _wide(suite: BackendConformance, case: Case) -> Case:
@@ -110,9 +147,15 @@ def _with_square_scores(plain: Case, most: int = 96) -> Case:
 
 
 def _check(
-    suite: BackendConformance, case: Case, dropout_p: float, seeds: tuple[int, int], *, is_training: bool
+    suite: BackendConformance,
+    case: Case,
+    dropout_p: float,
+    seeds: tuple[int, int],
+    *,
+    is_training: bool,
+    is_partial: bool = False,
 ) -> None:
-    plan = _plan(suite, case, dropout_p, is_training=is_training)
+    plan = _plan(suite, case, dropout_p, is_training=is_training, is_partial=is_partial)
     if plan is None:
         return
     call = _with_unit_matrix(call_of(suite, case, plan.request.replace(dropout_p=0.0)))
@@ -149,9 +192,11 @@ def _check_tiles(suite: BackendConformance, case: Case, dropout_p: float) -> Non
         checks.fail(f"dropout_p={dropout_p} in {case.name}: {error}")
 
 
-def _plan(suite: BackendConformance, case: Case, dropout_p: float, *, is_training: bool) -> Plan | None:
+def _plan(
+    suite: BackendConformance, case: Case, dropout_p: float, *, is_training: bool, is_partial: bool = False
+) -> Plan | None:
     """None where the case with dropout is refused."""
-    request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p)
+    request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p, partial=is_partial)
     decision = suite._answer(request)
     if isinstance(decision, Refused):
         checks.check_reasons(decision.reasons)
@@ -175,9 +220,14 @@ def _check_values(suite: BackendConformance, plan: Plan, call: Call, output: Att
         checks.fail(f"with the weights that are kept divided by 1 - dropout_p = {share}: {error}")
     if not plan.request.is_training:
         return
+    others = None
+    if plan.request.partial:
+        _, output = call.partial(suite._generator())
+        others = output
     gradients = suite.hooks().backward(plan, call, output)
     try:
-        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, call.expected_gradients())
+        wanted = call.expected_gradients(others)
+        checks.check_gradients(call.case, call.inputs, gradients, call.expected()[1].exact, wanted)
     except checks.ConformanceError as error:
         checks.fail(f"{error}. The backward must drop what the forward did, and divide by as much")
 
