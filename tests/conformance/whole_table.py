@@ -23,6 +23,7 @@ import torch
 
 from mla_plugin.conformance import BackendConformance, DecodeConformance, settings
 from tests.conformance import (
+    broken_apart,
     broken_attention,
     broken_beside,
     broken_decode,
@@ -69,6 +70,7 @@ _TABLES = (
     broken_unseen,
     broken_beside,
     broken_narrower,
+    broken_apart,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),

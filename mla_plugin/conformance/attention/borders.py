@@ -32,6 +32,7 @@ def borders() -> Iterator[Case]:
         _equal_sizes,
         _sums_over_tiles,
         _narrow_windows,
+        _equal_offsets,
     )
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for index, case in enumerate(case for family in families for case in family()):
@@ -157,6 +158,19 @@ def _narrow_windows() -> Iterator[Case]:
     packed: dict[str, Any] = {"seqlens_q": (70, 200, 9), "seqlens_kv": (70, 328, 9), **few}
     yield Case("window_1_0-long-thd", "thd", attn_mask_type="padding_causal_bottom_right", window_size=(1, 0), **packed)
     yield Case("window_1_1-long-thd", "thd", attn_mask_type="padding", window_size=(1, 1), **packed)
+
+
+def _equal_offsets() -> Iterator[Case]:
+    """Offsets that are equal are one tensor: of queries, of keys, of the rows of both, of all but the keys."""
+    packed: dict[str, Any] = {"qkv_format": "thd", "attn_mask_type": "padding", **NARROW}
+    for name, lengths_q, rows_q, rows_kv in (
+        ("every_row", (9, 9), (9, 9), (9, 9)),
+        ("queries", (9, 9), (9, 9), (9, 8)),
+        ("keys", (9, 4), (12, 9), (5, 7)),
+        ("rows", (7, 9), (9, 9), (9, 9)),
+    ):
+        given: dict[str, Any] = {"seqlens_q": lengths_q, "seqlens_kv": (5, 7), "rows_q": rows_q, "rows_kv": rows_kv}
+        yield Case(f"thd-one_tensor_of_{name}", **packed, **given)
 
 
 def _sums_of_many() -> Iterator[Case]:

@@ -113,10 +113,18 @@ class Call:
         """out and lse."""
         return self._expected
 
-    def partial(self, generator: torch.Generator) -> AttentionOutput:
+    def as_of_another(self, output: AttentionOutput, generator: torch.Generator) -> AttentionOutput:
+        """The same out and lse with other strides, as those of another backend's forward have them."""
+        of_out, of_lse = self.case.merged_storages
+        draw = Draw(self.case.dtype, output.out.device, generator)
+        placed = draw.placed(output.out, of_out, self.request.layout)
+        return AttentionOutput(placed, draw.placed(output.lse, of_lse))
+
+    def partial(self, generator: torch.Generator) -> tuple[Call, AttentionOutput]:
         """out and lse over these keys and others that this call does not see, as context parallelism merges them.
 
-        Another backend may have made them, so their strides are not those that this one's forward gives.
+        They have the strides of another backend's. Of the rows that see no key here some see others: their lse is
+        finite, and so is ``dlse`` in the call that is returned.
         """
         out, lse = self._expected
         share = torch.rand(lse.exact.shape, generator=generator, dtype=torch.float64).to(lse.exact.device) * 0.7 + 0.2
@@ -124,11 +132,19 @@ class Call:
         rows = share[None, ..., None] if self.case.is_packed else share[..., None]
         rows = self.request.layout.from_bhsd(rows)
         merged = torch.where(out.sigma > 0, rows * out.exact + (1 - rows) * others, 0.0)
-        whole = (lse.exact - share.log()).to(lse_dtype(self.case.dtype))
-        out_storage, lse_storage = self.case.merged_storages
-        draw = Draw(self.case.dtype, merged.device, generator)
-        out_in_memory = draw.placed(merged.to(self.case.dtype), out_storage, self.request.layout)
-        return AttentionOutput(out_in_memory, draw.placed(whole, lse_storage))
+        padding = self.request.layout.to_bhsd(self.case.is_padding("q"))[..., 0].to(share.device)
+        padding = padding[0] if self.case.is_packed else padding
+        sees_others = lse.exact.isneginf() & ~padding & (share > 0.35)
+        whole = torch.where(sees_others, 4 * share - 2, lse.exact - share.log())
+        rows = sees_others[None, ..., None] if self.case.is_packed else sees_others[..., None]
+        merged = torch.where(self.request.layout.from_bhsd(rows), others, merged)
+        output = AttentionOutput(merged.to(self.case.dtype), whole.to(lse_dtype(self.case.dtype)))
+        call = self
+        if self.dlse is not None and bool((sees_others & self.dlse.isinf()).any()):
+            dlse = torch.where(sees_others, self.dlse.sign(), self.dlse)
+            draw = Draw(self.case.dtype, dlse.device, generator)
+            call = replace(self, dlse=draw.placed(dlse, self.case.dlse_storage))
+        return call, self.as_of_another(output, generator)
 
     def expected_gradients(self, partial: AttentionOutput | None = None) -> dict[str, Yardstick]:
         """The gradients for the call's own out and lse, or for those that ``partial`` gave."""

@@ -128,7 +128,7 @@ class Case:
     def merged_storages(self) -> tuple[Storage, Storage]:
         """Memory of the out and the lse that a backward is given which another backend made; the name chooses."""
         storages: tuple[tuple[Storage, Storage], ...] = (
-            ("offset", "contiguous"),
+            ("offset", "sliced_tokens"),
             ("transposed", "sliced_dims"),
             ("sliced_dims", "transposed"),
             ("sliced_tokens", "offset"),
@@ -273,8 +273,8 @@ class Case:
                 for length, rows in zip(self._lengths(side), self._rows(side), strict=True)
                 for row in range(rows)
             ]
-            around = ([True] * self._lead(side), [True] * self.tail)
-            padding = torch.tensor([*around[0], *flags, *around[1]], dtype=torch.bool)[None]  # [1, T]
+            flags = [*[True] * self._lead(side), *flags, *[True] * self.tail]
+            padding = torch.tensor(flags, dtype=torch.bool)[None]  # [1, T]
         else:
             padding = torch.arange(self._extent(side)) >= torch.tensor(self._lengths(side))[:, None]  # [B, S]
         return self._layout.from_bhsd(padding[:, None, :, None])
@@ -300,6 +300,7 @@ class Case:
         cu_q, cu_kv, padded_q, padded_kv = self._offsets(draw)
         has_mask, has_bias = self.attn_mask_type == "arbitrary", self.bias_type != "no_bias"
         bias = draw.placed(draw.normal(self._score_shape(self.bias_shape)), self.bias_storage) if has_bias else None
+        mask = draw.placed(draw.mask(self._score_shape(self.mask_shape)), self.bias_storage) if has_mask else None
         return AttentionTensors(
             q=q,
             k=k,
@@ -309,7 +310,7 @@ class Case:
             cu_seqlens_kv=cu_kv,
             cu_seqlens_q_padded=padded_q,
             cu_seqlens_kv_padded=padded_kv,
-            attention_mask=self._attention_mask(draw) if has_mask else None,
+            attention_mask=mask,
             bias=bias,
         )
 
@@ -371,30 +372,21 @@ class Case:
         return draw.all_placed(values, self.storages, self._layout)
 
     def _offsets(self, draw: Draw) -> list[torch.Tensor | None]:
-        """cu_seqlens_q, cu_seqlens_kv and both padded ones, as far as the case has them."""
+        """cu_seqlens_q, cu_seqlens_kv and both padded ones, as far as the case has them; between guards, equal ones are
+        one tensor.
+        """
         if not self.has_padding:
             return [None] * 4
+        known: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
 
         def offsets(lengths: tuple[int, ...], start: int) -> torch.Tensor:
-            values = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=draw.device) + start
-            return draw.placed(values, self.offsets_storage)
+            if (lengths, start) not in known or not draw.is_guarded:
+                values = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=draw.device) + start
+                known[lengths, start] = draw.placed(values, self.offsets_storage)
+            return known[lengths, start]
 
         cu_q = offsets(self.seqlens_q, 0)
         cu_kv = cu_q if self._shares_offsets else offsets(self.seqlens_kv, 0)
         if not self._pads_between_sequences:
             return [cu_q, cu_kv, None, None]
         return [cu_q, cu_kv, *(offsets(self._rows(side), self._lead(side)) for side in _SIDES)]
-
-    def _attention_mask(self, draw: Draw) -> torch.Tensor:
-        """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely.
-
-        Of others only the last keys are seen, or only the first ones, so that whole tiles of them are hidden.
-        """
-        shape = self._score_shape(self.mask_shape)
-        mask = draw.uniform(shape) < 1 / 3
-        if len(shape) > 1 and shape[-2] > 1:
-            mask[..., 1::7, : -(-3 * shape[-1] // 4)] = True
-            mask[..., 3::7, shape[-1] // 4 :] = True
-            for row in {0, shape[-2] // 2, shape[-2] - 1}:
-                mask[..., row, :] = True
-        return draw.placed(mask, self.bias_storage)

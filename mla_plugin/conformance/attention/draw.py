@@ -64,6 +64,19 @@ class Draw:
         """Numbers from 0 to 1."""
         return torch.rand(tuple(shape), generator=self.generator).to(self.device)
 
+    def mask(self, shape: Sequence[int]) -> torch.Tensor:
+        """A third of the positions hidden, and of rows that differ the first, a middle one and the last entirely.
+
+        Of others only the last keys are seen, or only the first ones, so that whole tiles of them are hidden.
+        """
+        mask = self.uniform(shape) < 1 / 3
+        if len(shape) > 1 and shape[-2] > 1:
+            mask[..., 1::7, : -(-3 * shape[-1] // 4)] = True
+            mask[..., 3::7, shape[-1] // 4 :] = True
+            for row in {0, shape[-2] // 2, shape[-2] - 1}:
+                mask[..., row, :] = True
+        return mask
+
     def placed(self, values: torch.Tensor, storage: Storage, layout: Layout | None = None) -> torch.Tensor:
         """The values in guarded memory that is laid out as ``storage`` says.
 

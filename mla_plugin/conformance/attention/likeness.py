@@ -1,4 +1,4 @@
-"""Calls of one request that differ in all that it does not say: values, lengths, addresses.
+"""Calls of one request that differ in all that it does not say: values, lengths, addresses, strides of offsets.
 
 What a backend keeps for a request must not be of the first of them. That one has what a shortcut may be taken for: a
 mask that hides nothing, a bias of zeros, full sequences, aligned tensors.
@@ -62,6 +62,8 @@ def _like_cases(case: Case) -> Iterator[tuple[str, Case, bool]]:
     yield "plain values", case, True
     yield "other values", replace(case.other(), softmax_scale=case.softmax_scale), False
     yield "addresses off 16 bytes", replace(case, bias_storage="offset", offsets_storage="offset", **storages), False
+    if case.has_padding or case.bias_type != "no_bias" or case.attn_mask_type == "arbitrary":
+        yield "other strides", replace(case, bias_storage="sliced_dims", offsets_storage="strided"), False
     if case.has_padding:
         shorter = tuple(length // (b + 2) for b, length in enumerate(case.seqlens_q))
         both: dict[str, Any] = {"seqlens_q": shorter}

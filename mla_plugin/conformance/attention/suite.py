@@ -98,7 +98,8 @@ class BackendConformance(Suite):
     def test_backward(self, case: Case) -> None:
         """With a backward to follow: refuse with reasons, or compute out, lse and the gradients.
 
-        The backward runs on the forward's own out and lse. Of the same request with ``partial=True``, which may be
+        The backward runs on the forward's own out and lse, and for a second call on the same numbers with other
+        strides, as another backend's forward leaves them. Of the same request with ``partial=True``, which may be
         refused (tag ``partial``), it runs on those that context parallelism would give it: over more keys than it sees.
         """
         plan = self._plan(case, is_training=True)
@@ -112,17 +113,18 @@ class BackendConformance(Suite):
         if self._repeats(case.name):
             result = hooks.forward(plan, second, is_poisoned=False)
             result = checks.check_output(second.case, second.inputs, result, second.expected())
+            result = second.as_of_another(result, generator)
             runs.append((second.without_dlse(), result, None))  # autograd gives None where lse is not used
         kept_output.check()
         kept = []
         runs.append((first, output, None))
-        last: tuple[Plan, AttentionOutput] = (plan, output)
+        last: tuple[Plan, Call, AttentionOutput] = (plan, first, output)
         if (partial_plan := self._partial_plan(case, plan)) is not None:
             if case.return_lse:  # outputs over some of the keys are merged by it
                 result = hooks.forward(partial_plan, first, is_poisoned=False)
                 checks.check_output(case, first.inputs, result, first.expected())
-            last = (partial_plan, first.partial(generator))
-            runs.append((first, last[1], last[1]))
+            last = (partial_plan, *first.partial(generator))
+            runs.append((last[1], last[2], last[2]))
         for call, residuals, others in runs:
             asked = plan if others is None else last[0]
             gradients = hooks.backward(asked, call, residuals, is_poisoned=call is first and others is None)
@@ -139,7 +141,7 @@ class BackendConformance(Suite):
         if case.deterministic:
             for _ in range(2):  # a fault may come at every second call
                 checks.check_equal_bits(output, hooks.forward(plan, first))
-                checks.check_equal_bits(gradients, hooks.backward(last[0], first, last[1]))
+                checks.check_equal_bits(gradients, hooks.backward(*last))
         if self._repeats(case.name):
             if self._goes_through_the_library():
                 library.check(self, plan, first)

@@ -138,9 +138,11 @@ def _variants(call: Call) -> Iterator[tuple[str, Call]]:
     yield "a large dout and v of one sign", replace(_with(call, v=torch.abs), dout=call.dout.abs() * 2.0**11, dlse=None)
     for scale in (4.0, 2.0**8, 2.0**-20):
         yield f"a softmax_scale of {scale:.3g}", replace(call, tensors=replace(call.tensors, softmax_scale=scale))
-    if call.case.head_dim_v <= call.case.head_dim_qk:
-        slice_of_k = call.tensors.k.detach()[..., : call.case.head_dim_v].requires_grad_(call.tensors.v.requires_grad)
-        yield "v that is a slice of k", replace(call, tensors=replace(call.tensors, v=slice_of_k))
+    width, rest = call.case.head_dim_v, call.case.head_dim_qk - call.case.head_dim_v
+    for start in sorted({0, rest}) if rest >= 0 else ():
+        slice_of_k = call.tensors.k.detach().narrow(-1, start, width)
+        slice_of_k.requires_grad_(call.tensors.v.requires_grad)
+        yield f"v that is k from column {start} on", replace(call, tensors=replace(call.tensors, v=slice_of_k))
     if call.tensors.attention_mask is not None:
         yield "a mask that hides nothing", call.with_mask_of(False)
         yield "a mask that hides all", call.with_mask_of(True)
@@ -284,12 +286,17 @@ def _unlike_calls(suite: BackendConformance, case: Case) -> Iterator[tuple[Plan,
 
 
 def _check_backward_in_another_thread(suite: BackendConformance, plan: Plan, call: Call) -> None:
-    """As autograd runs it on a CUDA device: what the forward leaves to its thread is not there."""
+    """As autograd runs it on a CUDA device: what the forward leaves to its thread is not there.
+
+    Then once more for the same forward with another ``dout``, as with ``retain_graph=True``.
+    """
     if not plan.request.is_training:
         return
     output, _ = step(suite, plan, call)
     other = functools.partial(step, suite, plan, call, output)
     check_step(call, *surroundings.in_another_thread(other))
+    turned = replace(call, dout=call.dout.flip(plan.request.layout.tokens))
+    check_step(turned, *step(suite, plan, turned, output))
 
 
 def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:
