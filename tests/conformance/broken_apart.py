@@ -12,7 +12,7 @@ from tests.conformance.broken_attention import DELTA, RETURN, RETURN_OUT, VIEWS,
 from tests.conformance.broken_beside import but_for, of_dropout
 from tests.conformance.broken_later import SPANS
 from tests.conformance.broken_rare import OUT_AND_DOUT
-from tests.conformance.broken_unseen import KEEP
+from tests.conformance.broken_unseen import INVARIANT, KEEP, TILE, with_feature
 from tests.conformance.mutants import Broken
 
 NO_PARTIAL = but_for("not request.partial", "partial={request.partial}, expected False")
@@ -135,6 +135,22 @@ ATTENTION += [
         "with_a_pre_scale_bias": "request.bias_type == 'pre_scale_bias'",
         "of_causal_sbhd": "request.qkv_format == 'sbhd' and request.is_causal",
         "if_partial": "request.partial",
+    }.items()
+]
+ATTENTION += [
+    with_feature(
+        broken(
+            f"invariant_tiles_by_length_{name}",
+            TILE,
+            TILE.replace("64", f"32 if scores.shape[-1] > 100 and {condition} else 64"),
+        ),
+        INVARIANT,
+    )
+    for name, condition in {
+        "of_one_query": "scores.shape[-2] == 1",
+        "if_deterministic": "request.deterministic",
+        "with_padding": "request.has_padding and not layout.is_packed",
+        "with_gaps": "request.pad_between_seqs",
     }.items()
 ]
 DECODE = [

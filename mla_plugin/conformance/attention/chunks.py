@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,29 +20,41 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMS = (
-    ("bshd", 2, (2, 2), (192, 128), (-1, -1)),
-    ("sbhd", 2, (4, 2), (192, 128), (70, -1)),
-    ("bhsd", 2, (2, 1), (64, 64), (-1, -1)),
-    ("bshd", 13, (2, 2), (64, 64), (-1, -1)),
-)
-"""Layout, sequences, heads, head dims and window."""
-ENDS = (1, 38, 64, 101, 190)
-"""Where chunks end: one query alone, ends within tiles and on them."""
+ENDS = (1, 38, 64, 190)
+"""Where chunks end: one query alone, ends within tiles and on them. One more chunk of a single query is drawn."""
 LONG_ENDS = (130, 250, 600, 1100)
 """The same over more keys than any tile or part of a split, for one layout with narrow heads."""
+
+
+class _Form(NamedTuple):
+    """What a prefill is made of; ``is_strided``: chunks are slices of the whole batch, and not copied."""
+
+    qkv_format: str
+    batch: int
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    window: tuple[int, int] = (-1, -1)
+    is_strided: bool = False
+    deterministic: bool = False
+
+
+FORMS = (
+    _Form("bshd", 2, (2, 2), (192, 128)),
+    _Form("sbhd", 2, (4, 2), (192, 128), window=(70, -1), deterministic=True),
+    _Form("bhsd", 2, (2, 1), (64, 64), is_strided=True),
+    _Form("bshd", 13, (2, 2), (64, 64)),
+)
 
 
 @dataclass(frozen=True)
 class _Prefill:
     """A prefill of the whole batch; q, k and v are [B, S, H, D]."""
 
-    qkv_format: str
-    window: tuple[int, int]
+    form: _Form
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    ends: tuple[int, ...] = ENDS
+    ends: tuple[int, ...]
     is_training: bool = False
 
     @property
@@ -52,33 +64,62 @@ class _Prefill:
 
     def part(self, sequences: slice, queries: slice, keys: int) -> AttentionTensors:
         """Some queries of some sequences over the first keys, in the layout."""
-        layout = LAYOUTS[self.qkv_format]
         picked = (self.q[sequences, queries], self.k[sequences, :keys], self.v[sequences, :keys])
-        q, k, v = (layout.from_bhsd(x.transpose(1, 2)).contiguous() for x in picked)
+        q, k, v = (self._in_layout(x) for x in picked)
         return AttentionTensors(q, k, v, self.q.shape[-1] ** -0.5)
 
-    def packed(self, parts: tuple[tuple[int, int], ...]) -> AttentionTensors:
-        """Sequences one after another."""
-        q, k, v = (torch.cat([x[b, :length] for b, length in parts]) for x in (self.q, self.k, self.v))
-        ends = [0, *accumulate(length for _, length in parts)]
-        offsets = torch.tensor(ends, dtype=torch.int32, device=q.device)
+    def _in_layout(self, x: torch.Tensor) -> torch.Tensor:
+        x = LAYOUTS[self.form.qkv_format].from_bhsd(x.transpose(1, 2))
+        return x if self.form.is_strided else x.contiguous()
+
+    def packed(self, parts: tuple[tuple[int, int], ...], gap: int = 0) -> AttentionTensors:
+        """Sequences one after another, with so many rows between them."""
+        rows = [length + gap for _, length in parts]
+        q, k, v = (
+            torch.cat([_filled_up(x[b, :length], length + gap) for b, length in parts])
+            for x in (self.q, self.k, self.v)
+        )
+        offsets, starts = (_offsets(lengths, q.device) for lengths in ([length for _, length in parts], rows))
+        given = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+        if gap:
+            given |= {"cu_seqlens_q_padded": starts, "cu_seqlens_kv_padded": starts}
+        return AttentionTensors(q, k, v, q.shape[-1] ** -0.5, **given)
+
+    def padded(self, lengths: tuple[int, ...]) -> AttentionTensors:
+        """The first tokens of the first sequences, in rows for more."""
+        rows = max(lengths) + 3
+        q, k, v = (
+            self._in_layout(torch.stack([_filled_up(x[b, :length], rows) for b, length in enumerate(lengths)]))
+            for x in (self.q, self.k, self.v)
+        )
+        offsets = _offsets(lengths, q.device)
         return AttentionTensors(q, k, v, q.shape[-1] ** -0.5, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
 
     def request(self, tensors: AttentionTensors, *, batch_invariant: bool = True) -> AttentionRequest:
         """The request of a part."""
-        is_packed = tensors.cu_seqlens_q is not None
-        longest = None if tensors.cu_seqlens_q is None else int(tensors.cu_seqlens_q.diff().max())
+        is_packed, offsets = tensors.q.dim() == 3, tensors.cu_seqlens_q
+        longest = int(offsets.diff().max()) if is_packed and offsets is not None else None
         return AttentionRequest.of(
             tensors,
-            qkv_format="thd" if is_packed else self.qkv_format,
-            attn_mask_type="padding_causal_bottom_right" if is_packed else "causal_bottom_right",
-            window_size=self.window,
+            qkv_format="thd" if is_packed else self.form.qkv_format,
+            attn_mask_type="causal_bottom_right" if offsets is None else "padding_causal_bottom_right",
+            window_size=self.form.window,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             return_lse=True,
             is_training=self.is_training,
+            deterministic=self.form.deterministic,
             batch_invariant=batch_invariant,
         )
+
+
+def _filled_up(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """The rows, and others behind them that no sequence has."""
+    return torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), 32.0)])
+
+
+def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @products_by_row()
@@ -100,19 +141,28 @@ def check_batch_invariance(suite: BackendConformance) -> None:
 def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
     for dtype in DTYPES:
-        for qkv_format, batch, (heads, kv_heads), (dim_qk, dim_v), window in FORMS:
+        for form in FORMS:
+            (heads, kv_heads), (dim_qk, dim_v) = form.heads, form.head_dims
             q, k, v = (
-                torch.randn((batch, ENDS[-1], *each), generator=generator).to(suite.device, dtype)
+                torch.randn((form.batch, ENDS[-1], *each), generator=generator).to(suite.device, dtype)
                 for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
             )
-            yield _Prefill(qkv_format, window, q, k, v)
-            if qkv_format == "bshd" and batch == 2 and not suite.is_slow:
-                yield _Prefill(qkv_format, window, q, k, v, is_training=True)
+            ends = _with_one_query(ENDS, generator)
+            yield _Prefill(form, q, k, v, ends)
+            if form == FORMS[0] and not suite.is_slow:
+                yield _Prefill(form, q, k, v, ends, is_training=True)
         if not suite.is_slow:
+            form = _Form("bshd", 2, (1, 1), (64, 64))
             q, k, v = (
                 torch.randn((2, LONG_ENDS[-1], 1, 64), generator=generator).to(suite.device, dtype) for _ in "qkv"
             )
-            yield _Prefill("bshd", (-1, -1), q, k, v, LONG_ENDS)
+            yield _Prefill(form, q, k, v, _with_one_query(LONG_ENDS, generator))
+
+
+def _with_one_query(ends: tuple[int, ...], generator: torch.Generator) -> tuple[int, ...]:
+    """The ends, and between the last two a chunk of one query over many keys."""
+    one = int(torch.randint(ends[-2] + 1, ends[-1] - 1, (), generator=generator))
+    return (*ends[:-1], one, one + 1, ends[-1])
 
 
 def _run(suite: BackendConformance, whole: _Prefill, tensors: AttentionTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +192,24 @@ def _check(suite: BackendConformance, whole: _Prefill) -> None:
             wanted = [torch.cat([x[b, :length] for b, length in parts]) for x in (out, lse)]
             name = f"packed sequences of lengths {[length for _, length in parts]}"
             _same(whole, name, _run(suite, whole, packed), (wanted[0], wanted[1]))
+    _check_rows_behind(suite, whole, (out, lse))
+
+
+def _check_rows_behind(suite: BackendConformance, whole: _Prefill, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Rows behind the sequences: packed ones have the bits of the whole batch too, dense ones those of shorter ones."""
+    ends, gap = whole.ends, 5
+    for length in (ends[1], ends[-1]):
+        packed = whole.packed(((1, length),), gap)
+        if suite.takes(whole.request(packed)):
+            out, lse = _run(suite, whole, packed)
+            prefix = wanted[0][1, :length], wanted[1][1, :length]
+            _same(whole, f"a packed sequence of {length} tokens before a gap", (out[:length], lse[:length]), prefix)
+    dense = [whole.padded(lengths) for lengths in ((ends[1], ends[2]), (ends[-1], ends[-2]))]
+    if suite.takes(whole.request(dense[0])):
+        short, long = (_run(suite, whole, tensors) for tensors in dense)
+        for b, length in enumerate(ends[1:3]):
+            found, prefix = ((out[b, :length], lse[b, :length]) for out, lse in (short, long))
+            _same(whole, f"a padded sequence of {length} tokens", found, prefix)
 
 
 def _same(
@@ -152,7 +220,7 @@ def _same(
 ) -> None:
     for what, x, y in zip(("out", "lse"), found, wanted, strict=True):
         if not torch.equal(x, y):
-            count, kind = int((x != y).sum()), f"{whole.qkv_format} and {whole.q.dtype}"
+            count, kind = int((x != y).sum()), f"{whole.form.qkv_format} and {whole.q.dtype}"
             checks.fail(
                 f"{what} of {name} ({kind}): {count} of {x.numel()} elements have other bits than in the prefill of "
                 "the whole batch; refuse batch_invariant=True"
