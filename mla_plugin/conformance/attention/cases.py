@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from mla_plugin.conformance.attention import extremes, sizes
+from mla_plugin.conformance.attention import extremes, sizes, windows
 from mla_plugin.conformance.attention.borders import borders
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.factors import SPACE
 from mla_plugin.conformance.attention.scores import FAINT
+from mla_plugin.conformance.attention.wider import wider
 from mla_plugin.conformance.selection import Catalogue
 
 DENSE_FORMATS = ("bshd", "sbhd", "bhsd")
@@ -55,7 +56,7 @@ def catalogue_for(accepts: Callable[[Case], bool]) -> Catalogue[Case]:
     return Catalogue(
         edges=every.edges,
         pairs=SPACE.cases(accepts),
-        of_sizes=sizes.SPACE.cases(accepts),
+        of_sizes=(*sizes.SPACE.cases(accepts), *windows.SPACE.cases(accepts)),
         of_extremes=extremes.SPACE.cases(accepts),
     )
 
@@ -72,7 +73,7 @@ def _every_pair() -> tuple[Case, ...]:
 
 @functools.cache
 def _every_size() -> tuple[Case, ...]:
-    return sizes.SPACE.cases()
+    return (*sizes.SPACE.cases(), *windows.SPACE.cases())
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def _edges() -> tuple[Case, ...]:
         for index, case in enumerate(plain)
         for dtype in (dtypes if index < 9 else dtypes[index % 2 : index % 2 + 1])
     ]
-    return (*named, *_other_dtypes(), *_in_float64(), *borders())
+    return (*named, *_other_dtypes(), *_in_float64(), *borders(), *wider())
 
 
 @functools.cache
