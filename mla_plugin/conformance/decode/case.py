@@ -23,6 +23,10 @@ _TINY, _LARGE, _TINIEST, _ROPES = 2.0**-12, 2.0**7, 2.0**-60, (2.0**24, 2.0**-24
 """What spread numbers are multiplied by: in ``fp8`` all, for a scale of 3e-6; in ``fp8_ds_mla`` those of every second
 sequence, for scales above 1, 128 columns of all, for scales far below those of the other columns, and those of k_rope
 by turns, because its bfloat16 goes beyond float16 at both ends; q_rope has the inverse."""
+_LARGER = 2.0**8
+"""What large numbers are multiplied by in ``fp8``, for a scale of about 3."""
+_NAN = 0x7F
+"""A byte of ``fp8`` that is no number."""
 GAP = 8
 """Numbers between c_kv and k_rope in ``gapped_rows``."""
 UNUSED = (2**30, -1, 0, -(2**31))
@@ -54,7 +58,7 @@ class DecodeCase:
         softmax_scale: 0.1353 is DeepSeek-V3's, where YaRN multiplies 192 ** -0.5 by 1.87.
         scores: as in attention's ``scores``, of queries that are ready for the scale; ``large`` are 100 and more.
         numbers: of the cache; ``spread`` have every magnitude that a quantised cache tells apart, and tokens that are
-            small as a whole.
+            small as a whole; ``large`` ones have a scale above 1 in ``fp8``.
         query_storage: ``transposed`` is head-major, ``sliced_heads`` every second head of a larger tensor.
         rope_storage: of q_rope, where it is another one: the product with W_UK may leave q_nope_abs alone head-major.
         cache_storage: ``sliced_dims`` has rows wider than the cache, ``sliced_batch`` every second page or sequence,
@@ -69,7 +73,7 @@ class DecodeCase:
         page_order: ``ascending`` pages of a sequence follow one another, as in a cache that is still empty;
             ``descending`` ones come from the end of a list of free pages.
         spare_pages: pages of the cache that no sequence uses, half of them before those that one does.
-        kv_cache_format: as in ``DecodeRequest``; a quantised cache is contiguous or transposed.
+        kv_cache_format: as in ``DecodeRequest``; a quantised cache has one storage for all.
     """
 
     name: str
@@ -90,7 +94,7 @@ class DecodeCase:
     is_large: bool = False
     softmax_scale: float = 0.1353
     scores: Scores = "normal"
-    numbers: Literal["normal", "spread"] = "normal"
+    numbers: Literal["normal", "spread", "large"] = "normal"
     query_storage: Storage = "contiguous"
     rope_storage: Storage | None = None
     cache_storage: CacheStorage = "contiguous"
@@ -254,6 +258,8 @@ class DecodeCase:
                 for first, factor in enumerate(_ROPES):
                     tokens[..., self.rank + first :: 2] *= factor
                     queries[..., self.rank + first :: 2] /= factor
+        if self.numbers == "large":
+            tokens = tokens * self._magnitude
         shared = max(self.lengths) if self._has_one_cache else self._shared_pages * (self.page_size or 0)
         for b, length in enumerate(self.lengths):
             tokens[b, max(length, shared) :] *= poison
@@ -291,7 +297,7 @@ class DecodeCase:
 
     @property
     def _magnitude(self) -> float:
-        return _TINY if self.numbers == "spread" and self.kv_cache_format == FP8 else 1.0
+        return {"spread": _TINY, "large": _LARGER}.get(self.numbers, 1.0) if self.kv_cache_format == FP8 else 1.0
 
     def _stored(self, draw: Draw, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """c_kv, k_rope and kv_scale with the numbers of ``cache``, which a quantised one rounds."""
@@ -316,8 +322,7 @@ class DecodeCase:
         parts = quantised_rows(rows[:, : self.rank], rows[:, self.rank :], scale, self.kv_cache_format, False)
         found = [torch.cat(parts, -1)] if self.is_packed else list(parts)
         found = [x.view(*cache.shape[:2], x.shape[-1]) for x in found]
-        if self.cache_storage == "transposed":
-            found = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in found]
+        found = [_placed_bytes(x, self.cache_storage) for x in found]
         whole = found[0] if self.is_packed else (found[0], found[1])
         return split_quantised(whole, self.rank, self.kv_cache_format, scale)
 
@@ -351,6 +356,17 @@ class DecodeCase:
             page_table[b, :used] = pages[b, :used]
         cache[pages.flatten().to(tokens.device)] = tokens.view(-1, self.page_size, width)
         return cache, page_table.to(tokens.device)
+
+
+def _placed_bytes(x: torch.Tensor, storage: CacheStorage) -> torch.Tensor:
+    """A quantised cache, or one of the pair; what lies between is NaN."""
+    if storage == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if storage == "sliced_batch":
+        return x.new_full((2 * len(x), *x.shape[1:]), _NAN)[::2].copy_(x)
+    if storage == "sliced_dims":
+        return x.new_full((*x.shape[:-1], x.shape[-1] + 16), _NAN)[..., : x.shape[-1]].copy_(x)
+    return x
 
 
 def like(lengths: DecodeLengths | None, others: Sequence[int], seqlens_kv: torch.Tensor | None) -> DecodeLengths | None:

@@ -17,6 +17,7 @@ from mla_plugin.conformance.decode import extremes, sizes
 from mla_plugin.conformance.decode.borders import borders
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import SPACE
+from mla_plugin.conformance.decode.wider import quantised, wider
 from mla_plugin.conformance.selection import Catalogue
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,7 +77,7 @@ def _edges() -> tuple[DecodeCase, ...]:
         for index, case in enumerate(_small())
         for dtype in (DTYPES if index < 4 else (DTYPES[index % 3],))
     )
-    return (*small, *_beyond_float16(), *borders())
+    return (*small, *_beyond_float16(), *borders(), *wider())
 
 
 def _small() -> Iterator[DecodeCase]:
@@ -173,7 +174,7 @@ def _rare_memory() -> Iterator[DecodeCase]:
 @functools.cache
 def quantised_cases() -> tuple[DecodeCase, ...]:
     """Calls over quantised caches, for backends that read them."""
-    return tuple(_quantised())
+    return (*_quantised(), *quantised())
 
 
 def _quantised() -> Iterator[DecodeCase]:
