@@ -52,8 +52,9 @@ class AttentionTensors:
     dropout_seed: torch.Tensor | None = None
 
     kept: ClassVar[dict[str, Any] | None] = None
-    """Cache of the backends, under keys that begin with their names, for calls that differ only in values and
-    addresses; None if calls of this kind are not cached. It must not hold a tensor of a call."""
+    """Cache of the backends, under keys that begin with their names, for calls that differ only in values, addresses
+    and the strides of offsets, bias and mask; None if calls of this kind are not cached. It must not hold a tensor of a
+    call."""
 
     @property
     def needs_gradient(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
 import functools
 import gc
 import io
@@ -157,6 +158,16 @@ _PROCESS: dict[str, Setting] = {
         torch._C._set_multithreading_enabled,
         (True, False),
     ),
+    "logging.disable()": (lambda: logging.root.manager.disable, logging.disable, (logging.NOTSET, logging.INFO)),
+    "warnings.showwarning": _attribute(warnings, "showwarning", warnings.showwarning),
+    "sys.excepthook": _attribute(sys, "excepthook", sys.excepthook),
+    "threading.excepthook": _attribute(threading, "excepthook", threading.excepthook),
+    "torch.is_warn_always_enabled()": (torch.is_warn_always_enabled, torch.set_warn_always, (False, False)),
+    "decimal.getcontext().prec": (
+        lambda: decimal.getcontext().prec,
+        lambda value: setattr(decimal.getcontext(), "prec", value),
+        (28, 30),
+    ),
 }
 """The same for the process; loading a library may change them, so a first call may."""
 if hasattr(os, "sched_setaffinity"):
@@ -172,10 +183,10 @@ def _loaded() -> dict[str, Setting]:
     """Those of the process, and of packages that only some processes have loaded."""
     found = dict(_PROCESS)
     is_main = threading.current_thread() is threading.main_thread()  # others may not
-    if is_main and signal.getsignal(signal.SIGTERM) is not None:
-        of_term = functools.partial(signal.signal, signal.SIGTERM)
-        values = signal.SIG_DFL, signal.SIG_IGN
-        found["signal.getsignal(SIGTERM)"] = functools.partial(signal.getsignal, signal.SIGTERM), of_term, values
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if is_main and signal.getsignal(number) is not None:
+            write, values = functools.partial(signal.signal, number), (usual, signal.SIG_IGN)
+            found[f"signal.getsignal({number.name})"] = functools.partial(signal.getsignal, number), write, values
     if (numpy := sys.modules.get("numpy")) is not None:
         of_errors = numpy.geterr() | {"under": "warn"}, numpy.geterr() | {"under": "ignore"}
         found["numpy.geterr()"] = numpy.geterr, lambda value: numpy.seterr(**value), of_errors

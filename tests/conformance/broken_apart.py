@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.conformance import broken_decode as of_decode
-from tests.conformance.broken_attention import DELTA, RETURN, RETURN_OUT, VIEWS, broken
+from tests.conformance.broken_attention import DELTA, REQUEST, RETURN, RETURN_OUT, VIEWS, broken
 from tests.conformance.broken_beside import but_for, of_dropout
 from tests.conformance.broken_later import SPANS
 from tests.conformance.broken_rare import OUT_AND_DOUT
@@ -151,6 +151,14 @@ ATTENTION += [
         "if_deterministic": "request.deterministic",
         "with_padding": "request.has_padding and not layout.is_packed",
         "with_gaps": "request.pad_between_seqs",
+    }.items()
+]
+ATTENTION += [
+    broken(f"sets_{name}", REQUEST, f"{REQUEST}    {statement}\n")
+    for name, statement in {
+        "logging_disable": "__import__('logging').disable(30)",
+        "excepthooks": "setattr(__import__('sys'), 'excepthook', print)",
+        "signal_of_ctrl_c": "__import__('signal').signal(2, lambda *_: None)",
     }.items()
 ]
 DECODE = [

@@ -444,7 +444,7 @@ TEST_FILE = """
 def test_a_test_file_of_another_package(pytester, fault, failed):
     pytester.makepyfile(TEST_FILE.format(fault=fault))
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-k", "test_forward or test_backward or something")
-    result.assert_outcomes(passed=7 - failed, failed=failed, deselected=12)
+    result.assert_outcomes(passed=7 - failed, failed=failed, deselected=13)
 
 
 class TestCommand:

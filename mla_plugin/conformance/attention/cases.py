@@ -1,8 +1,8 @@
 """The catalogue of conformance cases: edges by hand, pairs by ``factors``, ``sizes``
 and ``extremes``, real sizes for CUDA devices.
 
-By hand stand the plainest calls and the sizes at the edges: lengths of 1, primes and the neighbours of 64 and 128, so
-that no tile size divides them all, sequences without tokens, the narrowest and the widest heads.
+The hand-written cases are the plainest calls and the sizes at the edges: lengths of 1, primes and the neighbours of 64
+and 128, so that no tile size divides them all, sequences without tokens, the narrowest and the widest heads.
 """
 
 from __future__ import annotations

@@ -113,9 +113,11 @@ def _cost(row: Row) -> float:
 
 
 def _most(row: Row) -> tuple[int, int]:
-    """The longest sequences; many are short."""
+    """The longest sequences; many are short, unless the row is of no covering array and says ``has_own_lengths``."""
     most_q, most_kv = row["lengths"]
-    return (min(most_q, 17), min(most_kv, 29)) if row["batch"] > 3 else (most_q, most_kv)
+    if row["batch"] > 3 and not row.get("has_own_lengths"):
+        return min(most_q, 17), min(most_kv, 29)
+    return most_q, most_kv
 
 
 def case_of(name: str, row: Row) -> Case:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, spoilt
-from mla_plugin.conformance.attention import beyond, chunks, dropout, library, many, special, values
+from mla_plugin.conformance.attention import beyond, chunks, drawn, dropout, library, many, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, catalogue_for, whole_catalogue
@@ -194,6 +194,10 @@ class BackendConformance(Suite):
     def test_unlike_calls(self) -> None:
         """Calls of other sizes, layouts and dtypes between a forward and its backward, and after them."""
         values.check_unlike_calls(self)
+
+    def test_drawn_calls(self) -> None:
+        """Sizes and options of this run alone; what the backend refuses is drawn again."""
+        drawn.check_drawn_calls(self)
 
     def test_compiled(self) -> None:
         """A call through ``torch.compile``; one of each layout where the command line names the backend."""

@@ -14,7 +14,7 @@ from mla_plugin.conformance import checks, spoilt
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.budget import Yardstick
-from mla_plugin.conformance.decode import values
+from mla_plugin.conformance.decode import drawn, values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import (
@@ -139,6 +139,10 @@ class DecodeConformance(Suite):
     def test_unlike_calls(self) -> None:
         """Calls of other sizes and dtypes one after the other."""
         values.check_unlike_calls(self)
+
+    def test_drawn_calls(self) -> None:
+        """Sizes and options of this run alone; what the backend refuses is drawn again."""
+        drawn.check_drawn_calls(self)
 
     def test_more_than_two_billion_elements(self) -> None:
         """With 8 GiB of free memory: rows of the cache beyond what 32 bits count."""

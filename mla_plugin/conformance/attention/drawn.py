@@ -1,0 +1,82 @@
+"""Calls of any size and with any options, drawn anew in each run: a kernel may fail at a size that no list has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.factors import FACTORS, case_of, settle
+from mla_plugin.conformance.covering import Row
+from mla_plugin.conformance.drawn import Dice
+
+if TYPE_CHECKING:
+    from mla_plugin.conformance.attention.suite import BackendConformance
+
+COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 48, 12, 3
+_MOST, _MOST_OF_SLOW = 3.0, 0.1
+"""Million multiplications of a call."""
+DRAWS = 40
+"""For each call, until the backend takes one."""
+_MOST_OF_EACH, _FEW_OF_EACH = (1500, 3000, 80, 16, 32, 320, 320), (70, 140, 3, 2, 2, 48, 48)
+"""Queries, keys, sequences, heads of keys, heads of queries for each, and widths."""
+_USUAL = {"scores": "normal", "offsets": "contiguous", "bias_storage": "contiguous", "needs": "qkv", "gaps": "none"}
+"""What half of the calls have, so that sizes are not always beside something rare."""
+
+
+def check_drawn_calls(suite: BackendConformance) -> None:
+    """Both passes of each call; only the forward where the backend takes no training."""
+    count = COUNT_OF_SLOW if suite.is_slow else COUNT_OF_QUICK if suite.quick else COUNT
+    most = _MOST_OF_SLOW if suite.is_slow else _MOST
+    dice = Dice(suite._generator())
+    for index in range(count):
+        for _ in range(DRAWS):
+            case = draw(dice, f"drawn-{index}")
+            if case.cost <= most and suite._accepts(case):
+                _check(suite, case)
+                break
+
+
+def _check(suite: BackendConformance, case: Case) -> None:
+    try:
+        if suite.takes(case.request(suite.device, is_training=True)):
+            suite.test_backward(case)
+        else:
+            suite.test_forward(case)
+    except checks.ConformanceError as error:
+        checks.fail(f"{case!r}: {error}")
+
+
+def draw(dice: Dice, name: str) -> Case:
+    """Any legal call."""
+    row: Row = {factor: dice.one_of(levels) for factor, levels in FACTORS.items()}
+    if dice.chance(0.5):
+        row |= _USUAL
+    if dice.chance(0.6):
+        row["bias"] = None
+    if row["dout"] == "expanded":  # equal numbers over a single key: their sum's roundings are no longer independent
+        row["dout"] = "contiguous"
+    len_q, len_kv, row["batch"], kv_heads, group, *dims = dice.sizes(_MOST_OF_EACH, _FEW_OF_EACH)
+    if dice.chance(0.3):
+        len_kv = len_q
+    if dice.chance(0.8):  # few kernels take fewer
+        dims = [max(dim, 8) for dim in dims]
+    if dice.chance(0.3):
+        row["head_dims"] = dice.one_of(FACTORS["head_dims"])
+    else:
+        row["head_dims"] = (dims[0], dims[0] if dice.chance(0.5) else dims[1])
+    row |= {"lengths": (len_q, len_kv), "heads": (kv_heads * group, kv_heads), "has_own_lengths": True}
+    row["window"] = _window(dice, max(len_q, len_kv)) if dice.chance(0.5) else (-1, -1)
+    return case_of(name, _settled(row))
+
+
+def _settled(row: Row) -> Row:
+    """``settle`` makes calls that cost too much smaller, but those that are too large are drawn again."""
+    sizes: dict[str, Any] = {name: row[name] for name in ("batch", "lengths")}
+    return settle(row) | sizes
+
+
+def _window(dice: Dice, most: int) -> tuple[int, int]:
+    """Either side is open in a quarter of all windows, or ends at the diagonal."""
+    left, right = (dice.one_of((-1, 0, dice.size(most), dice.size(most))) for _ in range(2))
+    return left, right

@@ -1,0 +1,52 @@
+"""Sizes drawn from wide distributions: powers of two and their neighbours, multiples of 8, and any others."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+LevelT = TypeVar("LevelT")
+
+
+class Dice:
+    """Draws numbers and levels; what it draws depends on the generator alone."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
+
+    def one_of(self, levels: Sequence[LevelT]) -> LevelT:
+        """Any of them."""
+        return self._random.choice(levels)
+
+    def chance(self, share: float) -> bool:
+        """True in so many of all draws."""
+        return self._random.random() < share
+
+    def between(self, least: int, most: int) -> int:
+        """Any number in between, both included."""
+        return self._random.randint(least, most)
+
+    def size(self, most: int) -> int:
+        """From 1 to ``most``, by its logarithm: a third around powers of two, a third multiples of 8."""
+        size = min(most, int(2.0 ** self._random.uniform(0.0, math.log2(most + 1))))
+        kind = self._random.randrange(3)
+        if kind == 0:
+            size = 2 ** max(0, round(math.log2(size))) + self._random.choice((-1, 0, 0, 1))
+        elif kind == 1 and size > 8:
+            size = size // 8 * 8
+        return min(max(size, 1), most)
+
+    def length(self, most: int) -> int:
+        """None at all in one of eight, as many as there may be in another, and any other number."""
+        kind = self._random.randrange(8)
+        return 0 if kind == 0 else most if kind == 1 else self.size(most)
+
+    def sizes(self, most: Sequence[int], few: Sequence[int]) -> Iterator[int]:
+        """One size for each axis: one to three of them are anything up to ``most``, the others up to ``few``."""
+        wide = self._random.sample(range(len(most)), self._random.choice((1, 2, 3)))
+        for axis, (largest, usual) in enumerate(zip(most, few, strict=True)):
+            yield self.size(largest if axis in wide else min(usual, largest))
