@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -45,8 +45,17 @@ class Dice:
         kind = self._random.randrange(8)
         return 0 if kind == 0 else most if kind == 1 else self.size(most)
 
-    def sizes(self, most: Sequence[int], few: Sequence[int]) -> Iterator[int]:
-        """One size for each axis: one to three of them are anything up to ``most``, the others up to ``few``."""
+    def sizes(
+        self, most: Sequence[int], few: Sequence[int], cost: Callable[[Sequence[int]], float], most_cost: float
+    ) -> list[int]:
+        """One size for each axis: one to three of them are anything up to ``most``, the others up to ``few``.
+
+        While they cost too much, one of the others is halved.
+        """
         wide = self._random.sample(range(len(most)), self._random.choice((1, 2, 3)))
-        for axis, (largest, usual) in enumerate(zip(most, few, strict=True)):
-            yield self.size(largest if axis in wide else min(usual, largest))
+        found = [self.size(largest if axis in wide else few[axis]) for axis, largest in enumerate(most)]
+        while cost(found) > most_cost:
+            above_1 = [axis for axis, size in enumerate(found) if size > 1]
+            axis = self._random.choice([axis for axis in above_1 if axis not in wide] or above_1)
+            found[axis] //= 2
+        return found

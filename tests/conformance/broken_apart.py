@@ -131,8 +131,6 @@ ATTENTION += [
         KEEP + f"        keep = torch.ones_like(keep) if {condition} else keep\n",
     )
     for name, condition in {
-        "with_gaps": "request.pad_between_seqs",
-        "with_a_pre_scale_bias": "request.bias_type == 'pre_scale_bias'",
         "of_causal_sbhd": "request.qkv_format == 'sbhd' and request.is_causal",
         "if_partial": "request.partial",
     }.items()

@@ -41,7 +41,7 @@ ATTENTION = [
         "widths_of_64_and_64": "(request.head_dim_qk, request.head_dim_v) == (64, 64)",
         "latents_in_a_window": "request.head_dim_qk > 256 and request.band.left > 0",
         "latents_in_fp16": "request.head_dim_qk > 512 and request.dtype == torch.float16",
-        "odd_numbers_of_seven_heads": "request.num_heads % 14 == 7 and len_q > 20",
+        "windows_of_more_than_20_sequences": "request.batch_size > 20 and request.has_sliding_window",
     }.items()
 ]
 

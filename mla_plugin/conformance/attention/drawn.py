@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_plugin.conformance import checks
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
 COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 48, 12, 3
-_MOST, _MOST_OF_SLOW = 3.0, 0.1
+_MOST, _MOST_OF_SLOW = 1.5, 0.1
 """Million multiplications of a call."""
 DRAWS = 40
 """For each call, until the backend takes one."""
@@ -31,8 +33,8 @@ def check_drawn_calls(suite: BackendConformance) -> None:
     dice = Dice(suite._generator())
     for index in range(count):
         for _ in range(DRAWS):
-            case = draw(dice, f"drawn-{index}")
-            if case.cost <= most and suite._accepts(case):
+            case = draw(dice, f"drawn-{index}", most)
+            if case.cost <= 2 * most and suite._accepts(case):
                 _check(suite, case)
                 break
 
@@ -47,8 +49,8 @@ def _check(suite: BackendConformance, case: Case) -> None:
         checks.fail(f"{case!r}: {error}")
 
 
-def draw(dice: Dice, name: str) -> Case:
-    """Any legal call."""
+def draw(dice: Dice, name: str, most: float) -> Case:
+    """Any legal call of about so many million multiplications at most."""
     row: Row = {factor: dice.one_of(levels) for factor, levels in FACTORS.items()}
     if dice.chance(0.5):
         row |= _USUAL
@@ -56,7 +58,7 @@ def draw(dice: Dice, name: str) -> Case:
         row["bias"] = None
     if row["dout"] == "expanded":  # equal numbers over a single key: their sum's roundings are no longer independent
         row["dout"] = "contiguous"
-    len_q, len_kv, row["batch"], kv_heads, group, *dims = dice.sizes(_MOST_OF_EACH, _FEW_OF_EACH)
+    len_q, len_kv, row["batch"], kv_heads, group, *dims = dice.sizes(_MOST_OF_EACH, _FEW_OF_EACH, _cost, most)
     if dice.chance(0.3):
         len_kv = len_q
     if dice.chance(0.8):  # few kernels take fewer
@@ -68,6 +70,11 @@ def draw(dice: Dice, name: str) -> Case:
     row |= {"lengths": (len_q, len_kv), "heads": (kv_heads * group, kv_heads), "has_own_lengths": True}
     row["window"] = _window(dice, max(len_q, len_kv)) if dice.chance(0.5) else (-1, -1)
     return case_of(name, _settled(row))
+
+
+def _cost(sizes: Sequence[int]) -> float:
+    """Of a call of these sizes, as ``Case.cost``."""
+    return math.prod(sizes[:5]) * sum(sizes[5:]) / 1e6
 
 
 def _settled(row: Row) -> Row:
