@@ -30,11 +30,12 @@ FLASH_MLA_REFUSES = MappingProxyType(
         **dict.fromkeys(
             [
                 f"ranks={ranks}"
-                for ranks in ("256/64", "256/32", "128/64", "96/16", "320/64", "72/8", "640/128", "13/7")
+                for ranks in ("256/64", "256/32", "128/64", "96/16", "320/64", "72/8", "640/128", "13/7", "8/8")
             ],
             "kv_lora_rank=",
         ),
         "ranks=512/0": "qk_rope_head_dim=0",
+        "ranks=512/32": "qk_rope_head_dim=32",
         "ranks=128/0": "kv_lora_rank=128",
         "contiguous": "page_size=None",
         **{f"page_size={size}": f"page_size={size}" for size in (1, 3, 16, 256)},

@@ -67,7 +67,7 @@ class TestFlashAttention3(DecodeConformance):
         {
             "fp32": "dtype=torch.float32",
             **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("128/64", "96/16", "320/64", "72/8", "640/128", "13/7")},
-            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("136/40", "72/24", "520/88")},
+            **{f"ranks={ranks}": "kv_lora_rank=" for ranks in ("136/40", "72/24", "520/88", "8/8")},
             "ranks=512/0": "qk_rope_head_dim=0",
             "ranks=128/0": "kv_lora_rank=128",
             "leftpad": "has_leftpad_kv=True",

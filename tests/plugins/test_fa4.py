@@ -37,6 +37,7 @@ DIMS = {
     "head_dims=16/16 training": "the kernel's dQ has 16 columns",
     "head_dims=80/64 training": "the kernel's dQ has 80 columns",
     "head_dims=64/32 training": "rounded to 64/32",
+    "head_dims=32/32 training": "rounded to 32/32",
     "head_dims=24/16 training": "rounded to 32/16",
 }
 

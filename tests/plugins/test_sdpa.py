@@ -30,7 +30,7 @@ class NanPadding(BackendConformance):
 
     is_slow = True
     padding_poison = torch.nan
-    test_unusual_values = test_surroundings = None
+    test_unusual_values = test_surroundings = test_drawn_calls = None
 
     def cases(self) -> tuple[Case, ...]:
         return with_padding(super().cases())

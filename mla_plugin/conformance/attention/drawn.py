@@ -15,7 +15,7 @@ from mla_plugin.conformance.drawn import Dice
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
-COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 48, 12, 3
+COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 40, 8, 2
 _MOST, _MOST_OF_SLOW = 1.5, 0.1
 """Million multiplications of a call."""
 DRAWS = 40
