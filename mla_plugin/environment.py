@@ -116,10 +116,13 @@ def is_batch_invariance_requested() -> bool:
     return _may_be_set("MLA_PLUGIN_BATCH_INVARIANT") and bool(read("MLA_PLUGIN_BATCH_INVARIANT"))
 
 
-def batch_invariant_chunk() -> int:
-    """The value of MLA_PLUGIN_BATCH_INVARIANT_CHUNK."""
+def batch_invariant_chunk(changed: Mapping[str, str] | None = None) -> int:
+    """The value of MLA_PLUGIN_BATCH_INVARIANT_CHUNK; ``changed``: variables that differ from the process's."""
     name = "MLA_PLUGIN_BATCH_INVARIANT_CHUNK"
-    value = read(name) if _may_be_set(name) else _BY_NAME[name].default
+    if changed is not None and name in changed:
+        value = parse(name, changed)
+    else:
+        value = read(name) if _may_be_set(name) else _BY_NAME[name].default
     assert isinstance(value, int)
     return value
 

@@ -88,6 +88,10 @@ def test_explain_refuses_them_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", "100")
     assert main(["explain", "--decode", "--batch-invariant", "--capability", "9.0"]) == 2
     assert "expected one of 128, 256, 512, 1024, 2048, 4096" in capsys.readouterr().err
+    described = ["explain", "--decode", "--batch-invariant", "--capability", "9.0", "--env"]
+    assert main([*described, "MLA_PLUGIN_BATCH_INVARIANT_CHUNK=128"]) == 0
+    monkeypatch.delenv("MLA_PLUGIN_BATCH_INVARIANT_CHUNK")
+    assert main([*described, "MLA_PLUGIN_BATCH_INVARIANT_CHUNK=100"]) == 2
 
 
 def test_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import os
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -347,7 +346,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.decode:
         whole = decode_request_of(arguments, platform.device_type)
         if whole.batch_invariant:  # the call would refuse another value
-            environment.parse("MLA_PLUGIN_BATCH_INVARIANT_CHUNK", {**os.environ, **dict(arguments.env)})
+            environment.batch_invariant_chunk(dict(arguments.env))
     else:
         options["te_release"] = arguments.te_release
         whole = request_of(arguments, platform.device_type)
