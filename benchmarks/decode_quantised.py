@@ -10,17 +10,14 @@ benchmarks/results/decode_quantised_<gpu>.json.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import in_turn, parser, write
-from decode_cells import (
+import mla_plugin
+from benchmarks.common import in_turn, parser, write
+from benchmarks.decode_cells import (
     DEVICE,
     RANK,
     ROPE,
@@ -35,8 +32,6 @@ from decode_cells import (
     row_of,
     step_of,
 )
-
-import mla_plugin
 from mla_plugin import DecodeLengths, cache
 from mla_plugin.arguments.cache_format import TOKEN_BYTES, VALUE_BYTES
 
