@@ -11,14 +11,10 @@ import torch
 import mla_plugin
 from mla_plugin.compat.transformers import few_keys, latent, ranks
 from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
+from mla_plugin.compat.transformers.causality import is_causal_without_mask
 from mla_plugin.compat.transformers.checks import check_no_padding, check_packing, fitted_mask
 from mla_plugin.compat.transformers.latent import NAME
-from mla_plugin.compat.transformers.masks import (
-    causal_with_lengths,
-    is_without_mask_bidirectional,
-    packing_arguments,
-    refuse_packing_of_hybrids,
-)
+from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
 from mla_plugin.compat.transformers.padding import hidden_by, tokens_first
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.compat.transformers.steps import Reason, record
@@ -81,7 +77,8 @@ def attention_forward(
         TypeError: lengths of another type or dtype.
     """
     _refuse(kwargs)
-    is_causal = _is_causal(module, attention_mask) if is_causal is None else is_causal
+    if is_causal is None:
+        is_causal = is_causal_without_mask(module) if attention_mask is None else getattr(module, "is_causal", True)
     if (shared := ranks.current_for(module)) is not None:
         masks = {"attention_mask": attention_mask, "indices": indices}
         masks |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
@@ -138,12 +135,6 @@ def attention_forward(
     else:
         out = attend(q, k, v, **_dense_mask(attention_mask, indices, packing, q, k))
     return out.contiguous(), None
-
-
-def _is_causal(module: torch.nn.Module, mask: torch.Tensor | None) -> bool:
-    if mask is None and is_without_mask_bidirectional(getattr(module, "config", None)):
-        return False
-    return getattr(module, "is_causal", True)
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import torch
-from transformers import PreTrainedModel, masking_utils
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from mla_plugin.compat.transformers import ranks
+from mla_plugin.compat.transformers.causality import is_bidirectional_without_mask
 from mla_plugin.compat.transformers.checks import check_longest, check_rows
 from mla_plugin.compat.transformers.latent import caches_latents, is_decode, pass_latents_on
 
@@ -68,7 +67,7 @@ def attention_mask_for(
         is_known, compact = _decode_mask(attention_mask, **kwargs)
         if is_known:
             return compact
-    if is_without_mask_bidirectional(config):
+    if is_bidirectional_without_mask(config):
         # the form that other parts of such a model expect
         return _noting(attention_mask, eager_mask(**pattern))
     if mask_function is _bidirectional and attention_mask is not None:
@@ -103,47 +102,6 @@ def attention_mask_for(
     if packing is not None:
         mask.packing = packing  # type: ignore[attr-defined]
     return mask
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the search
-def is_without_mask_bidirectional(config: Any) -> bool:
-    """Whether no mask means no causal one in layers of a model, because ``is_causal`` of the layers does not tell.
-
-    transformers' own sdpa and this adapter usually take a layer without a mask for causal by its ``is_causal``. In
-    models that support neither sdpa nor other attention functions it may be missing or wrong. So ``attention_mask_for``
-    gives these the masks of eager attention, which leave out nothing but a mask that hides no key.
-
-    ``config`` may serve several models, and its class may be derived from theirs. Beside a model that supports them,
-    others count if their module calls attention functions: wrappers, such as reward models, do not.
-    """
-    return _is_bidirectional(config.__class__, len(PreTrainedModel.__subclasses__()))
-
-
-@functools.lru_cache(maxsize=256)
-def _is_bidirectional(config_class: type[Any], families: int) -> bool:
-    """``families``: how many there are, so that models defined later count."""
-    for kind in config_class.__mro__:
-        models = [model for model in _subclasses(PreTrainedModel) if getattr(model, "config_class", None) is kind]
-        supported = [_supports_them(model) for model in models]
-        if models and not any(supported):
-            return True
-        if models:
-            return any(not is_one and _calls_them(model) for model, is_one in zip(models, supported, strict=True))
-    return False
-
-
-def _calls_them(model: type[Any]) -> bool:
-    return any(hasattr(sys.modules.get(model.__module__), name) for name in ("ALL_ATTENTION_FUNCTIONS",))
-
-
-def _supports_them(model: type[Any]) -> bool:
-    return any(getattr(model, name, False) for name in ("_supports_sdpa", "_supports_attention_backend"))
-
-
-def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
-    for found in of.__subclasses__():
-        yield found
-        yield from _subclasses(found)
 
 
 def _noting(attention_mask: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import mla_plugin
 from mla_plugin.arguments.checks import check_choice
 from mla_plugin.compat.transformers import latent
+from mla_plugin.compat.transformers.causality import is_bidirectional_without_mask
 from mla_plugin.compat.transformers.sinks import with_sinks
 from mla_plugin.context_parallel import position_ids, shard
 from mla_plugin.context_parallel.checks import WAYS
@@ -61,7 +62,8 @@ class Ranks:
         """That a layer's call is one over whole sequences, cut as ``shard_batch`` cuts them.
 
         Raises:
-            ValueError: a mask, packed sequences, a cache, other positions, or a model with other layers.
+            ValueError: a mask, packed sequences, a cache, other positions, a model with other layers, or one whose
+                layers do not say reliably whether they are causal.
         """
         for name in ("attention_mask", "indices", "cu_seq_lens_q", "cu_seq_lens_k"):
             if given[name] is not None:
@@ -71,7 +73,14 @@ class Ranks:
                 f"context_parallel: {query.shape[2]} queries and {key.shape[2]} keys on this rank, as in decoding with "
                 "a cache; generate() and cached prefixes run outside of the context manager"
             )
-        others = set(getattr(getattr(module, "config", None), "layer_types", None) or ()) - _LAYERS
+        config = getattr(module, "config", None)
+        if is_bidirectional_without_mask(config):
+            raise ValueError(
+                f"context_parallel: {type(config).__name__}'s models support neither sdpa nor other attention "
+                "functions, so their layers do not say reliably whether they are causal; set _supports_sdpa = True on "
+                "your own model if is_causal of its layers is right"
+            )
+        others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
         if others:
             raise ValueError(f"context_parallel: the model has layers of {sorted(others)}, which see one rank's tokens")
         self._check_positions(given["position_ids"], query.shape[2])

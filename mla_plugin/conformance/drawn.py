@@ -1,15 +1,21 @@
-"""Sizes drawn from wide distributions: powers of two and their neighbours, multiples of 8, and any others."""
+"""Calls and sizes drawn from wide distributions: powers of two and their neighbours, multiples of 8, and any others."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from mla_plugin.conformance import checks
+from mla_plugin.conformance.base import Suite
+
 LevelT = TypeVar("LevelT")
+COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 40, 8, 2
+DRAWS = 40
+"""For each call, until the backend takes one."""
 
 
 class Dice:
@@ -59,3 +65,24 @@ class Dice:
             axis = self._random.choice([axis for axis in above_1 if axis not in wide] or above_1)
             found[axis] //= 2
         return found
+
+
+def check_each(
+    suite: Suite, draw: Callable[[Dice, str, float], Any], check: Callable[[Any], object], most: float, slow: float
+) -> None:
+    """Check so many drawn calls that the backend takes; an error names the whole case.
+
+    ``most``: million multiplications of a call; ``slow``: for a suite that ``is_slow``.
+    """
+    count = COUNT_OF_SLOW if suite.is_slow else COUNT_OF_QUICK if suite.quick else COUNT
+    most = slow if suite.is_slow else most
+    dice = Dice(suite._generator())
+    for index in range(count):
+        drawn = (draw(dice, f"drawn-{index}", most) for _ in range(DRAWS))
+        case = next((case for case in drawn if case.cost <= 2 * most and suite._accepts(case)), None)
+        if case is None:
+            continue
+        try:
+            check(case)
+        except checks.ConformanceError as error:
+            checks.fail(f"{case!r}: {error}")

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import mla_plugin
-from mla_plugin.compat.transformers import masks
+from mla_plugin.compat.transformers import ranks
+from mla_plugin.compat.transformers.causality import is_bidirectional_without_mask
 
 S = 11
 ENCODER: dict[str, Any] = {
@@ -125,7 +126,7 @@ class Wrapper(transformers.PreTrainedModel):
 )
 def test_where_no_mask_is_bidirectional(config: Any, expected: bool) -> None:
     _imported = transformers.SplinterModel, transformers.LlamaModel, transformers.GptOssModel
-    assert masks.is_without_mask_bidirectional(config) is expected
+    assert is_bidirectional_without_mask(config) is expected
 
 
 def test_models_defined_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +136,22 @@ def test_models_defined_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
     class First(transformers.PreTrainedModel):
         config_class, _supports_sdpa = Shared, True
 
-    assert not masks.is_without_mask_bidirectional(Shared())
+    assert not is_bidirectional_without_mask(Shared())
 
     class Second(transformers.PreTrainedModel):
         config_class = Shared
 
     monkeypatch.setattr(sys.modules[__name__], "ALL_ATTENTION_FUNCTIONS", {}, raising=False)
-    assert masks.is_without_mask_bidirectional(Shared())
+    assert is_bidirectional_without_mask(Shared())
+
+
+def test_context_parallelism_refuses_them() -> None:
+    shared = ranks.Ranks.__new__(ranks.Ranks)  # the group is not asked
+    layer, x = torch.nn.Module(), torch.zeros(1, 2, 4, 8)
+    layer.config = transformers.SplinterConfig()
+    given = dict.fromkeys(("attention_mask", "indices", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
+    with pytest.raises(ValueError, match="SplinterConfig's models support neither sdpa"):
+        shared.check_call(layer, x, x, given)
 
 
 def test_informer_whose_layers_halve_the_length() -> None:

@@ -6,20 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.factors import FACTORS, case_of, settle
 from mla_plugin.conformance.covering import Row
-from mla_plugin.conformance.drawn import Dice
+from mla_plugin.conformance.drawn import Dice, check_each
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
-COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW = 40, 8, 2
 _MOST, _MOST_OF_SLOW = 1.5, 0.1
 """Million multiplications of a call."""
-DRAWS = 40
-"""For each call, until the backend takes one."""
 _MOST_OF_EACH, _FEW_OF_EACH = (1500, 3000, 80, 16, 32, 320, 320), (70, 140, 3, 2, 2, 48, 48)
 """Queries, keys, sequences, heads of keys, heads of queries for each, and widths."""
 _USUAL = {"scores": "normal", "offsets": "contiguous", "bias_storage": "contiguous", "needs": "qkv", "gaps": "none"}
@@ -28,25 +24,14 @@ _USUAL = {"scores": "normal", "offsets": "contiguous", "bias_storage": "contiguo
 
 def check_drawn_calls(suite: BackendConformance) -> None:
     """Both passes of each call; only the forward where the backend takes no training."""
-    count = COUNT_OF_SLOW if suite.is_slow else COUNT_OF_QUICK if suite.quick else COUNT
-    most = _MOST_OF_SLOW if suite.is_slow else _MOST
-    dice = Dice(suite._generator())
-    for index in range(count):
-        for _ in range(DRAWS):
-            case = draw(dice, f"drawn-{index}", most)
-            if case.cost <= 2 * most and suite._accepts(case):
-                _check(suite, case)
-                break
 
-
-def _check(suite: BackendConformance, case: Case) -> None:
-    try:
+    def check(case: Case) -> None:
         if suite.takes(case.request(suite.device, is_training=True)):
             suite.test_backward(case)
         else:
             suite.test_forward(case)
-    except checks.ConformanceError as error:
-        checks.fail(f"{case!r}: {error}")
+
+    check_each(suite, draw, check, _MOST, _MOST_OF_SLOW)
 
 
 def draw(dice: Dice, name: str, most: float) -> Case:

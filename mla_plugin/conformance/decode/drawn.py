@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, RANK, ROPE, ROW_DTYPES
-from mla_plugin.conformance import checks
-from mla_plugin.conformance.attention.drawn import COUNT, COUNT_OF_QUICK, COUNT_OF_SLOW, DRAWS
 from mla_plugin.conformance.covering import Row
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import FACTORS, leftpad_of, plain_fields
-from mla_plugin.conformance.drawn import Dice
+from mla_plugin.conformance.drawn import Dice, check_each
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.decode.suite import DecodeConformance
@@ -25,22 +23,7 @@ _MOST_OF_EACH, _FEW_OF_EACH = (20_000, 80, 128, 20, 600, 600, 128), (150, 4, 6, 
 
 def check_drawn_calls(suite: DecodeConformance) -> None:
     """Each call over a cache of any format."""
-    count = COUNT_OF_SLOW if suite.is_slow else COUNT_OF_QUICK if suite.quick else COUNT
-    most = _MOST_OF_SLOW if suite.is_slow else _MOST
-    dice = Dice(suite._generator())
-    for index in range(count):
-        for _ in range(DRAWS):
-            case = draw(dice, f"drawn-{index}", most)
-            if case.cost <= 2 * most and suite._accepts(case):
-                _check(suite, case)
-                break
-
-
-def _check(suite: DecodeConformance, case: DecodeCase) -> None:
-    try:
-        suite.test_decode(case)
-    except checks.ConformanceError as error:
-        checks.fail(f"{case!r}: {error}")
+    check_each(suite, draw, suite.test_decode, _MOST, _MOST_OF_SLOW)
 
 
 def _cost(sizes: Sequence[int]) -> float:
