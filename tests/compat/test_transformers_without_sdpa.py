@@ -148,6 +148,7 @@ def test_models_defined_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_context_parallelism_refuses_them() -> None:
     shared = ranks.Ranks.__new__(ranks.Ranks)  # the group is not asked
     layer, x = torch.nn.Module(), torch.zeros(1, 2, 4, 8)
+    _imported = transformers.SplinterModel
     layer.config = transformers.SplinterConfig()
     given = dict.fromkeys(("attention_mask", "indices", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
     with pytest.raises(ValueError, match="SplinterConfig's models support neither sdpa"):
