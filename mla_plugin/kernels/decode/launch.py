@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -193,6 +193,73 @@ def attend_launch(
     return Launch(kernel, (programs, 1, 1), _GIVEN, {**fixed, **more}, asked)
 
 
+class _Attend(NamedTuple):
+    """Which attention kernel computes a call, and how its work is divided.
+
+    Attributes:
+        kernel: "plain", "hopper", "transposed" or "wide".
+        row_tiles, key_tiles: tiles of a sequence's (query, head) pairs, and most tiles of its keys.
+        parts: programs for a row tile.
+        by_descriptors: the plain or the Hopper kernel reads the cache by descriptors.
+        is_planned: a kernel before it plans.
+    """
+
+    kernel: str
+    tile: decode_tiles.DecodeTile
+    row_tiles: int
+    key_tiles: int
+    parts: int
+    by_descriptors: bool
+    is_planned: bool
+
+
+def _choose_attend(tensors: DecodeTensors, device: Device, tiles_for_hopper: int, *, is_shared: bool) -> _Attend:
+    """Arguments as for ``make_launches``."""
+    batch, seqlen_q, heads, _ = tensors.q_nope_abs.shape
+    rows, page_size = seqlen_q * heads, page_size_of(tensors)
+    kernel, tile = "plain", tile_of(tensors, device, rows)
+    if transposed.takes(tensors, device):
+        kernel, tile = "transposed", transposed_rule.TILES
+    elif wide.takes(tensors, device):
+        kernel, tile = "wide", wide_rule.TILES
+    row_tiles: int = ceil_div(rows, tile.block_m)
+    slots = choose_parts(row_tiles, device.processors * tile.programs)
+    tile = decode_tiles.for_batch(tile, page_size, batch, tensors.capacity, slots)
+    key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
+    all_tiles, by_descriptors = batch * key_tiles, False
+    if kernel == "plain":
+        can_describe = can_use_descriptors(tensors, device, tile, page_size)
+        if all_tiles >= slots * tiles_for_hopper and hopper.takes(tensors, device, can_describe):
+            kernel, by_descriptors = "hopper", True
+        else:
+            by_descriptors = can_describe and all_tiles >= slots * _TILES_FOR_DESCRIPTORS
+    is_planned = (tile.planned or is_shared) if kernel == "plain" else batch > FEW_SEQUENCES
+    return _Attend(kernel, tile, row_tiles, key_tiles, min(slots, all_tiles), by_descriptors, is_planned)
+
+
+def _described_launch(
+    tensors: DecodeTensors, device: Device, chosen: _Attend, page_size: int
+) -> tuple[Described | None, Launch]:
+    """The descriptors of the cache, None if it is read by pointers, and the launch of the attention kernel."""
+    parts, programs = chosen.parts, chosen.row_tiles * chosen.parts
+    options, is_planned = options_of(device, 4), chosen.is_planned
+    if chosen.kernel == "transposed":
+        return transposed.Descriptors(tensors), transposed.attend_launch(
+            tensors, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
+        )
+    if chosen.kernel == "wide":
+        return wide.Descriptors(tensors), wide.attend_launch(
+            tensors, programs, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
+        )
+    if chosen.kernel == "hopper":
+        return hopper.Descriptors(tensors), hopper.attend_launch(
+            tensors, programs, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
+        )
+    described = CacheDescriptors(chosen.tile.block_n, widths_of(tensors)) if chosen.by_descriptors else None
+    more = {"num_parts": parts, "overhead": OVERHEAD, "PLANNED": is_planned}
+    return described, attend_launch(decode_kernel, tensors, device, chosen.tile, programs, chosen.by_descriptors, more)
+
+
 def make_launches(tensors: DecodeTensors, *, is_shared: bool = False, tiles_for_hopper: int = 0) -> Launches:
     """The launches of the kernels that divide the tiles of all sequences evenly.
 
@@ -202,61 +269,25 @@ def make_launches(tensors: DecodeTensors, *, is_shared: bool = False, tiles_for_
     """
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     check_rows(seqlen_q, heads)
-    device, rows = device_of(tensors.q_nope_abs.device), seqlen_q * heads
-    is_transposed, is_wide = transposed.takes(tensors, device), wide.takes(tensors, device)
-    is_fp8_kernel = is_transposed or is_wide
-    tile = tile_of(tensors, device, rows)
-    if is_fp8_kernel:
-        tile = transposed_rule.TILES if is_transposed else wide_rule.TILES
-    page_size = page_size_of(tensors)
-    row_tiles: int = ceil_div(rows, tile.block_m)
-    slots = choose_parts(row_tiles, device.processors * tile.programs)
-    tile = decode_tiles.for_batch(tile, page_size, batch, tensors.capacity, slots)
-    key_tiles = count_tiles(batch, tensors.capacity, tile.block_n)
-    parts = min(slots, batch * key_tiles)
-    can_describe = not is_fp8_kernel and can_use_descriptors(tensors, device, tile, page_size)
-    has_few = batch * key_tiles < slots * tiles_for_hopper
-    is_hopper = not is_fp8_kernel and not has_few and hopper.takes(tensors, device, can_describe)
-    by_descriptors = is_hopper or (can_describe and batch * key_tiles >= slots * _TILES_FOR_DESCRIPTORS)
-    is_planned = (batch > FEW_SEQUENCES) if is_hopper or is_fp8_kernel else tile.planned or is_shared
-    options = options_of(device, 4)
-    shared_out = {"num_parts": parts, "overhead": OVERHEAD}
-    described: Described | None = None
-    if is_transposed:
-        described = transposed.Descriptors(tensors)
-        attend = transposed.attend_launch(tensors, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned)
-    elif is_wide:
-        described = wide.Descriptors(tensors)
-        attend = wide.attend_launch(
-            tensors, row_tiles * parts, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
-        )
-    elif is_hopper:
-        described = hopper.Descriptors(tensors)
-        attend = hopper.attend_launch(
-            tensors, row_tiles * parts, parts, page_size, options, overhead=OVERHEAD, is_planned=is_planned
-        )
-    else:
-        if by_descriptors:
-            described = CacheDescriptors(tile.block_n, widths_of(tensors))
-        planned = shared_out | {"PLANNED": is_planned}
-        attend = attend_launch(decode_kernel, tensors, device, tile, row_tiles * parts, by_descriptors, planned)
-    plan, combine = None, None
-    if is_planned:
-        plan = _plan_launch(device, batch, tensors.capacity, parts, tile.block_n)
+    device, rows, page_size = device_of(tensors.q_nope_abs.device), seqlen_q * heads, page_size_of(tensors)
+    chosen = _choose_attend(tensors, device, tiles_for_hopper, is_shared=is_shared)
+    kernel, parts, key_tiles = chosen.kernel, chosen.parts, chosen.key_tiles
+    described, attend = _described_launch(tensors, device, chosen, page_size)
+    plan, combine, plan_numbers = None, None, 0
+    if chosen.is_planned:
+        plan = _plan_launch(device, batch, tensors.capacity, parts, chosen.tile.block_n)
+        plan_numbers = SHARE_NUMBERS.value * parts
     if parts > 1 and key_tiles > 1:
-        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank, is_mixed=is_hopper)
+        is_mixed = kernel == "hopper"
+        combine = _combine_launch(device, batch, heads, seqlen_q, parts, key_tiles, rank, is_mixed=is_mixed)
     workspace = _workspace(2 * parts * rows, min(batch, parts), rank, tensors.q_nope_abs.element_size())
-    plan_numbers = SHARE_NUMBERS.value * parts if is_planned else 0
-    constants = _constants(tensors, device, tile, page_size, by_descriptors)
-    transposed_rows = transposed_rule.tile_rows(rows) if is_transposed else 0
     code = (
-        is_hopper,
-        is_wide,
+        kernel,
+        transposed_rule.tile_rows(rows) if kernel == "transposed" else 0,
         tensors.return_lse,
-        is_planned,
-        transposed_rows,
+        chosen.is_planned,
         combine and combine.arguments[-5:-2],
-        *constants.values(),
+        *_constants(tensors, device, chosen.tile, page_size, chosen.by_descriptors).values(),
     )
     return launches_of(tensors, described, workspace, plan_numbers, (Round(plan, attend, combine),), code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -114,6 +115,75 @@ def _workspace(tensors: DecodeTensors, slots: int) -> int:
     return elements + words * (4 // itemsize)
 
 
+class _Division(NamedTuple):
+    """Which attention kernel computes a call, and how its work is divided.
+
+    Attributes:
+        is_hopper: the Hopper kernel, whose tile always has 64 rows, and not the plain one.
+        by_descriptors: the plain kernel reads the cache by descriptors.
+        row_tiles, chunks: tiles of a sequence's (query, head) pairs, and most chunks of its keys.
+        parts: programs for a row tile.
+        rounds, size, slots: of ``rounds_of``.
+        is_planned: a kernel before it plans.
+    """
+
+    is_hopper: bool
+    tile: DecodeTile
+    by_descriptors: bool
+    row_tiles: int
+    chunks: int
+    parts: int
+    rounds: int
+    size: int
+    slots: int
+    is_planned: bool
+
+
+def _divide(tensors: DecodeTensors, device: launch.Device, chunk: int, *, is_shared: bool) -> _Division:
+    """Arguments as for ``make_launches``."""
+    batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
+    is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
+    tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
+    count_tiles(batch, tensors.capacity, COUNTED_KEYS.value)  # fewer than the plan can count
+    chunks = most_chunks(tensors.capacity, chunk)
+    row_tiles = ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m)
+    slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
+    rounds, size, slots = rounds_of(batch, chunks, slot_bytes, workspace_bytes(device.memory))
+    if chunks == 1:
+        rounds, slots = 1, 0  # results are written directly to out
+    parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
+    by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, launch.page_size_of(tensors))
+    is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned or is_shared
+    return _Division(is_hopper, tile, by_descriptors, row_tiles, chunks, parts, rounds, size, slots, is_planned)
+
+
+def _attend_launch(
+    tensors: DecodeTensors, device: launch.Device, chunk: int, divided: _Division, fixed: dict[str, int]
+) -> Launch:
+    programs = divided.row_tiles * divided.parts
+    if divided.is_hopper:
+        return hopper.attend_launch(
+            tensors,
+            programs,
+            divided.parts,
+            launch.page_size_of(tensors),
+            launch.options_of(device, 4, **_ROUNDED),
+            slots=divided.slots,
+            chunk=chunk,
+            is_planned=divided.is_planned,
+        )
+    return launch.attend_launch(
+        chunks_kernel,
+        tensors,
+        device,
+        divided.tile,
+        programs,
+        divided.by_descriptors,
+        fixed | {"PLANNED": divided.is_planned, "slots": divided.slots, "CHUNK": chunk},
+        **_ROUNDED,
+    )
+
+
 def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False) -> Launches:
     """The launches that split every sequence at fixed positions (``chunks.py``); ``chunk`` is 128 times a whole number.
 
@@ -123,62 +193,30 @@ def make_launches(tensors: DecodeTensors, chunk: int, *, is_shared: bool = False
     batch, seqlen_q, heads, rank = tensors.q_nope_abs.shape
     check_rows(seqlen_q, heads)
     device = launch.device_of(tensors.q_nope_abs.device)
-    is_hopper = hopper.takes_cache(tensors, device, batch_invariant=True)
-    tile: DecodeTile = launch.tile_of(tensors, device, ROWS.value if is_hopper else heads)
-    count_tiles(batch, tensors.capacity, COUNTED_KEYS.value)  # fewer than the plan can count
-    chunks, row_tiles = (
-        most_chunks(tensors.capacity, chunk),
-        ceil_div(seqlen_q * heads, ROWS.value if is_hopper else tile.block_m),
-    )
-    slot_bytes = max(1, seqlen_q * heads * rank * tensors.q_nope_abs.element_size())
-    rounds, size, slots = rounds_of(batch, chunks, slot_bytes, workspace_bytes(device.memory))
-    if chunks == 1:
-        rounds, slots = 1, 0  # results are written directly to out
-    parts = min(launch.choose_parts(row_tiles, device.processors * tile.programs), max(1, batch * chunks))
-    page_size = launch.page_size_of(tensors)
-    by_descriptors = not is_hopper and can_use_descriptors(tensors, device, tile, page_size)
+    divided = _divide(tensors, device, chunk, is_shared=is_shared)
+    is_hopper, parts, rounds, slots = divided.is_hopper, divided.parts, divided.rounds, divided.slots
     described: Described | None = None
     if is_hopper:
         described = hopper.Descriptors(tensors)
-    elif by_descriptors:
-        described = CacheDescriptors(tile.block_n, launch.widths_of(tensors))
-    combine = _combine_launch(tensors, device, slots, chunks, rounds, is_mixed=is_hopper)
-    is_planned = (batch > FEW_SEQUENCES or rounds > 1) if is_hopper else tile.planned or is_shared
+    elif divided.by_descriptors:
+        described = CacheDescriptors(divided.tile.block_n, launch.widths_of(tensors))
+    combine = _combine_launch(tensors, device, slots, divided.chunks, rounds, is_mixed=is_hopper)
     found = []
     for n in range(rounds):
-        fixed = {"num_parts": parts, "begin": n * size, "size": size, "SINGLE_ROUND": rounds == 1}
-        if is_hopper:
-            attend = hopper.attend_launch(
-                tensors,
-                row_tiles * parts,
-                parts,
-                page_size,
-                launch.options_of(device, 4, **_ROUNDED),
-                slots=slots,
-                chunk=chunk,
-                is_planned=is_planned,
-            )
-        else:
-            attend = launch.attend_launch(
-                chunks_kernel,
-                tensors,
-                device,
-                tile,
-                row_tiles * parts,
-                by_descriptors,
-                fixed | {"PLANNED": is_planned, "slots": slots, "CHUNK": chunk},
-                **_ROUNDED,
-            )
-        plan = _plan_launch(tensors, device, chunk, fixed) if is_planned else None
-        found.append(Round(plan, attend, combine))
-    code = (chunk, rank, heads, tensors.causal and seqlen_q > 1, tile, page_size, by_descriptors, is_hopper)
+        fixed = {"num_parts": parts, "begin": n * divided.size, "size": divided.size, "SINGLE_ROUND": rounds == 1}
+        plan = _plan_launch(tensors, device, chunk, fixed) if divided.is_planned else None
+        found.append(Round(plan, _attend_launch(tensors, device, chunk, divided, fixed), combine))
+    code = (
+        *(chunk, rank, heads, tensors.causal and seqlen_q > 1, divided.tile, launch.page_size_of(tensors)),
+        *(divided.by_descriptors, is_hopper, rounds == 1, divided.is_planned, combine and combine.arguments[-5:]),
+    )
     return launches_of(
         tensors,
         described,
         _workspace(tensors, slots),
-        2 * batch + NUMBERS.value * parts if is_planned else 2 * batch,
+        2 * batch + NUMBERS.value * parts if divided.is_planned else 2 * batch,
         tuple(found),
-        (*code, rounds == 1, is_planned, combine and combine.arguments[-5:]),
+        code,
     )
 
 
