@@ -48,9 +48,7 @@ def names(name: str, environ: Mapping[str, str]) -> frozenset[str]:
     return frozenset(value) if isinstance(value, tuple) else frozenset()
 
 
-_GATES: tuple[str, ...] = tuple(
-    v.name for v in VARIABLES if v.read_at == "selection" and v.name != "NVTE_FUSED_ATTN_BACKEND"
-)
+_GATES: tuple[str, ...] = tuple(v.name for v in VARIABLES if v.read_at == "selection")
 
 Gates: TypeAlias = tuple[tuple[str, str], ...]
 """The set variables that a selection reads, with their raw strings: hashable, part of the cache key."""

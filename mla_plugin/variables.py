@@ -1,11 +1,13 @@
 """Every environment variable: its exact parsing, default and meaning. ``environment`` reads them.
 
 TransformerEngine parses its variables in three ways, which are kept: ``int()`` (so ``"true"`` and ``""`` raise,
-``" 1 "`` and ``"2"`` are on), ``bool(int())``, and equality with the string ``"1"`` (so nothing raises).
+``" 1 "`` and ``"2"`` are on), ``bool(int())``, and equality with the string ``"1"`` (so nothing raises). Its C++ reads
+one as a stream.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -19,6 +21,12 @@ CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 
 def _integer(text: str) -> int:
     return int(text)
+
+
+def _first_integer(text: str) -> int | None:
+    """As C++ streams read it: what comes after the digits does not count."""
+    found = re.match(r"\s*([+-]?[0-9]+)", text)
+    return None if found is None else int(found[1])
 
 
 def _boolean_integer(text: str) -> bool:
@@ -124,10 +132,11 @@ VARIABLES: tuple[Variable, ...] = (
     _te("NVTE_UNFUSED_ATTN", _integer, _INT, 1, "The unfused fallback (backend `sdpa`).", "selection"),
     _te(
         "NVTE_FUSED_ATTN_BACKEND",
-        _verbatim,
-        _ANY,
+        _first_integer,
+        "a text that begins with an integer; any other is as unset",
         None,
-        "Documented by TransformerEngine, read by none of its code; without effect here too.",
+        "Inside TransformerEngine up to 2.15: 0 puts its cuDNN kernels for short sequences before the general ones. "
+        "Newer releases and other hosts do not read it.",
         "selection",
     ),
     _te(

@@ -296,6 +296,16 @@ def test_kernels_for_short_sequences_are_deterministic() -> None:
     assert "fused" not in choose("2.15", **{**changes, **v(9, 10, 2)}).survivors
 
 
+def test_kernels_for_short_sequences_may_be_put_first() -> None:
+    """Up to 2.15, where both sets of kernels can run the call: rule 41 is about one of them."""
+    changes = {**SHORT, **SM80, **DET, **v(9, 10, 2), "fused": "cudnn"}
+    for text, first in (("0", True), (" 0 or so", True), ("1", False), ("", False), ("garbage", False)):
+        told = {**changes, "env": {"NVTE_FUSED_ATTN_BACKEND": text}}
+        assert ("fused" in choose("2.15", **told).survivors) is first
+        assert "fused" not in choose("2.16", **told).survivors
+        assert "fused" not in choose("2.15", **{**told, "skv": 1024, **NO_MASK}).survivors
+
+
 def test_alibi_without_slopes_becomes_a_bias_of_short_sequences_too() -> None:
     changes = {**SHORT_CROSS, **PADDING, **ALIBI}
     assert obstacle(changes, (2, 11)) is None

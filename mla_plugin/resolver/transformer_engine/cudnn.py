@@ -67,13 +67,15 @@ def why_not_fused(q: Query) -> str | None:
 def fused_kernels(q: Query) -> str | None:
     """Which of TransformerEngine's two sets of cuDNN kernels runs the query; None if neither does.
 
-    ``"any length"``, also if ``fused_supported`` is True; up to 2.15 ``"up to 512"`` where the first set cannot.
+    ``"any length"``, also if ``fused_supported`` is True; up to 2.15 ``"up to 512"`` where the first set cannot, or
+    where both can and NVTE_FUSED_ATTN_BACKEND is 0.
     """
     if q.fused_supported is not None:
         return "any length" if q.fused_supported else None
-    if not _unmet(q):
-        return "any length"
-    return "up to 512" if UP_TO_512.holds_in(q.release) and _up_to_512(q) else None
+    is_any, is_short = not _unmet(q), UP_TO_512.holds_in(q.release) and _up_to_512(q)
+    if is_short and (q.short_first or not is_any):
+        return "up to 512"
+    return "any length" if is_any else None
 
 
 def _unmet(q: Query) -> list[str]:

@@ -149,6 +149,7 @@ def read_query(
         cc=cc,
         cudnn=tuple(platform["cudnn_version"] or (0, 0, 0)),
         fused_supported=_fused_supported(platform["fused_supported"]),
+        short_first=parse("NVTE_FUSED_ATTN_BACKEND", env) == 0,
         flash_versions={f"flash{n}": version for n, version in platform["flash_attn"].items() if version is not None},
         fa3_softcap=bool(platform.get("fa3_softcap", False)),
         absent=_absent(platform, cc, release),

@@ -35,6 +35,7 @@ class Query:
             versions of FlashAttention.
         flash_versions: installed version by backend name; ``absent``: why a version counts as not installed.
         fused_supported: cuDNN's answer if the caller knows it; None to evaluate rule 42.
+        short_first: whether cuDNN's kernels for short sequences come before the general ones.
         The others have the names of TransformerEngine's ``AttentionParams``, some of them shortened.
     """
 
@@ -77,6 +78,7 @@ class Query:
     cc: ComputeCapability
     cudnn: tuple[int, ...]
     fused_supported: bool | None
+    short_first: bool
     flash_versions: Mapping[str, str]
     fa3_softcap: bool
     absent: Mapping[str, str]
