@@ -11,7 +11,8 @@ from mla_plugin.resolver import explain, survey, te_decide
 from mla_plugin.resolver.transformer_engine.release import NEWEST, RELEASES, nearest_release, read_release
 from tests.requests import H100, mla_request
 from tests.resolver.te_cases import RELEASE_NAMES, SUBJECTS, choose, named, tables
-from tests.resolver.te_release_cases import SPANS, Span
+from tests.resolver.te_release_cases import NO_FLASH, SPANS, Span
+from tests.resolver.te_rule_cases import LOCAL, TOP_LEFT_CROSS
 
 
 def spoken_of(span: Span, release: str) -> bool:
@@ -29,6 +30,13 @@ def spoken_of(span: Span, release: str) -> bool:
 def test_a_rule_holds_in_its_releases_and_in_no_other(span: Span) -> None:
     first, last = (RELEASE_NAMES.index(release) for release in span.releases.split("-"))
     assert [release for release in RELEASE_NAMES if spoken_of(span, release)] == list(RELEASE_NAMES[first : last + 1])
+
+
+def test_an_arbitrary_mask_leaves_rule_33_nothing_to_say() -> None:
+    """Rule 28 turns FlashAttention off also where it gives no reason, for no version of it is left."""
+    changes = {**TOP_LEFT_CROSS, **LOCAL, **NO_FLASH, "mask": "arbitrary"}
+    for release in RELEASE_NAMES:
+        assert ["33", "FlashAttention"] not in named(choose(release, **changes))
 
 
 @pytest.mark.parametrize(

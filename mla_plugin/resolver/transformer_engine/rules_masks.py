@@ -260,7 +260,8 @@ MASK_AND_WINDOW: tuple[Rule, ...] = (
     Rule(
         "33",
         ("flash",),
-        lambda q: q.swa and q.is_top_left_cross,
+        # rule 28 has turned it off, silently where no version is left
+        lambda q: q.swa and q.is_top_left_cross and q.mask != "arbitrary",
         _window_alignment,
         asked_while=while_on("flash"),
         since="2.20",
