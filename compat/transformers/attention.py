@@ -12,7 +12,7 @@ import mla_plugin
 from mla_plugin.compat.transformers import few_keys, latent, ranks
 from mla_plugin.compat.transformers.bidirectional import padded_keys, sequences
 from mla_plugin.compat.transformers.causality import is_causal_without_mask
-from mla_plugin.compat.transformers.checks import check_no_padding, check_packing, fitted_mask
+from mla_plugin.compat.transformers.checks import check_compressed_keys, check_no_padding, check_packing, fitted_mask
 from mla_plugin.compat.transformers.latent import NAME
 from mla_plugin.compat.transformers.masks import causal_with_lengths, packing_arguments, refuse_packing_of_hybrids
 from mla_plugin.compat.transformers.padding import hidden_by, tokens_first
@@ -90,6 +90,7 @@ def attention_forward(
         packing = packing_arguments(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if attention_mask is not None:
         attention_mask = fitted_mask(attention_mask, len(query), key.shape[2])
+        check_compressed_keys(module, attention_mask, packing)
         if packing is not None:
             packing = check_packing(packing, query, key)
             check_no_padding(attention_mask)

@@ -48,6 +48,25 @@ def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Ten
     )
 
 
+def check_compressed_keys(module: Any, mask: torch.Tensor, packing: dict[str, Any] | None) -> None:
+    """Refuse what layers cannot say that append keys, each made of several tokens, to those of the tokens.
+
+    DeepSeek-V4's layers do, across the borders of packed sequences, and append additive columns to the mask.
+    """
+    if getattr(module, "compressor", None) is None:
+        return
+    if packing is not None:
+        raise ValueError(
+            f"packed sequences: {type(module).__name__} compresses keys across their borders, whichever "
+            "attn_implementation is set; pad the sequences instead, one in each row, and pass attention_mask"
+        )
+    if mask.dtype == torch.bool:
+        raise ValueError(
+            f"a bool 4-D attention mask: {type(module).__name__} appends additive columns to it, which bool turns "
+            "into the opposite; pass an additive mask, 0 = attend and the lowest number of the dtype = hide"
+        )
+
+
 def check_longest(name: str, value: Any) -> int | None:
     """The length of the longest sequence as an int; transformers' collators also give it as a tensor."""
     if value is None:
