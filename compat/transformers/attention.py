@@ -24,6 +24,7 @@ Attend: TypeAlias = Callable[..., torch.Tensor]
 _REFUSED = {
     "softcap": 'soft-capped scores: use attn_implementation="eager"',
     "position_bias": 'a relative position bias: use attn_implementation="eager"',
+    "block_indices": 'blocks of keys that each layer selects (MiniMax M3): use attn_implementation="sdpa"',
     "head_mask": 'a mask over heads: use attn_implementation="eager"',
     "cache": 'a paged cache (continuous batching): use generate(), or attn_implementation="sdpa"',
     "output_attentions": 'attention weights, which fused kernels never store: use attn_implementation="eager"',

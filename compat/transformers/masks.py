@@ -74,27 +74,19 @@ def attention_mask_for(
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
     is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
-    may_be_compact = is_plain and allow_is_causal_skip
+    may_be_compact, is_cut = is_plain and allow_is_causal_skip, _cuts_queries(config, kwargs)
     is_traced = torch.compiler.is_compiling()  # a graph must not read values of tensors, as the other forms below do
     if may_be_compact and (is_traced or attention_mask is None):
         is_known, compact = _said_by_sizes(attention_mask, **kwargs)
-        if is_known:
+        if is_known and (compact is None or not is_cut):
             return compact
     if is_traced:
         return cast(torch.Tensor, sdpa_mask(**pattern))
     tokens = _tokens(attention_mask, **kwargs) if may_be_compact else None
     if tokens is not None:
-        queries = tokens[:, tokens.shape[1] - _num_queries(kwargs) :]
-        is_full, ends_with_tokens, queries_are_tokens = torch.stack(
-            (tokens.all(), tokens[:, -1].all(), queries.all())
-        ).tolist()
-        if is_full and tokens.shape[1] == kwargs["kv_length"]:
-            return None
-        tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
-        tokens.queries_are_tokens = queries_are_tokens  # type: ignore[attr-defined]
-        if tokens.shape[1] < kwargs["kv_length"]:
-            tokens.num_keys = kwargs["kv_length"]  # type: ignore[attr-defined]
-        return tokens
+        compact = _described(tokens, kwargs)
+        if compact is None or not is_cut:
+            return compact
     packing = _recognize_packing(mask_function)
     if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
         return None
@@ -109,6 +101,29 @@ def _noting(attention_mask: torch.Tensor | None, mask: torch.Tensor | None) -> t
     if mask is not None and not torch.compiler.is_compiling():
         mask.tokens = attention_mask  # type: ignore[attr-defined]
     return mask
+
+
+def _described(tokens: torch.Tensor, sizes: dict[str, Any]) -> torch.Tensor | None:
+    """The mask that ``_tokens`` says, with what its layers ask of it; None where every key is a token. Reads values."""
+    queries = tokens[:, tokens.shape[1] - _num_queries(sizes) :]
+    is_full, ends_with_tokens, queries_are_tokens = torch.stack(
+        (tokens.all(), tokens[:, -1].all(), queries.all())
+    ).tolist()
+    if is_full and tokens.shape[1] == sizes["kv_length"]:
+        return None
+    tokens.ends_with_tokens = ends_with_tokens  # type: ignore[attr-defined]
+    tokens.queries_are_tokens = queries_are_tokens  # type: ignore[attr-defined]
+    if tokens.shape[1] < sizes["kv_length"]:
+        tokens.num_keys = sizes["kv_length"]  # type: ignore[attr-defined]
+    return tokens
+
+
+def _cuts_queries(config: Any, sizes: dict[str, Any]) -> bool:
+    """Whether layers may get a part of the mask: Gemma 4 leaves out queries before layers that share keys and values.
+
+    Of a mask for tokens no queries can be cut out; without a mask those that are left are the last ones.
+    """
+    return bool(getattr(config, "num_kv_shared_layers", 0)) and _num_queries(sizes) > 1
 
 
 def _padded_keys(

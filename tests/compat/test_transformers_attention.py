@@ -267,6 +267,7 @@ def test_dropout_follows_its_argument():
     [
         ({"softcap": 30.0}, "softcap and does not compute soft-capped scores: use"),
         ({"position_bias": torch.zeros(1)}, "position_bias and does not compute a relative position bias: use"),
+        ({"block_indices": torch.zeros(B, 1, 5, 1)}, "block_indices and does not compute blocks of keys that each"),
         ({"head_mask": torch.ones(H)}, "head_mask and does not compute a mask over heads: use"),
         ({"cache": object()}, "a paged cache"),
         ({"output_attentions": True}, "attention weights, which fused kernels never store: use"),
