@@ -55,6 +55,7 @@ def attention_mask_for(
         is_wide = local_size is not None and local_size >= kwargs["kv_length"] * shared.group.size
         # A rank's positions jump in the middle, which transformers takes for packed sequences.
         is_causal = mask_function is causal_mask_function or is_wide or _recognize_packing(mask_function) is not None
+        is_causal = is_causal and not _layers_deny_causality(config)
         shared.check_mask(attention_mask, is_causal=is_causal, config=config)
         return None
     if getattr(config, "index_topk", None) is not None:
@@ -74,7 +75,8 @@ def attention_mask_for(
         return _padded_keys(attention_mask, **kwargs)
     local_size, num_keys = kwargs.get("local_size"), kwargs.get("kv_offset", 0) + kwargs["kv_length"]
     is_plain = mask_function is causal_mask_function or (local_size is not None and num_keys <= local_size)
-    may_be_compact, is_cut = is_plain and allow_is_causal_skip, _cuts_queries(config, kwargs)
+    are_causal, is_cut = not _layers_deny_causality(config), _cuts_queries(config, kwargs)
+    may_be_compact = is_plain and allow_is_causal_skip and are_causal
     is_traced = torch.compiler.is_compiling()  # a graph must not read values of tensors, as the other forms below do
     if may_be_compact and (is_traced or attention_mask is None):
         is_known, compact = _said_by_sizes(attention_mask, **kwargs)
@@ -88,7 +90,7 @@ def attention_mask_for(
         if compact is None or not is_cut:
             return compact
     packing = _recognize_packing(mask_function)
-    if packing is not None and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
+    if packing is not None and are_causal and len(packing["cu_seqlens_q"]) == kwargs["batch_size"] + 1:
         return None
     mask = cast(torch.Tensor, _noting(attention_mask, sdpa_mask(**pattern)))
     if packing is not None:
@@ -116,6 +118,11 @@ def _described(tokens: torch.Tensor, sizes: dict[str, Any]) -> torch.Tensor | No
     if tokens.shape[1] < sizes["kv_length"]:
         tokens.num_keys = sizes["kv_length"]  # type: ignore[attr-defined]
     return tokens
+
+
+def _layers_deny_causality(config: Any) -> bool:
+    """Whether ``is_causal`` of the layers is False though the model asks for causal masks (PaliGemma's Gemma)."""
+    return getattr(config, "use_bidirectional_attention", None) in (True, "all")
 
 
 def _cuts_queries(config: Any, sizes: dict[str, Any]) -> bool:

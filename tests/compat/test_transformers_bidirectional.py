@@ -184,3 +184,27 @@ if Version(transformers.__version__) >= Version("5"):  # older ones keep their o
         assert asked == [("padding", "bshd")] * 2
         model(ids, attention_mask=torch.ones_like(mask))
         assert asked[2:] == [("no_mask", "bshd")] * 2
+
+    @pytest.mark.parametrize("ones", [False, True])
+    def test_a_causal_mask_of_layers_that_deny_it(ones):
+        """As PaliGemma's text layers do, whose prompts without token types are causal; they get no mask but a dense one."""
+        config = transformers.GemmaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            intermediate_size=32,
+            initializer_range=0.3,
+            use_bidirectional_attention=True,
+        )
+        torch.manual_seed(0)
+        eager = transformers.GemmaModel(config).eval()
+        eager.set_attn_implementation("eager")
+        model = copy.deepcopy(eager)
+        model.set_attn_implementation("mla_plugin")
+        ids = torch.randint(3, 50, (3, 9))
+        mask = {"attention_mask": torch.ones_like(ids)} if ones else {}
+        found, expected = (each(ids, **mask).last_hidden_state for each in (model, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
