@@ -140,6 +140,7 @@ def _expanded(
     sinks = getattr(module, "sinks", None)
     s_aux = torch.empty(heads, dtype=dtype, device="meta") if isinstance(sinks, torch.Tensor) else None
     dropout = getattr(module, "attention_dropout", 0.0) if is_training else 0.0
+    dropout = getattr(dropout, "p", dropout)  # Falcon's is a module
 
     def call(attention_function: Callable[..., Any]) -> None:
         def attend(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -167,7 +168,7 @@ def _step(
     heads, _, dim_qk, dim_v = dims
     rank, rope = module.kv_lora_rank, module.qk_rope_head_dim
     keys, top_k = batch.seqlen, getattr(module.config, "index_topk", None)
-    is_sparse = hasattr(module, "indexer") or latent._makes_its_mask(module)
+    is_sparse = getattr(module, "indexer", None) is not None or latent._makes_its_mask(module)
     if not latent.is_decode(1, keys, rank, module.qk_nope_head_dim, dim_v):
         return expanded, "so few keys are expanded, not decoded over the latent cache"
     query, *cache = (

@@ -273,9 +273,9 @@ def _recognize_packing(mask_function: MaskFunction) -> dict[str, Any] | None:
 
 def refuse_packing_of_hybrids(config: Any) -> None:
     """Raise where an MLA model has linear-attention layers, which take neither lengths nor positions."""
-    if getattr(config, "kv_lora_rank", None) is None or "linear_attention" not in (
-        getattr(config, "layer_types", None) or ()
-    ):
+    has_linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    # In this order: Dots3 Note has one rank for each kind of layer, and its config raises if it is asked for one.
+    if not has_linear or getattr(config, "kv_lora_rank", None) is None:
         return
     raise ValueError(
         f"packed sequences: the linear-attention layers of {config.model_type} run across their borders, whichever "

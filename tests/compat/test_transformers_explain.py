@@ -207,3 +207,10 @@ def test_the_decision_is_that_of_a_survey():
 def test_calls_are_counted_for_models_only() -> None:
     with pytest.raises(TypeError, match=r"model is NoneType; expected a torch\.nn\.Module"):
         latent_steps(None)
+
+
+def test_a_dropout_that_is_a_module():
+    """Falcon's."""
+    config = transformers.FalconConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.FalconForCausalLM(config).train()
+    assert "training" in mla_plugin.explain(model, batch_size=2, seqlen=8)

@@ -55,6 +55,7 @@ _SPARSE = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "head_dim"
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _LINEAR = {"linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 3}
 _GLM5 = {**_HYBRID, **_LINEAR, "qk_rope_head_dim": 0, "index_kpool": 2, "indexer_types": ["full", "full"]}
+_DOTS3 = {"layer_types": ["indexed_attention", "sliding_attention"], "sliding_window": 5}
 _PIXTRAL = {"model_type": "pixtral", "num_attention_heads": 2, "num_hidden_layers": 1}
 _GLM_VISION = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "projection_intermediate_size": 16}
 
@@ -88,7 +89,7 @@ FAMILIES = {
         Family("KimiLinear", {**_LOCAL_MOE, **_HYBRID, **_LINEAR}, since="5.23", is_hybrid=True),
         Family("AXK2", {**_MOE, **_SPARSE, "gated_norm_rank": 4}, is_sparse=True),
         Family("DeepseekV32", {**_MOE, **_SPARSE, "first_k_dense_replace": 1}, is_sparse=True),
-        Family("Dots3Note", {**_MOE, **_SPARSE}, since="5.23", is_sparse=True),
+        Family("Dots3Note", {**_MOE, **_SPARSE, **_DOTS3}, since="5.23", is_sparse=True),
         Family("GlmMoeDsa", {**_MOE, **_SPARSE, "first_k_dense_replace": 1}, is_sparse=True),
         Family("HYV4", {**_MOE, **_SPARSE, "head_dim": 24}, since="5.23", is_sparse=True),
         Family("MistralLarge4", {**_MOE, **_SPARSE}, since="5.23", is_sparse=True, vision=_PIXTRAL),
