@@ -28,23 +28,28 @@ def check_rows(num_rows: int, batch_size: int) -> None:
 
 
 def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Tensor:
-    """The mask, after the check that it is for this batch and for no more keys than there are. Only sizes are compared.
+    """The mask, after the check that it is for this batch and for as many keys as there are. Only sizes are compared.
 
-    Where transformers cuts a wider mask, so does this.
+    One of tokens may be for fewer keys. Where transformers cuts a wider mask, so does this.
     """
     is_dense = mask.ndim == 4 and mask.dtype != torch.int32
     if mask.ndim == 2 or (is_dense and len(mask) != 1):
         check_rows(len(mask), batch_size)
     # One of tokens or ranges ends with the last query; ``masks`` notes for how many keys it was asked.
     num_columns = mask.shape[-1] if is_dense else getattr(mask, "num_keys", 0)
-    if num_columns <= num_keys:
+    is_narrow = is_dense and 1 < num_columns < num_keys
+    if num_columns <= num_keys and not is_narrow:
         return mask
-    if _CUTS_MASKS:
+    if _CUTS_MASKS and not is_narrow:
         return mask[..., :num_keys] if is_dense else mask
+    advice = (
+        "a model that is not a decoder makes none of a cache's keys"
+        if is_narrow
+        else "cut attention_mask to the tokens of input_ids, or pass the cache that holds the others as past_key_values"
+    )
     raise ValueError(
         f"the attention mask is for {num_columns} keys and this call has {num_keys}; expected one column for each key, "
-        "those in the cache included: cut attention_mask to the tokens of input_ids, or pass the cache that holds the "
-        "others as past_key_values"
+        f"those in the cache included: {advice}"
     )
 
 

@@ -74,6 +74,15 @@ def test_a_4d_mask_wider_than_the_keys(kind, cuts, monkeypatch):
             attend(mask)
 
 
+@pytest.mark.parametrize("kind", ["bool", "additive", "bidirectional"])
+def test_a_4d_mask_narrower_than_the_keys_is_refused(kind):
+    """As BERT without ``is_decoder`` makes it over the slots of a static cache."""
+    mask = torch.ones(B, 1, 1, 7, dtype=torch.bool).expand(B, 1, 9, 7)
+    mask = mask.double() if kind == "additive" else mask
+    with pytest.raises(ValueError, match="the attention mask is for 7 keys and this call has 9; expected one column"):
+        adapter.attention_forward(CAUSAL, *qkv(9, 9), mask, is_causal=kind != "bidirectional")
+
+
 @pytest.mark.parametrize("mask", WIDE)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "shorter static", "longer static"])
 @pytest.mark.parametrize("name", NAMES)
