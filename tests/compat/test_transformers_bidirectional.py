@@ -187,7 +187,7 @@ if Version(transformers.__version__) >= Version("5"):  # older ones keep their o
 
     @pytest.mark.parametrize("ones", [False, True])
     def test_a_causal_mask_of_layers_that_deny_it(ones):
-        """As PaliGemma's text layers do, whose prompts without token types are causal; they get no mask but a dense one."""
+        """As PaliGemma's text layers do, whose prompts without token types are causal; so their mask is dense."""
         config = transformers.GemmaConfig(
             vocab_size=50,
             hidden_size=32,
