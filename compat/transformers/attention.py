@@ -75,7 +75,7 @@ def attention_forward(
         ValueError: an argument that no backend computes, arguments that contradict each other, a mask of another form,
             of another batch size or for more keys than there are; lengths that do not fit the tokens; inside of
             ``context_parallel`` also what it refuses.
-        TypeError: lengths of another type or dtype.
+        TypeError: lengths of another type or dtype, a mask that is no tensor.
     """
     _refuse(kwargs)
     if is_causal is None:

@@ -32,6 +32,8 @@ def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Ten
 
     One of tokens may be for fewer keys. Where transformers cuts a wider mask, so does this.
     """
+    if not isinstance(mask, torch.Tensor):  # flex attention's BlockMask
+        raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
     is_dense = mask.ndim == 4 and mask.dtype != torch.int32
     if mask.ndim == 2 or (is_dense and len(mask) != 1):
         check_rows(len(mask), batch_size)

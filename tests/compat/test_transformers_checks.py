@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import BertConfig, BertModel, DynamicCache, StaticCache
 
 from mla_plugin.compat import transformers as adapter
@@ -72,6 +73,11 @@ def test_a_4d_mask_wider_than_the_keys(kind, cuts, monkeypatch):
     else:
         with pytest.raises(ValueError, match=TOO_WIDE):
             attend(mask)
+
+
+def test_a_mask_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"attention_mask is BlockMask; expected a torch\.Tensor"):
+        trio("Llama").plugin(IDS, attention_mask=create_block_mask(lambda b, h, q, k: q >= k, 2, 1, 9, 9, device="cpu"))
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "bidirectional"])
