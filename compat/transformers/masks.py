@@ -128,9 +128,11 @@ def _layers_deny_causality(config: Any) -> bool:
 def _cuts_queries(config: Any, sizes: dict[str, Any]) -> bool:
     """Whether layers may get a part of the mask: Gemma 4 leaves out queries before layers that share keys and values.
 
-    Of a mask for tokens no queries can be cut out; without a mask those that are left are the last ones.
+    Of a mask for tokens no queries can be cut out; without a mask those that are left are the last ones. Gemma 3n has
+    such layers too and leaves nothing out.
     """
-    return bool(getattr(config, "num_kv_shared_layers", 0)) and _num_queries(sizes) > 1
+    shares = getattr(config, "num_kv_shared_layers", 0) and config.model_type != "gemma3n_text"
+    return bool(shares) and _num_queries(sizes) > 1
 
 
 def _padded_keys(

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 # The attention function itself calls nothing of transformers; caches hold latents since 5.15, of sparse models 5.18.
 MODULES = {
     "4.57.6": ("masks", "models", "bidirectional", "ranks", "checks"),
-    "5.15.0": ("masks", "models", "bidirectional", "latent", "few_keys", "latent_layers", "latent_masks", "checks"),
+    "5.15.0": (
+        *("masks", "models", "bidirectional", "latent", "few_keys", "latent_layers", "latent_masks", "checks"),
+        *("compressed", "shared_keys"),
+    ),
 }
 TRAINING = ("accelerate==1.15.0", "peft==0.21.2", "torchao==0.18.0", "psutil", "pyyaml")
 # The newest TRL and datasets need a huggingface_hub that transformers 4.57 does not take.
