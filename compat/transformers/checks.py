@@ -45,7 +45,7 @@ def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Ten
     if _CUTS_MASKS and not is_narrow:
         return mask[..., :num_keys] if is_dense else mask
     advice = (
-        "a model that is not a decoder makes none of a cache's keys"
+        "a model that is not a decoder makes a mask of its input alone; set is_decoder=True in its config"
         if is_narrow
         else "cut attention_mask to the tokens of input_ids, or pass the cache that holds the others as past_key_values"
     )
