@@ -7,15 +7,15 @@ tables are checked on the CPU; on a CUDA device only with MLA_PLUGIN_CHECK=1, wh
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 
+from mla_plugin import cache_operators
 from mla_plugin.arguments import cache_format
 from mla_plugin.arguments.cache_format import PLAIN
-from mla_plugin.arguments.checks import MAX_LENGTH, check_count, check_tensor, may_read, records_gradients
+from mla_plugin.arguments.checks import MAX_LENGTH, check_count, check_tensor, is_traced, may_read
 from mla_plugin.arguments.decode import DecodeLengths
 from mla_plugin.arguments.decode_checks import split_cache
+from mla_plugin.arguments.transforms import wants_derivative
 
 __all__ = ["append", "gather", "slot_mapping"]
 
@@ -24,22 +24,6 @@ Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 Of ``fp8_ds_mla`` one tensor [pages, page_size, 656].
 """
-
-
-def _kernels() -> ModuleType:
-    from mla_plugin.kernels.decode import cache
-
-    return cache
-
-
-def _quantised_kernels() -> ModuleType:
-    from mla_plugin.kernels.decode import quantised_cache
-
-    return quantised_cache
-
-
-def _reads_values(x: torch.Tensor) -> bool:
-    return not torch.compiler.is_compiling() and may_read(x)
 
 
 def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: int, seqlen_q: int = 1) -> torch.Tensor:
@@ -70,7 +54,7 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
     check_count("page_size", page_size, 1, MAX_LENGTH)
     check_count("seqlen_q", seqlen_q, most=MAX_LENGTH)
     room = page_table.shape[1] * page_size
-    if _reads_values(seqlens_kv) and seqlens_kv.numel():
+    if may_read(seqlens_kv) and seqlens_kv.numel():
         if int(seqlens_kv.min()) < 0:
             raise IndexError(f"seqlens_kv={seqlens_kv.tolist()}; expected lengths of at least 0")
         if seqlen_q and int(seqlens_kv.max()) > room:
@@ -84,7 +68,7 @@ def slot_mapping(page_table: torch.Tensor, seqlens_kv: torch.Tensor, page_size: 
         return torch.full_like(position, -1)
     position = position.clamp(0, room - 1)
     pages = page_table.gather(1, position // page_size).long()
-    if _reads_values(seqlens_kv) and bool((exists & (pages < 0)).any()):
+    if may_read(seqlens_kv) and may_read(page_table) and bool((exists & (pages < 0)).any()):
         raise IndexError(
             f"page_table={page_table.tolist()} has a negative page where a token of seqlens_kv={seqlens_kv.tolist()} "
             "goes: allocate a page to the sequence"
@@ -129,7 +113,6 @@ def append(
         check_tensor(name, x)
     cache_format.check_format(kv_cache_format)
     rank, tokens = c_kv.shape[-1] if c_kv.dim() else 0, slot_mapping.numel()
-    is_plain = kv_cache_format == PLAIN
     if not isinstance(power_of_2_scales, bool):
         raise TypeError(f"power_of_2_scales={power_of_2_scales!r}; expected True or False")
     if power_of_2_scales and kv_cache_format != cache_format.FP8_DS_MLA:
@@ -142,22 +125,10 @@ def append(
             f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}; expected int64 on {pages_c.device}"
         )
     slots = slot_mapping.reshape(-1).contiguous()  # a column of a table is one-dimensional with a stride
-    num_slots = pages_c.shape[0] * pages_c.shape[1]
-    if _reads_values(slots):
-        _check_slots(slots, num_slots)
     rows_c, rows_k = (x.reshape(tokens, x.shape[-1]).contiguous() for x in (c_kv, k_rope))
-    if pages_c.is_cuda:
-        kernels = _kernels() if is_plain else _quantised_kernels()
-        write = kernels.append_operator if torch.compiler.is_compiling() else kernels.append
-        write(pages_c, pages_k, rows_c, rows_k, slots, *(() if is_plain else (kv_scale, power_of_2_scales)))
-        return
-    if not is_plain:
-        rows_c, rows_k = cache_format.quantised_rows(rows_c, rows_k, kv_scale, kv_cache_format, power_of_2_scales)
-    wanted = (slots >= 0) & (slots < num_slots)
-    slots = slots[wanted]
-    page, row = slots // pages_c.shape[1], slots % pages_c.shape[1]
-    pages_c[page, row] = rows_c[wanted]
-    pages_k[page, row] = rows_k[wanted]
+    given = (pages_c, pages_k, rows_c, rows_k, slots)
+    write = cache_operators.append_operator if is_traced(*given) else cache_operators.append
+    write(*given, kv_scale, kv_cache_format, power_of_2_scales)
 
 
 def gather(
@@ -194,12 +165,10 @@ def gather(
     kv_lora_rank = _rank_of(kv_cache, kv_lora_rank, kv_cache_format)
     pages_c, pages_k, kv_scale = _pages_of(kv_cache, kv_lora_rank, "of kv_lora_rank", kv_cache_format, kv_scale)
     _check_pages(pages_c, pages_k)
-    if kv_lora_rank != (rank := _columns_of(pages_c, pages_k, kv_cache_format)[0]):
+    if kv_lora_rank != (rank := cache_format.columns_of(pages_c, pages_k, kv_cache_format)[0]):
         raise ValueError(f"kv_lora_rank={kv_lora_rank}; c_kv of the pair has {rank} columns: leave kv_lora_rank out")
-    if records_gradients() and (pages_c.requires_grad or pages_k.requires_grad):
-        raise NotImplementedError(
-            "the cache requires grad; gather has no backward: pass .detach(), or call it under torch.no_grad()"
-        )
+    if wants_derivative((pages_c, pages_k)):
+        raise NotImplementedError(cache_operators.NO_DERIVATIVE_OF_GATHER)
     _check_indices("page_table", page_table, 2, torch.int32)
     _check_indices("seqlens_kv", seqlens_kv, 1, torch.int32)
     batch, width = page_table.shape
@@ -212,31 +181,11 @@ def gather(
         )
     if max_seqlen_kv is not None:
         check_count("max_seqlen_kv", max_seqlen_kv, most=MAX_LENGTH)
-    num_pages, page_size = pages_c.shape[:2]
-    size = width * page_size if max_seqlen_kv is None else min(max_seqlen_kv, width * page_size)
-    if _reads_values(page_table):
-        _check_used_pages(page_table, seqlens_kv, num_pages, page_size)
-    rope, dtype = pages_k.shape[-1], pages_c.dtype
-    if kv_cache_format != PLAIN:
-        rope, dtype = _columns_of(pages_c, pages_k, kv_cache_format)[1], torch.bfloat16
-    rows = size if max_seqlen_kv is None else max_seqlen_kv
-    out = pages_c.new_empty((batch, rows, kv_lora_rank + rope), dtype=dtype)
-    c_out, k_out = out[..., :kv_lora_rank], out[..., kv_lora_rank:]
-    if pages_c.is_cuda:
-        kernels = _kernels() if kv_cache_format == PLAIN else _quantised_kernels()
-        copy = kernels.gather_operator if torch.compiler.is_compiling() else kernels.gather
-        scale = () if kv_cache_format == PLAIN else (kv_scale,)
-        copy(pages_c, pages_k, page_table, seqlens_kv.clamp(max=size), *scale, c_out, k_out)
-        return c_out, k_out
-    out.zero_()
-    for b, length in enumerate(seqlens_kv.clamp(max=size).tolist()):
-        used = page_table[b, : -(-length // page_size)]
-        rows_c, rows_k = (pages[used].flatten(0, 1)[:length] for pages in (pages_c, pages_k))
-        if kv_cache_format != PLAIN:
-            rows_c, rows_k = cache_format.rows_of_bytes(rows_c, rows_k, kv_scale, kv_cache_format)
-        c_out[b, :length] = rows_c
-        k_out[b, :length] = rows_k
-    return c_out, k_out
+    rows = width * pages_c.shape[1] if max_seqlen_kv is None else max_seqlen_kv
+    given = (pages_c, pages_k, page_table, seqlens_kv)
+    copy = cache_operators.gather_operator if is_traced(*given) else cache_operators.gather
+    out = copy(*given, kv_scale, kv_cache_format, rows)
+    return out[..., :kv_lora_rank], out[..., kv_lora_rank:]
 
 
 def _rank_of(kv_cache: Cache, kv_lora_rank: int | None, kv_cache_format: str) -> int:
@@ -261,19 +210,9 @@ def _pages_of(
         return *split_cache(kv_cache, rank, whose), None
     pages_c, pages_k = cache_format.byte_columns(kv_cache, rank, kv_cache_format)
     if kv_cache_format == cache_format.FP8:
-        scale = cache_format.scale_of(kv_scale, pages_c.device)
-        if _reads_values(scale):
-            cache_format.check_scale_value(scale)
-        return pages_c, pages_k, scale
+        return pages_c, pages_k, cache_format.scale_of(kv_scale, pages_c.device)
     cache_format.check_no_scale(kv_cache_format, kv_scale)
     return pages_c, pages_k, None
-
-
-def _columns_of(pages_c: torch.Tensor, pages_k: torch.Tensor, kv_cache_format: str) -> tuple[int, int]:
-    """R and Dr."""
-    if kv_cache_format == cache_format.FP8_DS_MLA:
-        return cache_format.RANK, cache_format.ROPE
-    return pages_c.shape[-1], pages_k.shape[-1]
 
 
 def _check_pages(c_kv: torch.Tensor, k_rope: torch.Tensor) -> None:
@@ -299,7 +238,7 @@ def _check_rows(
     kv_cache_format: str,
 ) -> None:
     _check_pages(pages_c, pages_k)
-    columns = _columns_of(pages_c, pages_k, kv_cache_format)
+    columns = cache_format.columns_of(pages_c, pages_k, kv_cache_format)
     for name, pages, rows, width in zip(("c_kv", "k_rope"), (pages_c, pages_k), (c_kv, k_rope), columns, strict=True):
         if rows.dim() < 1 or rows.shape[-1] != width or rows.shape[:-1].numel() != tokens:
             raise ValueError(
@@ -323,11 +262,8 @@ def _check_rows(
 def _check_may_be_written(
     pages_c: torch.Tensor, pages_k: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor
 ) -> None:
-    if records_gradients() and any(x.requires_grad for x in (pages_c, pages_k, c_kv, k_rope)):
-        raise NotImplementedError(
-            "the cache or a new row requires grad; append writes in place and has no backward: pass .detach(), or call "
-            "it under torch.no_grad()"
-        )
+    if wants_derivative((pages_c, pages_k, c_kv, k_rope)):
+        raise NotImplementedError(cache_operators.NO_DERIVATIVE_OF_APPEND)
     for name, pages in (("c_kv", pages_c), ("k_rope", pages_k)):
         if any(size > 1 and stride == 0 for size, stride in zip(pages.shape[:2], pages.stride()[:2], strict=True)):
             raise ValueError(
@@ -351,27 +287,3 @@ def _check_indices(name: str, x: torch.Tensor, rank: int, dtype: torch.dtype) ->
             f"{name} is {x.dtype} {list(x.shape)} with strides {x.stride()}; expected {dtype} of {rank} dimensions, "
             "the last one contiguous"
         )
-
-
-def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
-    given = slots[slots >= 0]
-    wrong = given[given >= num_slots]
-    if wrong.numel():
-        raise IndexError(
-            f"slot_mapping has {wrong[:8].tolist()}; the cache has slots 0 to {num_slots - 1}, and a negative slot "
-            "skips its token"
-        )
-    found, counts = given.unique(return_counts=True)
-    twice = found[counts > 1]
-    if twice.numel():
-        raise IndexError(f"slot_mapping has {twice[:8].tolist()} more than once; a token would overwrite another")
-
-
-def _check_used_pages(page_table: torch.Tensor, seqlens_kv: torch.Tensor, num_pages: int, page_size: int) -> None:
-    for b, length in enumerate(seqlens_kv.tolist()):
-        if not 0 <= length <= page_table.shape[1] * page_size:
-            raise IndexError(f"seqlens_kv[{b}]={length}; page_table has {page_table.shape[1]} pages of {page_size}")
-        used = page_table[b, : -(-length // page_size)].tolist()
-        wrong = [page for page in used if not 0 <= page < num_pages]
-        if wrong:
-            raise IndexError(f"page_table[{b}] has {wrong[:8]}; the cache has pages 0 to {num_pages - 1}")

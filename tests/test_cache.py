@@ -219,7 +219,7 @@ def test_a_negative_page_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
     with pytest.raises(IndexError, match=r"page_table=\[\[4, -1\], \[2, -1\]\] has a negative page"):
         cache.slot_mapping(page_table, lengths, 3)
-    monkeypatch.setattr(cache, "_reads_values", lambda x: False)
+    monkeypatch.setattr(cache, "may_read", lambda x: False)
     assert cache.slot_mapping(page_table, lengths, 3, seqlen_q=2).tolist() == [[14, -1], [7, 8]]
 
 
@@ -340,7 +340,7 @@ def test_slot_mapping_says_what_is_wrong(changes: dict, error: type[Exception], 
         (
             {"kv_cache": torch.zeros(PAGES, 3, RANK + ROPE, requires_grad=True)},
             NotImplementedError,
-            r"the cache requires grad; gather has no backward: pass \.detach\(\)",
+            r"the cache requires grad or has a tangent; gather has no derivative: pass \.detach\(\)",
         ),
     ],
 )
@@ -358,8 +358,13 @@ def test_append_is_traced_whole() -> None:
     c_kv, k_rope = tokens_of(3)
     expected = kv_cache.clone()
     cache.append(expected, c_kv, k_rope, slots)
-    torch.compile(step, fullgraph=True, backend="aot_eager")(kv_cache, c_kv, k_rope, slots)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled(kv_cache, c_kv, k_rope, slots)
     assert torch.equal(kv_cache, expected)
+    if DEVICE == "cpu":
+        with pytest.raises(IndexError, match=r"slot_mapping has \[99\]; the cache has slots 0 to 43"):
+            compiled(kv_cache, c_kv, k_rope, torch.tensor([5, 1, 99]))
+        assert torch.equal(kv_cache, expected)
 
 
 @pytest.mark.gpu

@@ -131,6 +131,11 @@ def byte_columns(kv_cache: Cache, rank: int, kv_cache_format: str) -> tuple[torc
     return _bytes_of("c_kv", c_kv, kv_cache_format), _bytes_of("k_rope", k_rope, kv_cache_format)
 
 
+def columns_of(c_kv: torch.Tensor, k_rope: torch.Tensor, kv_cache_format: str) -> tuple[int, int]:
+    """R and Dr of a plain cache, or of ``byte_columns``."""
+    return (RANK, ROPE) if kv_cache_format == FP8_DS_MLA else (c_kv.shape[-1], k_rope.shape[-1])
+
+
 def _bytes_of(name: str, x: object, kv_cache_format: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         widths = f"{TOKEN_BYTES}" if kv_cache_format == FP8_DS_MLA else "R + Dr"

@@ -136,26 +136,24 @@ def check_choice(name: str, value: object, accepted: Iterable[str]) -> None:
 
 
 def may_read(x: torch.Tensor) -> bool:
-    """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises."""
+    """Whether the host may read x's values: on the CPU, and on a device with MLA_PLUGIN_CHECK=1, which synchronises.
+
+    Not where they are traced: the operator reads them when it runs.
+    """
+    if is_traced(x):
+        return False
     if x.is_cpu:
         return True
-    if x.is_meta or not environment.is_value_check_requested():
+    if not environment.is_value_check_requested():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
     """The call is traced or transformed, or the tensors have no storage, so it must go through the operator."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in tensors:  # a generator in any() takes 1 us more
         if type(x) is not torch.Tensor or x.is_meta:
             return True
     return torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
-
-
-def check_no_transformed_gradient() -> None:
-    """Raise under a torch.func transform, whose derivative an operator without one would silently drop."""
-    interpreter = torch._C._functorch.peek_interpreter_stack()
-    if interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Vmap:
-        raise NotImplementedError("decode has no derivative; torch.func's grad, vjp and jvp do not go through it")

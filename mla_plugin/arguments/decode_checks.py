@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from mla_plugin.arguments import cache_format
-from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor, may_read, records_gradients
+from mla_plugin.arguments.checks import DTYPES, check_softmax_scale, check_tensor, may_read
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.options import HOSTS
+from mla_plugin.arguments.transforms import wants_derivative
 
 _LAYOUTS = {
     "q_nope_abs": (4, "[B, S_q, H, R]"),
@@ -26,6 +27,11 @@ _LAYOUTS = {
 }
 """Dimensions of each tensor of a call, and their meaning."""
 _OPTIONAL = ("page_table", "seqlens_kv", "leftpad_kv")
+NO_DERIVATIVE = (
+    "decode has no derivative, and an argument requires grad or has a tangent: pass .detach(), call it under "
+    "torch.no_grad(), or train with attention on expanded keys and values; torch.func's grad, vjp and jvp do not go "
+    "through it"
+)
 
 
 def check_options(
@@ -57,18 +63,10 @@ def check_queries(q_nope_abs: torch.Tensor) -> None:
 
 
 def check_no_gradient(tensors: DecodeTensors) -> None:
-    """Raise if a gradient is required."""
-    if records_gradients() and (
-        tensors.q_nope_abs.requires_grad
-        or tensors.q_rope.requires_grad
-        or tensors.c_kv.requires_grad
-        or tensors.k_rope.requires_grad
-        or (tensors.kv_scale is not None and tensors.kv_scale.requires_grad)
-    ):
-        raise NotImplementedError(
-            "an argument requires grad; decode has no backward: call it under torch.no_grad(), or train with "
-            "attention on expanded keys and values"
-        )
+    """Raise if a gradient is required, or a forward-mode derivative."""
+    given, scale = tensors[:4], tensors.kv_scale
+    if wants_derivative(given if scale is None else (*given, scale)):
+        raise NotImplementedError(NO_DERIVATIVE)
 
 
 def split_cache(

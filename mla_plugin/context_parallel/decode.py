@@ -26,6 +26,7 @@ from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeLengths, DecodeTe
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
+from mla_plugin.arguments.transforms import refuse_derivatives
 from mla_plugin.context_parallel import transport
 from mla_plugin.context_parallel.agreement import NO_VALUES, Fingerprint, Values, fingerprint_of
 from mla_plugin.context_parallel.failure import Watch
@@ -315,5 +316,6 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 _library.impl("context_parallel_decode", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin::context_parallel_decode", _fake, lib=_library)
+refuse_derivatives(_library, "context_parallel_decode", decode_checks.NO_DERIVATIVE)
 
 context_parallel_decode = torch.ops.mla_plugin.context_parallel_decode.default

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from mla_plugin.arguments import decode_checks
-from mla_plugin.arguments.checks import check_no_transformed_gradient, is_traced
+from mla_plugin.arguments.checks import is_traced
 from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
 from mla_plugin.arguments.decode_layout import known_of
 from mla_plugin.arguments.schema import schema_of
+from mla_plugin.arguments.transforms import loop_under_vmap, refuse_derivatives
 from mla_plugin.kernels.decode import launch
 from mla_plugin.kernels.decode.run import DTYPES
 
@@ -42,6 +43,8 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 _library.impl("decode_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin_kernels::decode_attention", _fake, lib=_library)
+refuse_derivatives(_library, "decode_attention", decode_checks.NO_DERIVATIVE)
+loop_under_vmap(_library, "decode_attention")
 _operator = torch.ops.mla_plugin_kernels.decode_attention.default
 
 
@@ -94,11 +97,9 @@ def mla_decode_attention(
     tensors = DecodeTensors(
         q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, return_lse, page_table, seqlens_kv, leftpad_kv
     )
-    is_compiling = torch.compiler.is_compiling()
     if is_traced(q_nope_abs, c_kv):
         # the dispatcher takes as much host time as a launch, so the operator is used only while tracing
-        if not is_compiling:
-            check_no_transformed_gradient()
+        if not torch.compiler.is_compiling():
             decode_checks.check_tensors(tensors, DTYPES)
         decode_checks.check_no_gradient(tensors)
         out, lse = _operator(*(getattr(tensors, name) for name in _FIELDS))

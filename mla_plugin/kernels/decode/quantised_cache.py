@@ -193,18 +193,3 @@ def gather(
             *(*c_out.stride()[:2], *k_out.stride()[:2]),
             *row_blocks(rank, k_out.shape[2]),
         )
-
-
-_library = torch.library.Library("mla_plugin_kernels", "FRAGMENT")
-_library.define(
-    "append_to_quantised_cache(Tensor(a!) c_kv, Tensor(b!) k_rope, Tensor c_new, Tensor k_new, Tensor slot_mapping, "
-    "Tensor? kv_scale, bool power_of_2_scales) -> ()"
-)
-_library.impl("append_to_quantised_cache", append, "CompositeExplicitAutograd")
-_library.define(
-    "gather_quantised_cache(Tensor c_kv, Tensor k_rope, Tensor page_table, Tensor seqlens_kv, Tensor? kv_scale, "
-    "Tensor(a!) c_out, Tensor(b!) k_out) -> ()"
-)
-_library.impl("gather_quantised_cache", gather, "CompositeExplicitAutograd")
-append_operator = torch.ops.mla_plugin_kernels.append_to_quantised_cache.default
-gather_operator = torch.ops.mla_plugin_kernels.gather_quantised_cache.default

@@ -16,6 +16,7 @@ from mla_plugin.arguments.checks import records_gradients
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
+from mla_plugin.arguments.transforms import loop_under_vmap
 from mla_plugin.hooks.attention import Residuals, kind_of, request_of
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of
@@ -173,6 +174,8 @@ _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("mla_plugin::attention_backward", _backward_fake, lib=_library)
 torch.library.register_autograd("mla_plugin::attention_backward", _no_second_derivative, lib=_library)
+for _name in ("attention_forward", "attention_backward"):
+    loop_under_vmap(_library, _name)
 
 attention_forward = torch.ops.mla_plugin.attention_forward.default
 attention_backward = torch.ops.mla_plugin.attention_backward.default

@@ -11,6 +11,7 @@ import torch
 
 from mla_plugin.arguments.attention import AttentionTensors, tensors_of_call
 from mla_plugin.arguments.options import CallOptions
+from mla_plugin.arguments.transforms import is_batched
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Residuals
 from mla_plugin.operations.attention import compute
 from mla_plugin.operations.attention.known import Known, known_of, options_of, request_for
@@ -126,7 +127,8 @@ class _Attention(torch.autograd.Function):
         out, lse, q, k, v, *rest = ctx.saved_tensors
         tensors = tensors_of_call(q, k, v, ctx.softmax_scale, *rest)
         dout = torch.zeros_like(out) if dout is None else dout
-        if torch.is_grad_enabled():  # create_graph=True: the operator raises when the second derivative is taken
+        if torch.is_grad_enabled() or is_batched(dout, dlse):
+            # the operator raises when a second derivative is taken, and runs once for each gradient under vmap
             call = Call(tensors, options_of(known.request), known.backend)
             keep(call, lse, known)
             dq, dk, dv, dbias = attention_backward(dout, dlse, out, lse, *call.in_order())

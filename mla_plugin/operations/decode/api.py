@@ -9,7 +9,7 @@ import torch
 
 from mla_plugin.arguments import decode_checks
 from mla_plugin.arguments.cache_format import PLAIN, check_format, check_no_scale, split_quantised
-from mla_plugin.arguments.checks import bound_arguments, check_no_transformed_gradient, is_traced, plain_number
+from mla_plugin.arguments.checks import bound_arguments, is_traced, plain_number
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, known_of
 from mla_plugin.operations.decode.operator import run, run_traced
@@ -88,7 +88,7 @@ def decode(
     Raises:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
         NoBackendError: no backend takes the request; the message lists every backend's reasons.
-        NotImplementedError: an argument requires grad.
+        NotImplementedError: an argument requires grad, or a forward-mode derivative is requested.
         ContextParallelError: the ranks of cp_group call with different arguments, or one of them failed.
     """
     if type(softmax_scale) is not float:
@@ -102,7 +102,6 @@ def decode(
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
-    is_compiling = torch.compiler.is_compiling()
     is_operator = is_traced(q_nope_abs, c_kv)
     tensors = (DecodeTensors if is_operator else DecodeCall)(
         q_nope_abs=q_nope_abs,
@@ -123,8 +122,7 @@ def decode(
         out, lse = _over_group(tensors, host, backend, batch_invariant, name, cp_interleave)
         return (out, lse) if return_lse else out
     if is_operator:
-        if not is_compiling:
-            check_no_transformed_gradient()
+        if not torch.compiler.is_compiling():
             decode_checks.check_tensors(tensors)
         decode_checks.check_no_gradient(tensors)
         out, lse = run_traced(tensors, host, backend, batch_invariant)
@@ -174,7 +172,6 @@ def _over_group(
     if isinstance(tensors, DecodeCall):
         known_of(tensors)
     elif not torch.compiler.is_compiling():
-        check_no_transformed_gradient()
         decode_checks.check_tensors(tensors)
     decode_checks.check_no_gradient(tensors)
     if isinstance(tensors, DecodeCall):

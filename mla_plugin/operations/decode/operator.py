@@ -13,6 +13,7 @@ from mla_plugin.arguments.decode import OPERATOR_FIELDS, DecodeTensors
 from mla_plugin.arguments.decode_layout import DecodeCall, Known, known_of
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.schema import schema_of
+from mla_plugin.arguments.transforms import loop_under_vmap, refuse_derivatives
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan, DecodeRequest
 from mla_plugin.hooks.manager import get_manager
 from mla_plugin.resolver.decode import resolve_decode
@@ -107,5 +108,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 _library.impl("decode", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("mla_plugin::decode", _fake, lib=_library)
+refuse_derivatives(_library, "decode", decode_checks.NO_DERIVATIVE)
+loop_under_vmap(_library, "decode")
 
 decode_operator = torch.ops.mla_plugin.decode.default

@@ -18,6 +18,7 @@ from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
+from mla_plugin.arguments.transforms import is_batched_by_autograd, loop_under_vmap
 from mla_plugin.operations.attention.run import is_observed
 from mla_plugin.operations.decisions import Decisions
 from mla_plugin.operations.edges import edge_to
@@ -58,6 +59,8 @@ class Operator:
         torch.library.register_fake(f"mla_plugin::{forward}", self._forward_fake, lib=_library)
         torch.library.register_fake(f"mla_plugin::{backward}", self._backward_fake, lib=_library)
         torch.library.register_autograd(f"mla_plugin::{backward}", _no_second_derivative, lib=_library)
+        loop_under_vmap(_library, forward)
+        loop_under_vmap(_library, backward)
         self.forward_operator = getattr(torch.ops.mla_plugin, forward).default
         self.backward_operator = getattr(torch.ops.mla_plugin, backward).default
 
@@ -214,7 +217,13 @@ class _LatentAttention(torch.autograd.Function):
         wants = Wants(needed[1] or needed[2], needed[3] or needed[4])
         if dout is None:  # only one output may have a gradient; other ranks may wait for messages even without one
             dout = q.new_zeros(out_shape)
-        if decision is None or torch.is_grad_enabled():  # the operator raises when a second derivative is taken
+        if is_batched_by_autograd(dout, dlse):
+            raise NotImplementedError(
+                "latent_attention's backward does not support is_grads_batched=True nor vectorize=True; call "
+                "torch.autograd.grad once for each gradient"
+            )
+        if decision is None or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            # the operator raises when a second derivative is taken, and runs once for each gradient under vmap
             if decision is not None:
                 operator.decisions.keep(call.kind, saved[-1], decision)
             found = operator.backward_operator(dout, dlse, saved, *wants, *arguments_of(call))
