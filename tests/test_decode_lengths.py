@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +54,9 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
     assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [3, 4]
 
 
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("host", "seqlens_kv", "error", "message"),
     [
@@ -69,7 +73,9 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
             ValueError,
             r"\[1, 2\] and seqlens_kv is \[1, 3\]",
         ),
-        ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; expected a tensor, int32 \[2\]"),
+        ([1, 2], [1, 2], TypeError, r"seqlens_kv is list; expected a torch.Tensor int32 \[2\]"),
+        ([1, 2], NESTED, TypeError, "seqlens_kv is a nested tensor; expected a dense one"),
+        (None, NESTED, TypeError, "seqlens_kv is a nested tensor; expected a dense one"),
         ([1, 2**31], None, ValueError, r"\[1, 2147483648\]; expected at most 2147483647"),
         (torch.tensor([2**32 + 5]), None, ValueError, r"\[4294967301\]; expected at most 2147483647"),
         (torch.tensor([-(2**32)]), None, ValueError, "one non-negative length per sequence"),
@@ -79,7 +85,7 @@ def test_lengths_do_not_follow_the_list_that_they_were_made_of() -> None:
         (None, [1, 2], TypeError, r"neither.*\(seqlens_kv is list\); pass ints, a CPU tensor, or seqlens_kv="),
         (None, torch.tensor([1, 2]), ValueError, r"seqlens_kv is torch\.int64 \[2\]; expected int32 \[B\]"),
         (None, torch.ones(2, 1, dtype=torch.int32), ValueError, r"\[2, 1\]; expected int32 \[B\]"),
-        (None, torch.ones(2, dtype=torch.int32).to_sparse(), ValueError, r"torch\.sparse_coo; expected int32 \[B\]"),
+        (None, torch.ones(2, dtype=torch.int32).to_sparse(), TypeError, r"torch\.sparse_coo; expected torch\.strided"),
         ([True], None, TypeError, r"dtype torch\.bool; expected int32 or int64"),
         ([True, 2], None, TypeError, r"\[True, 2\]; expected ints, not bools"),
     ],
@@ -282,6 +288,17 @@ def test_a_copy_shares_nothing_with_the_original() -> None:
     assert shared_value(lengths) is not None
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_an_update_of_a_copy_leaves_the_original_alone(copied: Callable[[DecodeLengths], DecodeLengths]) -> None:
+    """Whose schedules are of its own lengths."""
+    lengths = DecodeLengths([3, 4], device="cpu")
+    with torch.inference_mode(copied is copy.copy):  # in which PyTorch itself makes the tensors of the others
+        other = copied(lengths)
+    other.update([1, 2])
+    assert lengths.host.tolist() == lengths.seqlens_kv.tolist() == [3, 4]
+    assert other.host.tolist() == other.seqlens_kv.tolist() == [1, 2]
+
+
 class Unpicklable:
     def __init__(self, lengths: DecodeLengths) -> None:
         self.held = lambda: None
@@ -373,6 +390,17 @@ def test_torch_compile_follows_lengths_that_are_made_and_updated_in_a_step() -> 
     found = compiled(q, cache, torch.tensor([5, 40], dtype=torch.int32))
     torch.testing.assert_close(found, wanted)
     assert not torch.equal(*wanted)
+
+
+def test_torch_compile_follows_lengths_that_the_host_knows() -> None:
+    q, cache = torch.randn(2, 1, 4, 576), torch.randn(2, 64, 576)
+
+    def step(seqlens_kv: torch.Tensor) -> torch.Tensor:
+        lengths = DecodeLengths([5, 40], seqlens_kv=seqlens_kv)
+        return mla_plugin.decode(q[..., :512], q[..., 512:], cache, softmax_scale=0.1, seqlens_kv=lengths)  # type: ignore[return-value]
+
+    given = torch.tensor([5, 40], dtype=torch.int32)
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(given), step(given))
 
 
 def test_the_default_device_changes_nothing() -> None:

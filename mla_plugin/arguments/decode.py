@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 import torch
 
 from mla_plugin.arguments.capture import stream_and_capture
-from mla_plugin.arguments.checks import MAX_LENGTH, may_read
+from mla_plugin.arguments.checks import MAX_LENGTH, check_tensor, may_read
 
 MAX_SPREAD = 16
 
@@ -132,8 +132,11 @@ class DecodeLengths:
         return self.seqlens_kv.shape[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, and what is pickled, plans for itself."""
-        return self.__dict__ | {"_schedules": {}, "_kept": {}, "_is_counted": None}
+        """A copy, and what is pickled, has memory of its own and plans for itself."""
+        with torch.inference_mode(False):
+            host = None if self.host is None else self.host.clone()
+            own = {"host": host, "_seqlens_kv": self._seqlens_kv.clone()}
+        return self.__dict__ | own | {"_schedules": {}, "_kept": {}, "_is_counted": None}
 
     @property
     def seqlens_kv(self) -> torch.Tensor:
@@ -236,20 +239,20 @@ def _check_device_lengths(seqlens_kv: object) -> None:
             f"neither host nor seqlens_kv has lengths (seqlens_kv is {type(seqlens_kv).__name__}); pass ints, a CPU "
             "tensor, or seqlens_kv=, a tensor on the cache's device, int32 [B]"
         )
-    if seqlens_kv.dtype != torch.int32 or seqlens_kv.dim() != 1 or seqlens_kv.layout != torch.strided:
-        layout = "" if seqlens_kv.layout == torch.strided else f" {seqlens_kv.layout}"
-        raise ValueError(f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)}{layout}; expected int32 [B]")
+    check_tensor("seqlens_kv", seqlens_kv, "int32 [B]")
+    if seqlens_kv.dtype != torch.int32 or seqlens_kv.dim() != 1:
+        raise ValueError(f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)}; expected int32 [B]")
 
 
 def _check_equal(host: torch.Tensor, seqlens_kv: object) -> None:
-    if not isinstance(seqlens_kv, torch.Tensor):
-        raise TypeError(f"seqlens_kv is {type(seqlens_kv).__name__}; expected a tensor, int32 [{len(host)}]")
+    check_tensor("seqlens_kv", seqlens_kv, f"int32 [{len(host)}]")
+    assert isinstance(seqlens_kv, torch.Tensor)
     if seqlens_kv.dtype != torch.int32 or seqlens_kv.shape != host.shape:
         raise ValueError(
             f"seqlens_kv is {seqlens_kv.dtype} {list(seqlens_kv.shape)} and host has {len(host)} lengths; "
             f"expected int32 [{len(host)}]"
         )
-    if type(seqlens_kv) is torch.Tensor and may_read(seqlens_kv) and seqlens_kv.tolist() != host.tolist():
+    if may_read(seqlens_kv) and seqlens_kv.tolist() != host.tolist():
         raise ValueError(
             f"host lengths are {host.tolist()} and seqlens_kv is {seqlens_kv.tolist()}; they must be equal"
         )
@@ -269,9 +272,10 @@ def _host_lengths(host: Sequence[int] | torch.Tensor) -> torch.Tensor:
         raise TypeError(f"host lengths have dtype {given.dtype}; expected int32 or int64")
     if not isinstance(host, torch.Tensor) and any(isinstance(x, bool) for x in host):
         raise TypeError(f"host lengths are {host}; expected ints, not bools")
-    if given.dim() != 1 or (given < 0).any():
+    is_read = may_read(given)
+    if given.dim() != 1 or (is_read and (given < 0).any()):
         raise ValueError(f"host lengths are {given.tolist()}; expected one non-negative length per sequence")
-    if (given > MAX_LENGTH).any():
+    if is_read and (given > MAX_LENGTH).any():
         raise ValueError(f"host lengths are {given.tolist()}; expected at most {MAX_LENGTH}, they are kept in int32")
     return given.to(torch.int32, copy=True)
 

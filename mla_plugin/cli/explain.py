@@ -111,6 +111,11 @@ def _cudnn_version(text: str) -> tuple[int, ...]:
     return _numbers(text, "9.8.0")
 
 
+def _cuda_version(text: str) -> str:
+    _numbers(text, "13.0")
+    return text
+
+
 def _probability(text: str) -> float:
     try:
         value = float(text)
@@ -195,7 +200,9 @@ def _add_platform(group: Any) -> None:
     group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if this machine has it, else cpu")
     group.add_argument("--capability", type=_capability, metavar="MAJOR.MINOR", help="a CUDA device, such as 8.0")
     group.add_argument("--cudnn-version", type=_cudnn_version, metavar="X.Y.Z", help="such as 9.8.0")
-    group.add_argument("--cuda-version", metavar="X.Y", help="CUDA that PyTorch was built with, such as 13.0")
+    group.add_argument(
+        "--cuda-version", type=_cuda_version, metavar="X.Y", help="CUDA that PyTorch was built with, such as 13.0"
+    )
     group.add_argument(
         "--package",
         type=_package,

@@ -185,6 +185,7 @@ def test_contradictions_are_status_2(capsys: pytest.CaptureFixture[str], argumen
         ("--capability 80", "'80': write it as in 8.0"),
         ("--capability 9.0a", "'9.0a': write it as in 8.0"),
         ("--cudnn-version 9.8", "'9.8': write it as in 9.8.0"),
+        ("--cuda-version new", "'new': write it as in 13.0"),
         ("--package flash-attn", "'flash-attn': write NAME=VALUE"),
         ("--package flash-attn=new", "'flash-attn=new': expected a version such as flash-attn=2.8.3"),
         ("--package flash_attn=2.8.3", "no decision depends on the package 'flash_attn'; flash-attn?"),
