@@ -384,6 +384,10 @@ def other(request: pytest.FixtureRequest) -> Any:
         (DecodeOutput(torch.zeros(1), None), r"returned out as \(1,\)"),
         (DecodeOutput(torch.zeros(B, S_Q, H, R), None), "lse as None"),
         (DecodeOutput(torch.zeros(B, S_Q, H, R), torch.zeros(B, S_Q, H)), r"lse as \(3, 2, 5\)"),
+        (DecodeOutput(None, None), "returned out as NoneType"),  # type: ignore[arg-type]
+        (DecodeOutput(torch.zeros(B, S_Q, H, R), "lse"), "lse as str"),  # type: ignore[arg-type]
+        (DecodeOutput(torch.zeros(B, S_Q, H, R), torch.zeros(B, H, S_Q).half()), r"lse as \(3, 5, 2\) torch\.float16"),
+        (DecodeOutput(torch.zeros(B, S_Q, H, R, device="meta"), torch.zeros(B, H, S_Q)), r"float32 on meta .*on cpu"),
     ],
     indirect=["other"],
 )

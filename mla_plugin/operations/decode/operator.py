@@ -41,15 +41,24 @@ def _empty_output(tensors: DecodeTensors) -> DecodeOutput:
 def _check_output(output: object, tensors: DecodeTensors, backend: str) -> DecodeOutput:
     if type(output) is not DecodeOutput:
         raise TypeError(f"forward of the backend {backend!r} returned {type(output).__name__}, not DecodeOutput")
-    q, (out, lse) = tensors.q_nope_abs, output
-    has_wrong_lse = tensors.return_lse and (lse is None or lse.shape != tensors.lse_shape)
-    if has_wrong_lse or out.shape != q.shape or out.dtype != q.dtype:
-        given, wanted = "None" if lse is None else str(tuple(lse.shape)), tensors.lse_shape
-        raise RuntimeError(
-            f"the backend {backend!r} returned out as {tuple(out.shape)} {out.dtype} and lse as {given}; "
-            f"expected {tuple(q.shape)} {q.dtype} and {wanted}. MLA_PLUGIN_BLOCK={backend} excludes it"
-        )
-    return output
+    q = tensors.q_nope_abs
+    wide = lse_dtype(q.dtype)
+    is_right = _fits(output.out, q.shape, q.dtype, q.device)
+    if is_right and (not tensors.return_lse or _fits(output.lse, tensors.lse_shape, wide, q.device)):
+        return output
+    raise RuntimeError(
+        f"the backend {backend!r} returned out as {_described(output.out)} and lse as {_described(output.lse)}; "
+        f"expected {tuple(q.shape)} {q.dtype} and {tensors.lse_shape} {wide} on {q.device}. "
+        f"MLA_PLUGIN_BLOCK={backend} excludes it"
+    )
+
+
+def _fits(x: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return isinstance(x, torch.Tensor) and x.shape == shape and x.dtype == dtype and x.device == device
+
+
+def _described(x: object) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def run(
