@@ -14,6 +14,7 @@ import mla_plugin
 from mla_plugin import cache
 from mla_plugin.kernels import mla_attention
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Q_NOPE_ABS, Q_ROPE = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 4, 8)
 C_KV, K_ROPE = torch.randn(2, 9, 16), torch.randn(2, 9, 8)
 
@@ -71,6 +72,30 @@ def test_vmap_within_vmap(name: str) -> None:
     mapped = torch.stack([torch.stack([x, 2 * x]), torch.stack([-x, x]), torch.stack([x, 3 * x])])
     found = in_tuple(torch.vmap(torch.vmap(function), in_dims=1)(mapped))
     torch.testing.assert_close([result[1, 2] for result in found], list(in_tuple(function(3 * x))))
+
+
+def test_the_kernels_own_function_under_vmap() -> None:
+    q, k = torch.randn(2, 1, 4, 2, 16).to(DEVICE).requires_grad_(), torch.randn(1, 4, 2, 16, device=DEVICE)
+    out = torch.vmap(lambda q: mla_attention(q, k, k, is_causal=True))(q)
+    alone = mla_attention(q[0], k, k, is_causal=True)
+    torch.testing.assert_close(out[0], alone)
+    several = torch.randn(2, *alone.shape, device=DEVICE)
+    (found,) = torch.autograd.grad(alone, q, several, is_grads_batched=True, retain_graph=True)
+    (expected,) = torch.autograd.grad(alone, q, several[1])
+    torch.testing.assert_close(found[1], expected)
+
+
+def test_a_transformed_derivative_of_the_kernels_own_function_is_a_clear_error() -> None:
+    q = torch.randn(1, 4, 2, 16, device=DEVICE)
+
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return mla_attention(q, q, q)
+
+    with pytest.raises(NotImplementedError, match=r"mla_attention does not support torch\.func's grad"):
+        torch.func.grad(lambda q: run(q).sum())(q)
+    for function, given in ((run, q), (torch.vmap(run), q[None])):
+        with pytest.raises(NotImplementedError, match="mla_attention has no forward-mode derivative"):
+            torch.func.jvp(function, (given,), (given,))
 
 
 def test_vmap_of_append_writes_to_each_cache() -> None:

@@ -30,8 +30,7 @@ def wants_derivative(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _has_tangent(x: torch.Tensor) -> bool:
     """False for what vmap has batched, which tells no tangent: the operator asks for the tangents of each part."""
-    is_known = not torch._C._functorch.is_batchedtensor(x)
-    return is_known and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+    return not is_batched(x) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_batched_by_autograd(*gradients: torch.Tensor | None) -> bool:
@@ -39,9 +38,17 @@ def is_batched_by_autograd(*gradients: torch.Tensor | None) -> bool:
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
 
 
-def is_batched(*gradients: torch.Tensor | None) -> bool:
-    """Whether a backward runs under vmap, of either kind."""
-    return torch._C._are_functorch_transforms_active() or is_batched_by_autograd(*gradients)
+def is_batched(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of them is batched by vmap, of either kind."""
+    of_vmap = torch._C._functorch.is_batchedtensor
+    return is_batched_by_autograd(*tensors) or any(x is not None and of_vmap(x) for x in tensors)
+
+
+def is_differentiated_by_transform() -> bool:
+    """Whether torch.func's grad, vjp or jvp is around."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(transform.key() in (kinds.Grad, kinds.Jvp) for transform in stack)
 
 
 def refuse_derivatives(library: torch.library.Library, name: str, message: str) -> None:

@@ -10,10 +10,11 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import triton
 
-from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, plain_number, records_gradients
+from mla_plugin.arguments.checks import check_softmax_scale, check_tensor, is_traced, plain_number, records_gradients
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.arguments.mask import Band
 from mla_plugin.arguments.schema import schema_of_function
+from mla_plugin.arguments.transforms import is_batched, is_differentiated_by_transform, loop_under_vmap
 from mla_plugin.kernels.prefill import launch_backward, launch_forward
 from mla_plugin.kernels.prefill.forward import attention_forward_kernel
 from mla_plugin.kernels.prefill.packing import Packing
@@ -90,6 +91,7 @@ for _name, _kernel, _fake, _results in (
     _library.define(f"{_name}{schema_of_function(_kernel)} -> ({_results})")
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mla_plugin_kernels::{_name}", _fake, lib=_library)
+    loop_under_vmap(_library, _name)
 torch.library.register_autograd(
     "mla_plugin_kernels::prefill_forward", _autograd, setup_context=_setup_context, lib=_library
 )
@@ -110,7 +112,8 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         arguments = (*ctx.saved_tensors, dout, *ctx.options)
-        return (*_backward(*arguments), None, None, None)
+        run = torch.ops.mla_plugin_kernels.prefill_backward.default if is_batched(dout) else _backward
+        return (*run(*arguments), None, None, None)
 
 
 def _check(
@@ -161,6 +164,18 @@ def _check(
         )
 
 
+def _check_derivatives(*tensors: torch.Tensor) -> None:
+    """Raise for a derivative that PyTorch would drop silently, or fail at in words of its own."""
+    has_tangents = torch.autograd.forward_ad._current_level >= 0
+    if has_tangents and any(is_batched(x) or fwAD.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("mla_attention has no forward-mode derivative; use reverse mode: torch.autograd.grad")
+    if is_differentiated_by_transform() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "mla_attention does not support torch.func's grad, vjp and functions built on them; use "
+            "torch.autograd.grad or backward()"
+        )
+
+
 def mla_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,13 +205,13 @@ def mla_attention(
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message says what was given and what is expected.
+        NotImplementedError: a forward-mode derivative or one of torch.func's is requested.
     """
     _check(q, k, v, qkv_format, softmax_scale, is_causal)
-    has_tangents = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
-    if has_tangents and any(fwAD.unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError("mla_attention has no forward-mode derivative; use reverse mode: torch.autograd.grad")
+    if not torch.compiler.is_compiling():
+        _check_derivatives(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else plain_number(softmax_scale)
-    if torch.compiler.is_compiling():
+    if is_traced(q, k, v):
         run: Callable[..., Any] = _operator
     elif records_gradients() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _Eager.apply

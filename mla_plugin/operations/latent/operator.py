@@ -18,7 +18,7 @@ from mla_plugin.arguments.latent import DIFFERENTIABLE, LatentTensors
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.arguments.options import CallOptions
 from mla_plugin.arguments.schema import schema_of
-from mla_plugin.arguments.transforms import is_batched_by_autograd, loop_under_vmap
+from mla_plugin.arguments.transforms import is_batched, is_batched_by_autograd, loop_under_vmap
 from mla_plugin.operations.attention.run import is_observed
 from mla_plugin.operations.decisions import Decisions
 from mla_plugin.operations.edges import edge_to
@@ -222,7 +222,7 @@ class _LatentAttention(torch.autograd.Function):
                 "latent_attention's backward does not support is_grads_batched=True nor vectorize=True; call "
                 "torch.autograd.grad once for each gradient"
             )
-        if decision is None or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if decision is None or torch.is_grad_enabled() or is_batched(dout, dlse):
             # the operator raises when a second derivative is taken, and runs once for each gradient under vmap
             if decision is not None:
                 operator.decisions.keep(call.kind, saved[-1], decision)
