@@ -149,7 +149,11 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
         arguments = _packed(packed_seq_params) if packed_seq_params is not None else {"qkv_format": "sbhd"}
         mask_type = (attn_mask_type or self.attn_mask_type).name
         arguments |= _masked(mask_type, attention_mask, is_packed=packed_seq_params is not None)
-        arguments |= {"softmax_scale": self.softmax_scale, "window_size": self.window_size, "host": "megatron"}
+        arguments |= {
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_for(mask_type),
+            "host": "megatron",
+        }
         arguments |= self._shared_by_ranks(arguments, mask_type, packed_seq_params)
         native = self._native_width(value, is_packed=packed_seq_params is not None)
         if self.config.qk_clip or getattr(self.config, "log_max_attention_logit", False):
@@ -165,6 +169,12 @@ class MLACoreAttention(MegatronModule):  # type: ignore[misc]
             )
         out = cast(torch.Tensor, out)
         return out if native is not value else out.flatten(-2)
+
+    def window_for(self, mask_type: str) -> tuple[int, int] | None:
+        """The layer's window with such a mask: without a causal one TransformerEngine takes (-1, 0) for no window."""
+        window: tuple[int, int] | None = self.window_size
+        is_none = window is not None and tuple(window) == (-1, 0) and "causal" not in mask_type
+        return None if is_none else window
 
     def _attend(self, *qkv: torch.Tensor, **arguments: Any) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``mla_plugin.attention``; its error also names the option by which Megatron set the environment variables."""

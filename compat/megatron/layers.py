@@ -62,8 +62,9 @@ def _kind(module: Any, batch: Batch, is_training: bool) -> LayerKind:
             'mla_plugin.register("megatron") before the model is built, or see docs/hosts/megatron.md'
         )
         return LayerKind(name, note=note)
-    if core.window_size is not None:
-        name += f", window {tuple(core.window_size)}"
+    window = core.window_for(core.attn_mask_type.name)
+    if window is not None:
+        name += f", window {tuple(window)}"
     what = "training" if is_training else "prefill"
     try:
         call = _call(module, core, batch, is_training)
@@ -89,7 +90,9 @@ def _call(module: Any, core: MLACoreAttention, batch: Batch, is_training: bool) 
         for shape in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
     )
     mask = torch.empty(1, 1, length, length, dtype=torch.bool, device="meta")
-    arguments = {"qkv_format": "sbhd", **_masked(core.attn_mask_type.name, mask, is_packed=False)}
-    arguments |= {"window_size": core.window_size, "host": "megatron", "deterministic": config.deterministic_mode}
+    mask_type = core.attn_mask_type.name
+    arguments = {"qkv_format": "sbhd", **_masked(mask_type, mask, is_packed=False)}
+    arguments |= {"window_size": core.window_for(mask_type), "host": "megatron"}
+    arguments |= {"deterministic": config.deterministic_mode}
     arguments |= {"softmax_scale": core.softmax_scale, "dropout_p": core.attention_dropout if is_training else 0.0}
     return AttentionCall((q, k, v), arguments | shared)

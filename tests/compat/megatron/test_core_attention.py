@@ -80,6 +80,22 @@ def test_the_window_applies_to_the_layers_that_megatron_says(layer_number, is_wi
     assert_equal(module(q, k, v, None), reference(q, k, v, visible), [q, k, v])
 
 
+@pytest.mark.parametrize("mask", [AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.causal])
+def test_minus_one_and_zero_are_no_window_without_a_causal_mask(mask):
+    q, k, v = tensors(9)
+    visible = causal(9) if mask is AttnMaskType.causal else causal(9, diagonal=9)
+    hidden = torch.zeros(1, 1, 9, 9, dtype=torch.bool)
+    assert_equal(core(mask, window_size=(-1, 0))(q, k, v, hidden), reference(q, k, v, visible), [q, k, v])
+
+
+def test_packed_minus_one_and_zero_are_no_window_without_a_causal_mask():
+    q, k, v = tensors(9, batch=())
+    params, spans = packing((4, 5))
+    out = core(AttnMaskType.padding, window_size=(-1, 0))(q, k, v, None, packed_seq_params=params)
+    expected = packed_reference(q, k, v, spans, visible=lambda *lengths: torch.ones(lengths, dtype=torch.bool))
+    assert_equal(out, expected, [q, k, v])
+
+
 def test_the_scale_defaults_to_that_of_the_head_dimension():
     module = core(v_channels=None)
     module.softmax_scale = None
