@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from mla_plugin import environment
 from mla_plugin.conformance import checks, settings
 from mla_plugin.conformance.attention.case import PADDING_POISON
 from mla_plugin.conformance.watch import check_same_in_other_environments, random_state_kept
@@ -24,6 +26,15 @@ from mla_plugin.hooks.types import Accepted, Platform, Refused
 MadeT = TypeVar("MadeT")
 _made: dict[tuple[Any, ...], Any] = {}
 """The cases for each backend, cached: every test needs them, and they take thousands of decisions."""
+_GPUS = (((7, 5), None, 64, 40), ((9, 0), "12.8", 227, 132), ((12, 1), "13.0", 99, 48))
+_PLATFORMS = (
+    Platform("cpu"),
+    *(
+        Platform("cuda", capability, cuda_version=cuda, shared_memory_per_block=kib << 10, multi_processor_count=count)
+        for capability, cuda, kib, count in _GPUS
+    ),
+)
+"""Those that a backend is asked about besides its own: without packages, of GPUs before and after most kernels."""
 _DECIDING = ("platform", "takes", "_answer", "_manager")
 """Methods of a suite that its cases depend on, besides ``_accepts``."""
 
@@ -113,7 +124,7 @@ class Suite:
             if expected:
                 checks.fail(f"{self.backend} accepts {name}, but is expected to refuse it with {expected}")
             return decision
-        checks.check_reasons(decision.reasons)
+        checks.check_reasons(decision.reasons, request)
         if not expected and self.refuses is not None:
             checks.fail(
                 f"{self.backend} refuses {name}, which it is expected to compute: {'; '.join(decision.reasons)}. "
@@ -132,15 +143,26 @@ class Suite:
         check_same_in_other_environments(lambda: self._answer(request), decision)
         return decision
 
-    def _answer(self, request: AttentionRequest | DecodeRequest) -> Any:
-        answers = self._manager().caller("select_backend", self.backend)(request=request, platform=self.platform())
+    def _answer(self, request: AttentionRequest | DecodeRequest, on: Platform | None = None) -> Any:
+        """What the backend answers, on this platform or on another one."""
+        before, given, variables = request.replace(), on or self.platform(), environment.variables()
+        answers = self._manager().caller("select_backend", self.backend)(request=request, platform=given)
+        if request != before:
+            checks.fail(f"select_backend changed its request, which was {before} and is {request}")
+        if (now := environment.variables()) != variables:
+            changed = sorted(name for name in {*variables, *now} if variables.get(name) != now.get(name))
+            checks.fail(f"select_backend changed the environment variables {', '.join(changed)}")
         answer = answers[0] if len(answers) == 1 else None
         return if_it_reads_the_cache(answer, request) if isinstance(answer, Accepted | Refused) else answer
 
     def check_answers_under_other_settings(self, requests: Iterable[AttentionRequest | DecodeRequest]) -> None:
-        """Fail unless ``select_backend`` answers each as before: its answer is kept for all calls of the request."""
+        """Fail unless ``select_backend`` answers each as before: its answer is kept for all calls of the request.
+
+        It changes no setting itself, and prints nothing.
+        """
         asked = list(dict.fromkeys(requests))
         answers = [self._answer(request) for request in asked]
+        settings.check_settings_are_kept(lambda: [self._answer(request) for request in asked])
         with settings.unusual_settings():
             others = [self._answer(request) for request in asked]
         for request, answer, other in zip(asked, answers, others, strict=True):
@@ -149,6 +171,21 @@ class Suite:
                     f"select_backend answers {other} under other settings of PyTorch, otherwise {answer}; "
                     f"expected one, for {request}"
                 )
+
+    def check_every_request_is_answered(self, requests: Iterable[AttentionRequest | DecodeRequest]) -> None:
+        """Fail unless each gets an answer on any platform: every backend is asked, and ``explain`` asks for others."""
+        for request, on in itertools.product(requests, _PLATFORMS):
+            asked = request.replace(device_type=on.device_type)
+            try:
+                answer = self._answer(asked, on)
+            except checks.ConformanceError:
+                raise
+            except Exception as error:
+                checks.fail(f"select_backend raises {error!r} for {asked} on {on}; expected Accepted or Refused")
+            if not isinstance(answer, Accepted | Refused):
+                checks.fail(f"select_backend answers {answer!r} for {asked} on {on}; expected Accepted or Refused")
+            if isinstance(answer, Refused):
+                checks.check_reasons(answer.reasons, asked)
 
     def _repeats(self, name: str) -> bool:
         """Whether a case makes a second call and one through the library: for a slow backend one case in four does."""

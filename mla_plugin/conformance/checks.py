@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
-from mla_plugin.conformance.attention.case import Case
+from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.budget import ConformanceError, Yardstick, check_error, fail
 from mla_plugin.conformance.watch import check_no_graph, check_not_shared
 from mla_plugin.device import DISTRIBUTIONS
@@ -25,16 +25,35 @@ _FACTS = (
     *(kind.__name__ for kind in _REQUESTS),
     *DISTRIBUTIONS,
 )
+_NAMED = re.compile(r"\b([a-z][a-z_]*)=")
 Inputs = Mapping[str, torch.Tensor | None]
 
 
-def check_reasons(reasons: tuple[str, ...]) -> None:
-    """Each reason is a text with the value found."""
+def check_reasons(reasons: tuple[str, ...], request: AttentionRequest | DecodeRequest | None = None) -> None:
+    """Each reason is a text with the value found; ``name=value`` of a request's attribute is not another's value."""
     for reason in reasons:
         if not isinstance(reason, str) or not reason.strip():
             fail(f"the reason {reason!r} is not a string; expected one such as 'head_dim_qk=320 > 256'")
         if not re.search(r"\d", reason) and not any(fact in reason for fact in _FACTS):
             fail(f"the reason {reason!r} lacks the value found or the limit, as in 'head_dim_qk=320 > 256'")
+        for name in _NAMED.findall(reason):
+            if hasattr(request, name) and not _holds(reason, value := getattr(request, name)):
+                fail(f"the reason {reason!r} does not fit its request, whose {name} is {value!r}")
+
+
+def _holds(reason: str, value: object) -> bool:
+    """Whether the value stands in the reason, in some spelling; floats may be rounded there."""
+    if isinstance(value, tuple):
+        return all(_holds(reason, x) for x in value)
+    if isinstance(value, bool):
+        spellings = [str(value), str(value).lower(), str(int(value))]
+    elif isinstance(value, torch.dtype):
+        spellings = [str(value), str(value).removeprefix("torch."), DTYPE_NAMES.get(value, str(value))]
+    elif isinstance(value, int | str):
+        spellings = [str(value)]
+    else:
+        return True
+    return any(re.search(rf"(?<![\w.-]){re.escape(text)}(?!\w)", reason) for text in spellings)
 
 
 def check_output(case: Case, inputs: Inputs, output: object, expected: tuple[Yardstick, Yardstick]) -> AttentionOutput:

@@ -7,10 +7,12 @@ import decimal
 import functools
 import gc
 import io
+import locale
 import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.multiprocessing
 
 from mla_plugin import environment
 from mla_plugin.conformance.budget import fail
@@ -118,6 +121,7 @@ _SETTINGS: dict[str, Setting] = {
     "torch.backends.cudnn.allow_tf32": _attribute(_CUDNN, "allow_tf32", True, False),
 }
 """Name to getter, setter, and the two values to test with; equal if another value would change results."""
+_HOLDERS = (torch.Tensor, torch.nn.functional)
 _PRECISION = "torch.get_float32_matmul_precision()"
 _READ_OFTEN = (
     "torch.get_default_dtype()",
@@ -129,6 +133,15 @@ _READ_OFTEN = (
 """Those that take little time to read."""
 _variables: dict[str, str | None] = {}
 """Environment variables that calls have changed, and their previous values."""
+
+
+def _kept(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
+    """A setting of which another value would change results, or what others see: it is left as it is."""
+    return read, lambda value: None if read() == value else write(value), (read(), read())
+
+
+def _set_locale(value: str) -> None:
+    locale.setlocale(locale.LC_ALL, value)
 
 
 def _umask() -> int:
@@ -163,6 +176,12 @@ _PROCESS: dict[str, Setting] = {
     "sys.excepthook": _attribute(sys, "excepthook", sys.excepthook),
     "threading.excepthook": _attribute(threading, "excepthook", threading.excepthook),
     "torch.is_warn_always_enabled()": (torch.is_warn_always_enabled, torch.set_warn_always, (False, False)),
+    "torch.get_default_device()": _kept(torch.get_default_device, torch.set_default_device),
+    "torch.multiprocessing.get_sharing_strategy()": _kept(
+        torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy
+    ),
+    "socket.getdefaulttimeout()": (socket.getdefaulttimeout, socket.setdefaulttimeout, (60.0, None)),
+    "locale.setlocale()": _kept(functools.partial(locale.setlocale, locale.LC_ALL), _set_locale),
     "decimal.getcontext().prec": (
         lambda: decimal.getcontext().prec,
         lambda value: setattr(decimal.getcontext(), "prec", value),
@@ -170,6 +189,8 @@ _PROCESS: dict[str, Setting] = {
     ),
 }
 """The same for the process; loading a library may change them, so a first call may."""
+if hasattr(sys, "setdlopenflags"):
+    _PROCESS["sys.getdlopenflags()"] = _kept(sys.getdlopenflags, sys.setdlopenflags)
 if hasattr(os, "sched_setaffinity"):
     _CPUS = os.sched_getaffinity(0)
     _PROCESS["os.sched_getaffinity(0)"] = (
@@ -189,6 +210,11 @@ def _loaded() -> dict[str, Setting]:
             found[f"signal.getsignal({number.name})"] = functools.partial(signal.getsignal, number), write, values
     if (numpy := sys.modules.get("numpy")) is not None:
         of_errors = numpy.geterr() | {"under": "warn"}, numpy.geterr() | {"under": "ignore"}
+        found["numpy.get_printoptions()['precision']"] = (
+            lambda: numpy.get_printoptions()["precision"],
+            lambda value: numpy.set_printoptions(precision=value),
+            (7, 9),
+        )
         found["numpy.geterr()"] = numpy.geterr, lambda value: numpy.seterr(**value), of_errors
     if (config := sys.modules.get("torch._dynamo.config")) is not None:
         found["torch._dynamo.config.suppress_errors"] = _attribute(config, "suppress_errors", False)
@@ -235,14 +261,26 @@ def unusual_settings() -> Iterator[None]:
 def settings_kept() -> Iterator[None]:
     """Fail when the block changes a setting. A variable that it changes is noted, for ``check_settings_are_kept``."""
     before = {name: read() for name, (read, _, _) in _SETTINGS.items()}
-    variables = environment.variables()
+    variables, functions = environment.variables(), [dict(vars(holder)) for holder in _HOLDERS]
     yield
+    for holder, attributes in zip(_HOLDERS, functions, strict=True):
+        _check_not_replaced(holder, attributes)
     for name, (read, _, _) in _SETTINGS.items():
         if (now := read()) != before[name]:
             _fail_of(name, before[name], now)
     if (now := environment.variables()) != variables:
         changed = {name for name in {*variables, *now} if variables.get(name) != now.get(name)}
         _variables.update((name, variables.get(name)) for name in changed if name not in _variables)
+
+
+def _check_not_replaced(holder: Any, before: dict[str, Any]) -> None:
+    """Fail where an attribute of PyTorch is another one than before, which is restored; libraries add some."""
+    now = dict(vars(holder))
+    if now == before:
+        return
+    for name in [name for name, value in before.items() if now.get(name) is not value]:
+        setattr(holder, name, before[name])
+        fail(f"{name} of {holder.__name__} was replaced during the call; others call it too")
 
 
 def read_often() -> dict[str, Any]:

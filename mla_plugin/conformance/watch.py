@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -115,12 +116,18 @@ def _memory(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def nothing_added(*objects: object) -> Iterator[None]:
-    """Fail if the block adds an attribute to an object that lives on, such as a plan."""
-    before = [set(vars(each)) for each in objects]
+def nothing_changed(*objects: object) -> Iterator[None]:
+    """Fail if the block adds an attribute to an object that lives on, such as a plan, or changes a frozen one."""
+    before = [dict(vars(each)) for each in objects]
     yield
-    for each, names in zip(objects, before, strict=True):
-        added = [name for name in vars(each) if name not in names and name != "_hash" and not hasattr(type(each), name)]
+    for each, values in zip(objects, before, strict=True):
+        names = [field.name for field in fields(each)] if is_dataclass(each) else []
+        changed = [name for name in names if getattr(each, name) is not values[name]]
+        if changed:
+            fail(f"the hook changed {', '.join(changed)} of its {type(each).__name__}, which other calls share")
+        added = [
+            name for name in vars(each) if name not in values and name != "_hash" and not hasattr(type(each), name)
+        ]
         if added:
             fail(
                 f"the hook added {', '.join(added)} to its {type(each).__name__}, which other calls share; a "

@@ -26,6 +26,7 @@ from tests.conformance import (
     broken_apart,
     broken_attention,
     broken_beside,
+    broken_combined,
     broken_decode,
     broken_extremes,
     broken_gaps,
@@ -48,12 +49,27 @@ GENERAL = {
         "test_what_no_tensors_go_with_is_refused",
         "test_dropout",
         "test_unusual_values",
+        "test_backward_alone",
+        "test_at_the_same_time",
         "test_surroundings",
         "test_unlike_calls",
     ),
-    "decode": ("test_attention_is_answered", "test_unusual_values", "test_surroundings", "test_unlike_calls"),
+    "decode": (
+        "test_attention_is_answered",
+        "test_every_request_is_answered",
+        "test_at_the_same_time",
+        "test_unusual_values",
+        "test_surroundings",
+        "test_unlike_calls",
+    ),
 }
-_LAST = ("test_drawn_calls", "test_batch_invariance", "test_many_sequences")
+_LAST = (
+    "test_sizes_beside_features",
+    "test_every_size",
+    "test_drawn_calls",
+    "test_batch_invariance",
+    "test_many_sequences",
+)
 LAST = {
     "attention": (*_LAST, "test_more_than_two_billion_elements"),
     "decode": (*_LAST, "test_more_than_two_billion_elements"),
@@ -74,6 +90,7 @@ _TABLES = (
     broken_narrower,
     broken_apart,
     broken_wider,
+    broken_combined,
 )
 FAULTS = {
     "attention": (*broken_attention.BROKEN, *(fault for table in _TABLES for fault in table.ATTENTION)),

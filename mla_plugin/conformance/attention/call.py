@@ -16,7 +16,7 @@ from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.draw import Draw
 from mla_plugin.conformance.attention.oracle import Oracle
 from mla_plugin.conformance.budget import Roundings, Yardstick, fail
-from mla_plugin.conformance.watch import as_the_library, nothing_added
+from mla_plugin.conformance.watch import as_the_library, nothing_changed
 from mla_plugin.hooks.attention import AttentionOutput, AttentionRequest, Plan, Residuals
 from mla_plugin.hooks.manager import BackendManager
 
@@ -180,7 +180,7 @@ class Hooks:
         if self.kept is not None:
             vars(call.tensors)["kept"] = self.kept
         watched = as_the_library(self.device_type, call.inputs, is_poisoned=is_poisoned)
-        with _same_objects(call.tensors), nothing_added(plan, plan.request), watched:
+        with _same_objects(call.tensors), nothing_changed(plan, plan.request), watched:
             return run(plan=plan, tensors=call.tensors)
 
     def backward(self, plan: Plan, call: Call, output: AttentionOutput, *, is_poisoned: bool = True) -> Any:
@@ -189,7 +189,7 @@ class Hooks:
         residuals = Residuals(call.tensors, output.out, output.lse)
         inputs = {**call.inputs, "out": output.out, "lse": output.lse, "dout": call.dout, "dlse": call.dlse}
         watched = as_the_library(self.device_type, inputs, is_poisoned=is_poisoned)
-        with _same_objects(call.tensors), _same_objects(residuals), nothing_added(plan, plan.request), watched:
+        with _same_objects(call.tensors), _same_objects(residuals), nothing_changed(plan, plan.request), watched:
             return run(plan=plan, residuals=residuals, dout=call.dout, dlse=call.dlse)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,10 @@ LONG_ENDS = (130, 250, 600, 1100)
 
 
 class _Form(NamedTuple):
-    """What a prefill is made of; ``is_strided``: chunks are slices of the whole batch, and not copied."""
+    """What a prefill is made of.
+
+    ``is_strided``: chunks are slices of the whole batch, and not copied. With ``no_mask`` each chunk sees all keys.
+    """
 
     qkv_format: str
     batch: int
@@ -36,6 +40,12 @@ class _Form(NamedTuple):
     window: tuple[int, int] = (-1, -1)
     is_strided: bool = False
     deterministic: bool = False
+    mask: str = "causal_bottom_right"
+
+    @property
+    def is_causal(self) -> bool:
+        """A sequence's first tokens have the same results without the ones behind them."""
+        return self.mask != "no_mask"
 
 
 FORMS = (
@@ -44,6 +54,8 @@ FORMS = (
     _Form("bhsd", 2, (2, 1), (64, 64), is_strided=True),
     _Form("bshd", 13, (2, 2), (64, 64)),
 )
+OTHER_FORMS = (_Form("bshd", 2, (6, 3), (32, 32), mask="no_mask"), _Form("bhsd", 3, (1, 1), (24, 24), mask="causal"))
+"""Narrow ones, in float64 too."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,10 @@ class _Prefill:
         offsets = _offsets(lengths, q.device)
         return AttentionTensors(q, k, v, q.shape[-1] ** -0.5, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
 
+    @property
+    def _padding_mask(self) -> str:
+        return f"padding_{self.form.mask}" if self.form.is_causal else "padding"
+
     def request(self, tensors: AttentionTensors, *, batch_invariant: bool = True) -> AttentionRequest:
         """The request of a part."""
         is_packed, offsets = tensors.q.dim() == 3, tensors.cu_seqlens_q
@@ -102,7 +118,7 @@ class _Prefill:
         return AttentionRequest.of(
             tensors,
             qkv_format="thd" if is_packed else self.form.qkv_format,
-            attn_mask_type="causal_bottom_right" if offsets is None else "padding_causal_bottom_right",
+            attn_mask_type=self.form.mask if offsets is None else self._padding_mask,
             window_size=self.form.window,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
@@ -140,23 +156,30 @@ def check_batch_invariance(suite: BackendConformance) -> None:
 
 def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
+    others = () if suite.is_slow else itertools.product((*DTYPES, torch.float64), OTHER_FORMS)
+    for dtype, form in others:
+        yield _drawn(suite, form, dtype, generator)
     for dtype in DTYPES:
         for form in FORMS:
-            (heads, kv_heads), (dim_qk, dim_v) = form.heads, form.head_dims
-            q, k, v = (
-                torch.randn((form.batch, ENDS[-1], *each), generator=generator).to(suite.device, dtype)
-                for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
-            )
-            ends = _with_one_query(ENDS, generator)
-            yield _Prefill(form, q, k, v, ends)
+            whole = _drawn(suite, form, dtype, generator)
+            yield whole
             if form == FORMS[0] and not suite.is_slow:
-                yield _Prefill(form, q, k, v, ends, is_training=True)
+                yield replace(whole, is_training=True)
         if not suite.is_slow:
             form = _Form("bshd", 2, (1, 1), (64, 64))
             q, k, v = (
                 torch.randn((2, LONG_ENDS[-1], 1, 64), generator=generator).to(suite.device, dtype) for _ in "qkv"
             )
             yield _Prefill(form, q, k, v, _with_one_query(LONG_ENDS, generator))
+
+
+def _drawn(suite: BackendConformance, form: _Form, dtype: torch.dtype, generator: torch.Generator) -> _Prefill:
+    (heads, kv_heads), (dim_qk, dim_v) = form.heads, form.head_dims
+    q, k, v = (
+        torch.randn((form.batch, ENDS[-1], *each), generator=generator).to(suite.device, dtype)
+        for each in ((heads, dim_qk), (kv_heads, dim_qk), (kv_heads, dim_v))
+    )
+    return _Prefill(form, q, k, v, _with_one_query(ENDS, generator))
 
 
 def _with_one_query(ends: tuple[int, ...], generator: torch.Generator) -> tuple[int, ...]:
@@ -179,14 +202,16 @@ def _check(suite: BackendConformance, whole: _Prefill) -> None:
     everything = slice(None)
     ends = whole.ends
     out, lse = _run(suite, whole, whole.part(everything, everything, ends[-1]))
-    for first, last in pairwise((0, *ends)):
-        chunk = _run(suite, whole, whole.part(everything, slice(first, last), last))
+    for first, last in pairwise((0, *ends)) if whole.form.mask != "causal" else ():
+        keys = last if whole.form.is_causal else ends[-1]
+        chunk = _run(suite, whole, whole.part(everything, slice(first, last), keys))
         _same(whole, f"queries {first} to {last}", chunk, (out[:, first:last], lse[:, first:last]))
     for b in range(2):
         one = slice(b, b + 1)
         alone = _run(suite, whole, whole.part(one, everything, ends[-1]))
         _same(whole, f"sequence {b}", alone, (out[one], lse[one]))
-    for parts in (((0, ends[-1]), (1, ends[-1])), whole.parts, whole.parts[2:3]):
+    of_any_length = (whole.parts, whole.parts[2:3]) if whole.form.is_causal else (((1, ends[-1]),),)
+    for parts in (((0, ends[-1]), (1, ends[-1])), *of_any_length):
         packed = whole.packed(parts)
         if suite.takes(whole.request(packed)):
             wanted = [torch.cat([x[b, :length] for b, length in parts]) for x in (out, lse)]
@@ -198,12 +223,14 @@ def _check(suite: BackendConformance, whole: _Prefill) -> None:
 def _check_rows_behind(suite: BackendConformance, whole: _Prefill, wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Rows behind the sequences: packed ones have the bits of the whole batch too, dense ones those of shorter ones."""
     ends, gap = whole.ends, 5
-    for length in (ends[1], ends[-1]):
+    for length in (ends[1], ends[-1]) if whole.form.is_causal else ends[-1:]:
         packed = whole.packed(((1, length),), gap)
         if suite.takes(whole.request(packed)):
             out, lse = _run(suite, whole, packed)
             prefix = wanted[0][1, :length], wanted[1][1, :length]
             _same(whole, f"a packed sequence of {length} tokens before a gap", (out[:length], lse[:length]), prefix)
+    if not whole.form.is_causal:
+        return
     dense = [whole.padded(lengths) for lengths in ((ends[1], ends[2]), (ends[-1], ends[-2]))]
     if suite.takes(whole.request(dense[0])):
         short, long = (_run(suite, whole, tensors) for tensors in dense)

@@ -199,7 +199,7 @@ def _plan(
     request = case.request(suite.device, is_training=is_training).replace(dropout_p=dropout_p, partial=is_partial)
     decision = suite._answer(request)
     if isinstance(decision, Refused):
-        checks.check_reasons(decision.reasons)
+        checks.check_reasons(decision.reasons, request)
     if not isinstance(decision, Accepted):
         return None
     return Plan(request, suite.platform(), suite.backend, decision.backward_by or suite.backend)

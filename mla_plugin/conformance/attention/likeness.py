@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
 
 
+_BLIND = (((20, 0), (12, 16)), ((12, 8), (0, 28)))
+"""Lengths of queries and of keys where some queries see no key, and half of the plain ones' queries in all."""
+
+
 def with_padding(plain: list[Case]) -> Iterator[Case]:
     """Full sequences under a padding mask, and packed ones of one length; their requests are equal to others."""
     for case in plain:
@@ -31,6 +35,11 @@ def with_padding(plain: list[Case]) -> Iterator[Case]:
         else:
             rows: dict[str, Any] = {"rows_q": lengths, "rows_kv": lengths, "attn_mask_type": "padding"}
             yield replace(case, name=f"{case.name} with padding", max_seqlen="extent", **both, **rows)
+        unlike: dict[str, Any] = {"seqlens_q": (20, 20), "seqlens_kv": (24, 24), "max_seqlen": "extent"}
+        if not case.is_packed:
+            unlike |= {"rows_q": (28, 28), "rows_kv": (28, 28)}
+        mask = "padding_causal_bottom_right"
+        yield replace(case, name=f"{case.name} of more keys than queries", attn_mask_type=mask, **unlike)
 
 
 def check_like_calls(suite: BackendConformance, case: Case) -> None:
@@ -56,6 +65,19 @@ def _check(suite: BackendConformance, plan: Plan, case: Case) -> None:
             checks.fail(f"{case.name} with {words}, one of several calls that differ in values alone: {error}")
 
 
+def varied(case: Case, index: int) -> Case:
+    """A case of the same request, one for each small index: of another scale and, with padding, of other lengths."""
+    other = replace(case, softmax_scale=(0.5 + index / 16) * case.head_dim_qk**-0.5)
+    if not case.has_padding or case.seqlens_q != case.seqlens_kv:
+        return other
+    longest = max(case.seqlens_q)
+    lengths = tuple(n if n == longest else max(0, n - 1 - index) for n in case.seqlens_q)
+    tail = case.tail
+    if case.is_packed and case.rows_q is None:  # as many rows in all
+        tail += sum(case.seqlens_q) - sum(lengths)
+    return replace(other, seqlens_q=lengths, seqlens_kv=lengths, tail=tail)
+
+
 def _like_cases(case: Case) -> Iterator[tuple[str, Case, bool]]:
     """A name, the case, and whether its bias and mask hide nothing; all cases have the same request."""
     storages: dict[str, Any] = {f"storage_{name}": "offset" for name in "qkv"}
@@ -64,13 +86,14 @@ def _like_cases(case: Case) -> Iterator[tuple[str, Case, bool]]:
     yield "addresses off 16 bytes", replace(case, bias_storage="offset", offsets_storage="offset", **storages), False
     if case.has_padding or case.bias_type != "no_bias" or case.attn_mask_type == "arbitrary":
         yield "other strides", replace(case, bias_storage="sliced_dims", offsets_storage="strided"), False
-    if case.has_padding:
+    if case.has_padding and case._shares_offsets:
         shorter = tuple(length // (b + 2) for b, length in enumerate(case.seqlens_q))
-        both: dict[str, Any] = {"seqlens_q": shorter}
-        both["seqlens_kv"] = shorter if case._shares_offsets else tuple(n - n // 3 for n in case.seqlens_kv)
-        rows: dict[str, Any] = {"rows_q": case.rows_q, "rows_kv": case.rows_kv}
+        given: dict[str, Any] = {"seqlens_q": shorter, "seqlens_kv": shorter}
         if case.is_packed:  # as many rows in all
-            rows = {"rows_q": None, "rows_kv": None, "tail": case.tail + sum(case.seqlens_q) - sum(shorter)}
-            both["seqlens_kv"] = shorter
-        yield "shorter sequences", replace(case, **both, **rows), False
+            given |= {"rows_q": None, "rows_kv": None, "tail": case.tail + sum(case.seqlens_q) - sum(shorter)}
+        yield "shorter sequences", replace(case, **given), False
+    elif case.has_padding:
+        for lengths_q, lengths_kv in _BLIND:
+            given = {"seqlens_q": lengths_q, "seqlens_kv": lengths_kv, "tail": 20 if case.is_packed else 0}
+            yield "queries that see no key and an empty sequence", replace(case, **given), False
     yield "plain values again", case, True

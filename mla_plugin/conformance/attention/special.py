@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks
 from mla_plugin.conformance.attention import library
 from mla_plugin.conformance.attention.call import Call, Hooks
@@ -31,6 +32,17 @@ HOPELESS: tuple[dict[str, Any], ...] = (
     {"bias_type": "alibi"},
 )
 """What a request can say and no hook is given tensors for."""
+HINTS: tuple[dict[str, Any], ...] = (
+    {"qkv_layout": "thd_t2hd"},
+    {"num_splits": 3},
+    {"cuda_graph": True},
+    {"checkpoint_core_attention": True},
+    {"has_score_mod": True, "has_score_mod_bprop": True},
+    {"has_kv_cache": True, "page_size": 64},
+    {"context_parallel": True, "cp_size": 4, "cp_comm_type": "a2a+p2p"},
+    *({"host": host} for host in HOSTS),
+)
+"""What hosts say besides."""
 
 
 def _calls(suite: BackendConformance, *, is_training: bool | None = None) -> list[tuple[Plan, Call]]:
@@ -81,6 +93,8 @@ def check_hopeless(suite: BackendConformance) -> None:
         checks.fail(
             "select_backend answers a request differently after it has refused others; the answer must not change"
         )
+    hints = [request.replace(**changes) for changes in (*HINTS, *HOPELESS)]
+    suite.check_every_request_is_answered([request, *hints])
     decode = DecodeRequest(request.dtype, torch.device(suite.device).type, 2, 1, 16, 512, 64, 1024, 64)
     if not isinstance(decision := suite._answer(decode), Accepted | Refused):
         checks.fail(f"select_backend of {suite.backend} answers a DecodeRequest with {decision!r}; return Refused")
@@ -92,13 +106,14 @@ def _words(changes: dict[str, Any]) -> str:
 
 def _reasons(suite: BackendConformance, request: AttentionRequest, changes: dict[str, Any]) -> set[str]:
     """Why a request with changes that nothing can compute is refused."""
-    decision = suite._answer(request.replace(**changes))
+    asked = request.replace(**changes)
+    decision = suite._answer(asked)
     if not isinstance(decision, Refused):
         checks.fail(
             f"{suite.backend} accepts {_words(changes)}, for which no hook is given tensors; refuse it. "
             "mla_plugin.plain_attention_refusals(request) yields the reasons for all that a plain backend cannot do"
         )
-    checks.check_reasons(decision.reasons)
+    checks.check_reasons(decision.reasons, asked)
     return set(decision.reasons)
 
 
@@ -142,6 +157,18 @@ def check_step(call: Call, output: AttentionOutput, gradients: Gradients | None)
         return
     expected, lse = call.expected_gradients(), call.expected()[1].exact
     checks.check_gradients(call.case, call.inputs, gradients, lse, expected)
+
+
+def check_once(suite: BackendConformance, case: Case, words: str) -> None:
+    """Both passes of a case, or the forward alone, unwatched; nothing where the backend refuses it."""
+    plan = suite.plan_of(case)
+    if plan is None:
+        return
+    call = call_of(suite, case, plan.request)
+    try:
+        check_step(call, *step(suite, plan, call))
+    except checks.ConformanceError as error:
+        checks.fail(f"{words}, in {case!r}: {error}")
 
 
 def check_call(suite: BackendConformance, plan: Plan, call: Call, words: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, spoilt
-from mla_plugin.conformance.attention import beyond, chunks, drawn, dropout, library, many, special, values
+from mla_plugin.conformance.attention import beyond, chunks, drawn, dropout, library, many, mixed, special, values
 from mla_plugin.conformance.attention.call import Call, Hooks
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.cases import cases, catalogue_for, whole_catalogue
@@ -187,6 +187,10 @@ class BackendConformance(Suite):
         """Zeros, gradients that are tiny or large, scores far below zero, NaN, an infinite gradient of lse."""
         values.check_values(self)
 
+    def test_backward_alone(self) -> None:
+        """The backward of a forward that ran elsewhere."""
+        values.check_backward_alone(self)
+
     def test_surroundings(self) -> None:
         """Other settings of PyTorch, another thread, inference mode; memory is given back."""
         values.check_surroundings(self)
@@ -194,6 +198,20 @@ class BackendConformance(Suite):
     def test_unlike_calls(self) -> None:
         """Calls of other sizes, layouts and dtypes between a forward and its backward, and after them."""
         values.check_unlike_calls(self)
+
+    def test_at_the_same_time(self) -> None:
+        """Two threads that compute the same kind of call."""
+        if not self.is_slow:
+            values.check_at_the_same_time(self)
+
+    def test_sizes_beside_features(self) -> None:
+        """Long, wide and many beside everything else, each once."""
+        mixed.check(self)
+
+    def test_every_size(self) -> None:
+        """One call of each width and of each number of heads, sequences and tokens, beside options of this run."""
+        if not self.is_slow:
+            values.check_every_size(self)
 
     def test_drawn_calls(self) -> None:
         """Sizes and options of this run alone; what the backend refuses is drawn again."""

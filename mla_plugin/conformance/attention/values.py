@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.conformance import checks, settings, spoilt, surroundings
-from mla_plugin.conformance.attention import alike, biases, library, likeness
+from mla_plugin.conformance.attention import alike, biases, features, library, likeness, swept
 from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import (
@@ -256,12 +256,14 @@ def check_surroundings(suite: BackendConformance) -> None:
         _check_inference_mode(suite, case)
         _check_after_inference_mode(suite, case)
         case, plan = _with_gaps(suite, case, plan)
-        surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+        run_one = functools.partial(_tensors_of_a_call, suite, case, plan, itertools.count())
+        surroundings.check_nothing_is_kept(run_one)
     for case in (*_with_more_tensors(plain), *likeness.with_padding(plain)):
         plan = suite.plan_of(case)
         if plan is not None:
             likeness.check_like_calls(suite, case)
-            surroundings.check_nothing_is_kept(functools.partial(_tensors_of_a_call, suite, case, plan))
+            run_one = functools.partial(_tensors_of_a_call, suite, case, plan, itertools.count())
+            surroundings.check_nothing_is_kept(run_one)
 
 
 def _with_gaps(suite: BackendConformance, case: Case, plan: Plan) -> tuple[Case, Plan]:
@@ -297,6 +299,24 @@ def _check_backward_in_another_thread(suite: BackendConformance, plan: Plan, cal
     check_step(call, *surroundings.in_another_thread(other))
     turned = replace(call, dout=call.dout.flip(plan.request.layout.tokens))
     check_step(turned, *step(suite, plan, turned, output))
+
+
+def check_every_size(suite: BackendConformance) -> None:
+    """Sizes that no list has, see ``swept``."""
+    swept.check_every_size(suite, _plain(suite))
+
+
+def check_backward_alone(suite: BackendConformance) -> None:
+    """The backward of a forward that ran elsewhere, of each layout and each feature."""
+    plain = _plain(suite)
+    more = () if suite.is_slow else features.with_features(plain)
+    features.check_backward_alone(suite, [*plain, *_with_more_tensors(plain), *more])
+
+
+def check_at_the_same_time(suite: BackendConformance) -> None:
+    """Two threads, of each feature, in a dense layout and packed; interpreters have one state for all threads."""
+    few = list({case.is_packed: case for case in _plain(suite)}.values())
+    features.check_at_the_same_time(suite, [*features.with_features(few), *_with_more_tensors(few)], few)
 
 
 def _checked_step(suite: BackendConformance, plan: Plan, call: Call) -> None:
@@ -342,8 +362,10 @@ def _check_pair(suite: BackendConformance, plan: Plan, call: Call, output: Atten
         checks.fail(f"a call with {lengths} after calls of other sizes, layouts and dtypes: {error}")
 
 
-def _tensors_of_a_call(suite: BackendConformance, case: Case, plan: Plan) -> dict[str, torch.Tensor | None]:
-    call = call_of(suite, case, plan.request)
+def _tensors_of_a_call(
+    suite: BackendConformance, case: Case, plan: Plan, indices: Iterator[int]
+) -> dict[str, torch.Tensor | None]:
+    call = call_of(suite, likeness.varied(case, next(indices)), plan.request)
     return {**call.inputs, "dout": call.dout, **results_of(*step(suite, plan, call))}
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, TOKEN_BYTES
 from mla_plugin.arguments.decode import DecodeLengths, DecodeTensors
 from mla_plugin.arguments.layout import LAYOUTS, lse_dtype
+from mla_plugin.arguments.options import HOSTS
 from mla_plugin.conformance import checks, spoilt
 from mla_plugin.conformance.attention.library import as_the_process_manager
 from mla_plugin.conformance.base import Suite
 from mla_plugin.conformance.budget import Yardstick
-from mla_plugin.conformance.decode import drawn, values
+from mla_plugin.conformance.decode import drawn, mixed, values
 from mla_plugin.conformance.decode.alone import check_batch_invariance
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.cases import (
@@ -26,7 +27,7 @@ from mla_plugin.conformance.decode.cases import (
 from mla_plugin.conformance.decode.many import check_many_sequences
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.conformance.memory import check_memory, not_run_without_memory
-from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared, nothing_added
+from mla_plugin.conformance.watch import Kept, as_the_library, check_no_graph, check_not_shared, nothing_changed
 from mla_plugin.hooks.attention import AttentionRequest
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
 from mla_plugin.hooks.types import Accepted, Refused
@@ -80,6 +81,13 @@ class DecodeConformance(Suite):
         request = AttentionRequest("bshd", torch.bfloat16, device_type, 2, 4, 4, 8, 8, 192, 128)
         if not isinstance(answer := self._answer(request), Accepted | Refused):
             checks.fail(f"select_backend of {self.backend} answers an AttentionRequest with {answer!r}; return Refused")
+
+    def test_every_request_is_answered(self) -> None:
+        """On any platform, from any host, for the smallest cache and the largest."""
+        plain = DecodeCase("").request(self.device)
+        sizes: tuple[dict[str, Any], ...] = ({}, {"batch_size": 0}, {"seqlen_q": 0}, {"max_seqlen_kv": 2**40})
+        hosts = ({"host": host} for host in HOSTS)
+        self.check_every_request_is_answered([plain.replace(**changes) for changes in (*sizes, *hosts)])
 
     def test_batch_invariance(self) -> None:
         """Asked for ``batch_invariant``, refuse, or give each query the bits that it has alone."""
@@ -140,6 +148,20 @@ class DecodeConformance(Suite):
         """Calls of other sizes and dtypes one after the other."""
         values.check_unlike_calls(self)
 
+    def test_at_the_same_time(self) -> None:
+        """Two threads that compute the same kind of call."""
+        if not self.is_slow:
+            values.check_at_the_same_time(self)
+
+    def test_sizes_beside_features(self) -> None:
+        """Long, wide and many beside everything else, each once."""
+        mixed.check(self)
+
+    def test_every_size(self) -> None:
+        """One call of each width, size of pages and number of heads, sequences and keys, beside options of this run."""
+        if not self.is_slow:
+            values.check_every_size(self)
+
     def test_drawn_calls(self) -> None:
         """Sizes and options of this run alone; what the backend refuses is drawn again."""
         drawn.check_drawn_calls(self)
@@ -189,6 +211,17 @@ class DecodeConformance(Suite):
             request = request.replace(max_seqlen_kv=cache.shape[1]) if page_size is None else request
             output = self.run(DecodePlan(request, self.platform(), self.backend), far)
             self.check_output(case, far, output)
+
+    def check_once(self, case: DecodeCase, words: str) -> None:
+        """A case, unwatched; nothing where the backend refuses it."""
+        request = case.request(self.device)
+        if not self.takes(request):
+            return
+        tensors = case.tensors(self.device, self._generator(), self.padding_poison)
+        try:
+            self.check_output(case, tensors, self.run(DecodePlan(request, self.platform(), self.backend), tensors))
+        except checks.ConformanceError as error:
+            checks.fail(f"{words}, in {case!r}: {error}")
 
     def check_output(self, case: DecodeCase, tensors: DecodeTensors, output: DecodeOutput) -> None:
         """Shapes and dtypes, zeros and -inf where no key is seen, errors in budget."""
@@ -264,8 +297,11 @@ class DecodeConformance(Suite):
         if device_type == "cuda":
             self.run(plan, tensors)
         living = [plan, plan.request] if tensors.lengths is None else [plan, plan.request, tensors.lengths]
-        with nothing_added(*living), as_the_library(device_type, inputs, is_poisoned=True):
+        state = None if tensors.lengths is None else tensors.lengths._state()
+        with nothing_changed(*living), as_the_library(device_type, inputs, is_poisoned=True):
             output = self.run(plan, tensors)
+        if tensors.lengths is not None and tensors.lengths._state() != state:
+            checks.fail("the hook updated the DecodeLengths of the call, which drops what other layers keep there")
         check_no_graph(out=output.out, lse=output.lse)
         check_not_shared(output._asdict(), inputs)
         return output

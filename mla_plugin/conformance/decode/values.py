@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_plugin.arguments.cache_format import PLAIN
+from mla_plugin.arguments.cache_format import FP8, PLAIN
 from mla_plugin.arguments.decode import DecodeTensors
 from mla_plugin.arguments.layout import LAYOUTS
 from mla_plugin.conformance import checks, settings, spoilt, surroundings
-from mla_plugin.conformance.decode import alike, likeness
+from mla_plugin.conformance.decode import alike, likeness, swept
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.oracle import expected
 from mla_plugin.hooks.decode import DecodeOutput, DecodePlan
@@ -157,7 +157,54 @@ def check_surroundings(suite: DecodeConformance) -> None:
         with torch.inference_mode():
             run()
         _check_after_inference_mode(suite, case)
-        surroundings.check_nothing_is_kept(run)
+        calls = (functools.partial(_one_call, suite, _varied(case, index), plan) for index in itertools.count())
+        surroundings.check_nothing_is_kept(functools.partial(_next_of, calls))
+
+
+_FEATURES: tuple[dict[str, Any], ...] = (
+    {"lengths": (600, 40)},
+    {"seqlen_q": 3},
+    {"leftpads": (3, 20)},
+    {"num_heads": 40},
+    {"has_host_lengths": True},
+    {"return_lse": False},
+    *({"dtype": dtype} for dtype in _DTYPES),
+    {"kv_cache_format": FP8, "rank": 64, "rope": 16, "cache_storage": "contiguous", "rope_storage_in_cache": None},
+)
+"""What a kernel has work of its own for, and so memory that two threads might share."""
+
+
+def _next_of(calls: Iterator[Callable[[], dict[str, torch.Tensor | None]]]) -> dict[str, torch.Tensor | None]:
+    return next(calls)()
+
+
+def _varied(case: DecodeCase, index: int) -> DecodeCase:
+    """A case of the same request, one for each small index, as attention's ``likeness.varied``."""
+    other = replace(case, softmax_scale=case.softmax_scale * (1 + index / 16))
+    if not case.has_seqlens_kv or case.has_host_lengths or case._has_one_cache:
+        return other
+    lengths = tuple(max(0, length - 1 - index) for length in case.lengths)
+    return replace(other, lengths=lengths, rows=case.capacity)
+
+
+def check_at_the_same_time(suite: DecodeConformance) -> None:
+    """Two calls with each feature in two threads, over the same lengths in the other order."""
+    plain = [case for case, _ in plain_calls(suite, of_any_format=True) if case.has_seqlens_kv]
+    for plain_case, given in itertools.product(plain, _FEATURES):
+        sizes: dict[str, Any] = {"lengths": (90, 40), "leftpads": None, "rows": None}
+        case = replace(plain_case, **(sizes | given))
+        request = case.request(suite.device)
+        if isinstance(suite._answer(request), Accepted):
+            plan = DecodePlan(request, suite.platform(), suite.backend)
+            runs = [functools.partial(_some_calls, suite, each, plan) for each in (case, case.other())]
+            surroundings.at_the_same_time(runs)
+
+
+def _some_calls(suite: DecodeConformance, case: DecodeCase, plan: DecodePlan) -> None:
+    """Several calls before the first is checked, so that those of two threads meet."""
+    tensors = case.tensors(suite.device, suite._generator(), suite.padding_poison)
+    for output in [_run(suite, plan, tensors) for _ in range(4)]:
+        suite.check_output(case, tensors, output)
 
 
 def _check_after_inference_mode(suite: DecodeConformance, case: DecodeCase) -> None:
@@ -171,6 +218,11 @@ def _check_after_inference_mode(suite: DecodeConformance, case: DecodeCase) -> N
         _one_call(suite, wider, plan)
     tensors = wider.tensors(suite.device, suite._generator(), suite.padding_poison)
     suite.check_output(wider, tensors, suite.run(plan, tensors))
+
+
+def check_every_size(suite: DecodeConformance) -> None:
+    """Sizes that no list has, see ``swept``."""
+    swept.check_every_size(suite, [case for case, _ in plain_calls(suite) if case.has_seqlens_kv])
 
 
 def check_unlike_calls(suite: DecodeConformance) -> None:
