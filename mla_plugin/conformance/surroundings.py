@@ -48,24 +48,22 @@ def in_another_thread(run: Callable[[], Result]) -> Result:
     return found[0]
 
 
-def at_the_same_time(runs: Sequence[Callable[[], object]]) -> None:
-    """Each of ``runs``, which check their results, a few times in a separate thread; the first error is raised.
+def at_the_same_time(runs: Sequence[Callable[[], Result]]) -> list[list[Result]]:
+    """Each of ``runs`` a few times in a separate thread, and what each gives; the first error is raised.
 
     The threads switch before each PyTorch operator, so that shared state is detected.
     """
 
-    def some_times(run: Callable[[], object]) -> None:
+    def some_times(run: Callable[[], Result]) -> list[Result]:
         with _turns():
-            for _ in range(_CALLS):
-                run()
+            return [run() for _ in range(_CALLS)]
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(len(runs)) as pool:
             waiting = [pool.submit(some_times, run) for run in runs]
-            for one in waiting:
-                one.result()
+            return [one.result() for one in waiting]
     finally:
         sys.setswitchinterval(interval)
 

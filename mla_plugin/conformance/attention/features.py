@@ -16,10 +16,9 @@ import torch
 
 from mla_plugin.arguments.layout import lse_dtype
 from mla_plugin.conformance import checks, surroundings
-from mla_plugin.conformance.attention.call import Call
 from mla_plugin.conformance.attention.case import Case
 from mla_plugin.conformance.attention.special import call_of, check_step, step
-from mla_plugin.hooks.attention import AttentionOutput, Plan
+from mla_plugin.hooks.attention import AttentionOutput
 
 if TYPE_CHECKING:
     from mla_plugin.conformance.attention.suite import BackendConformance
@@ -34,7 +33,6 @@ _FEATURES: tuple[dict[str, Any], ...] = (
     {"head_dim_qk": 64, "head_dim_v": 64},
     *({"dtype": dtype} for dtype in (torch.bfloat16, torch.float16, torch.float64)),
 )
-_STEPS = 2
 _ROWS: dict[str, Any] = {"rows_q": (36, 27), "rows_kv": (33, 24)}
 """Of two sequences: behind each is a gap, of packed ones, or padding."""
 
@@ -87,14 +85,10 @@ def check_at_the_same_time(suite: BackendConformance, given: list[Case], of_infe
         if plan is None:
             continue
         calls = [call_of(suite, each, plan.request) for each in (case, case.other())]
-        runs = [functools.partial(_checked, suite, plan, call) for call in calls]
+        found = surroundings.at_the_same_time([functools.partial(step, suite, plan, call) for call in calls])
         try:
-            surroundings.at_the_same_time(runs)
+            for call, results in zip(calls, found, strict=True):
+                for each in results:
+                    check_step(call, *each)
         except checks.ConformanceError as error:
             checks.fail(f"{case.name}, twice at the same time: {error}")
-
-
-def _checked(suite: BackendConformance, plan: Plan, call: Call) -> None:
-    """Several calls before the first is checked, so that those of two threads meet."""
-    for results in [step(suite, plan, call) for _ in range(_STEPS)]:
-        check_step(call, *results)
