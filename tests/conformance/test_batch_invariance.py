@@ -27,6 +27,8 @@ class Dependent:
     def select_backend(self, request: Any, platform: Any) -> Accepted | Refused:
         if not self.says_why and request.batch_invariant:
             return Refused(("it does not take this",))
+        if request.batch_invariant and request.dtype == torch.float64:
+            return Refused(("batch_invariant=True in dtype=torch.float64, which nothing rounds",))
         return Accepted()
 
     @hookimpl
@@ -99,7 +101,7 @@ PREFILL = {
     "packed": (lambda t: t.q.dim() if t.q.dim() == 3 else 0, "out of packed sequences"),
     "packed_tokens": (lambda t: t.q.dim() == 3 and len(t.q) != 380, "out of packed sequences"),
     "packed_longest": (lambda t: t.q.dim() == 3 and t.cu_seqlens_q.diff().max() != 190, "out of packed sequences"),
-    "fp16": (lambda t: t.k.shape[1] if t.q.dtype == torch.float16 else 0, "out of queries 0 to 1"),
+    "fp16": (lambda t: t.k.shape[1] if t.q.dtype == torch.float16 else 0, "have other bits"),
     "gqa": (lambda t: t.k.shape[1] if t.q.shape[-2] != t.k.shape[-2] else 0, "have other bits"),
     "narrow_heads": (lambda t: t.k.shape[1] if t.q.shape[-1] == 64 else 0, "out of queries 0 to 1"),
 }

@@ -156,21 +156,17 @@ def check_batch_invariance(suite: BackendConformance) -> None:
 
 def _prefills(suite: BackendConformance) -> Iterator[_Prefill]:
     generator = suite._generator()
+    first, *rest = itertools.product(DTYPES, FORMS)
     others = () if suite.is_slow else itertools.product((*DTYPES, torch.float64), OTHER_FORMS)
-    for dtype, form in others:
-        yield _drawn(suite, form, dtype, generator)
-    for dtype in DTYPES:
-        for form in FORMS:
-            whole = _drawn(suite, form, dtype, generator)
-            yield whole
-            if form == FORMS[0] and not suite.is_slow:
-                yield replace(whole, is_training=True)
-        if not suite.is_slow:
-            form = _Form("bshd", 2, (1, 1), (64, 64))
-            q, k, v = (
-                torch.randn((2, LONG_ENDS[-1], 1, 64), generator=generator).to(suite.device, dtype) for _ in "qkv"
-            )
-            yield _Prefill(form, q, k, v, _with_one_query(LONG_ENDS, generator))
+    for dtype, form in (first, *others, *rest):
+        whole = _drawn(suite, form, dtype, generator)
+        yield whole
+        if form == FORMS[0] and not suite.is_slow:
+            yield replace(whole, is_training=True)
+    for dtype in () if suite.is_slow else DTYPES:
+        form = _Form("bshd", 2, (1, 1), (64, 64))
+        q, k, v = (torch.randn((2, LONG_ENDS[-1], 1, 64), generator=generator).to(suite.device, dtype) for _ in "qkv")
+        yield _Prefill(form, q, k, v, _with_one_query(LONG_ENDS, generator))
 
 
 def _drawn(suite: BackendConformance, form: _Form, dtype: torch.dtype, generator: torch.Generator) -> _Prefill:
