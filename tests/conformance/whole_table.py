@@ -49,7 +49,7 @@ GENERAL = {
         "test_what_no_tensors_go_with_is_refused",
         "test_dropout",
         "test_unusual_values",
-        "test_backward_alone",
+        "test_residuals_of_another_backend",
         "test_at_the_same_time",
         "test_surroundings",
         "test_unlike_calls",

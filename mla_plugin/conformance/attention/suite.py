@@ -187,7 +187,7 @@ class BackendConformance(Suite):
         """Zeros, gradients that are tiny or large, scores far below zero, NaN, an infinite gradient of lse."""
         values.check_values(self)
 
-    def test_backward_alone(self) -> None:
+    def test_residuals_of_another_backend(self) -> None:
         """The backward of a forward that ran elsewhere."""
         values.check_backward_alone(self)
 
