@@ -143,10 +143,13 @@ class Suite:
         check_same_in_other_environments(lambda: self._answer(request), decision)
         return decision
 
-    def _answer(self, request: AttentionRequest | DecodeRequest, on: Platform | None = None) -> Any:
-        """What the backend answers, on this platform or on another one."""
-        before, given, variables = request.replace(), on or self.platform(), environment.variables()
-        answers = self._manager().caller("select_backend", self.backend)(request=request, platform=given)
+    def _answer(self, request: AttentionRequest | DecodeRequest) -> Any:
+        return self._answer_on(request, self.platform())
+
+    def _answer_on(self, request: AttentionRequest | DecodeRequest, on: Platform) -> Any:
+        """What the backend answers on a platform."""
+        before, variables = request.replace(), environment.variables()
+        answers = self._manager().caller("select_backend", self.backend)(request=request, platform=on)
         if request != before:
             checks.fail(f"select_backend changed its request, which was {before} and is {request}")
         if (now := environment.variables()) != variables:
@@ -177,7 +180,7 @@ class Suite:
         for request, on in itertools.product(requests, _PLATFORMS):
             asked = request.replace(device_type=on.device_type)
             try:
-                answer = self._answer(asked, on)
+                answer = self._answer_on(asked, on)
             except checks.ConformanceError:
                 raise
             except Exception as error:
