@@ -251,13 +251,13 @@ def test_forward_mode_through_the_kernels_own_function_is_a_clear_error() -> Non
 def test_inference_mode_records_nothing_although_gradients_are_enabled(compiled: bool) -> None:
     """As PyTorch's own operators: a result without a graph."""
     q, latents = torch.randn(1, 4, 2, 12, requires_grad=True), torch.randn(1, 4, 16, requires_grad=True)
-    weights = torch.randn(2, 8, 16)
+    weights, query = torch.randn(2, 8, 16), Q_NOPE_ABS.clone().requires_grad_()
 
     def run() -> list[torch.Tensor]:
         return [
             mla_plugin.attention(q, q, q),
             mla_plugin.latent_attention(q, latents, torch.ones(1, 4, 4), weights, weights),
-            decode(Q_NOPE_ABS.clone().requires_grad_()),
+            decode(query),
         ]
 
     if compiled:

@@ -18,7 +18,6 @@ def is_causal_without_mask(module: Any) -> bool:
     return bool(getattr(module, "is_causal", True))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo would trace the search
 def is_bidirectional_without_mask(config: Any) -> bool:
     """Whether layers of a model attend in both directions where they get no mask, whatever their ``is_causal`` says.
 
@@ -29,7 +28,13 @@ def is_bidirectional_without_mask(config: Any) -> bool:
     ``config`` may serve several models, and its class may be derived from theirs. Where one of them supports attention
     functions, another one counts only if its module calls them: wrappers, such as reward models, do not.
     """
-    return _is_bidirectional(config.__class__, len(PreTrainedModel.__subclasses__()))
+    return bool(_is_known_bidirectional(config.__class__))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_known_bidirectional(config_class: Any) -> bool:
+    """Dynamo would trace the search. For PyTorch 2.10 a class is a constant, and a config is none."""
+    return _is_bidirectional(config_class, len(PreTrainedModel.__subclasses__()))
 
 
 @functools.lru_cache(maxsize=256)

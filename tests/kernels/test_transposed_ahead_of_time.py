@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.xdist_group("compiler"), needs_hopper_kernels]
 
 WARPS = 8  # four that compute, and four of which one loads or all gather
 SPILLS = {16: 28, 32: 110}
-LOCAL = {16: 0, 32: 76}
-"""Loads and stores of spilled registers for a tile."""
+LOCAL = {16: 0, 32: 86}
+"""Loads and stores of spilled registers for a tile: with Triton 3.6 up to 86, with 3.7 up to 76."""
 EVERY_JOB = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
 
