@@ -26,17 +26,26 @@ _FACTS = (
     *DISTRIBUTIONS,
 )
 _NAMED = re.compile(r"\b([a-z][a-z_]*)=")
+_CLAUSE = re.compile(r"[,;:()]")
+_LIMIT = re.compile(
+    r"\b(accepts?|expect\w*|instead|must|need\w*|only|require\w*|supports?|takes?|unless|wants?|without)\b"
+)
+"""A clause with such a word says what the backend takes, and not what it was given."""
 Inputs = Mapping[str, torch.Tensor | None]
 
 
 def check_reasons(reasons: tuple[str, ...], request: AttentionRequest | DecodeRequest | None = None) -> None:
-    """Each reason is a text with the value found; ``name=value`` of a request's attribute is not another's value."""
+    """Each reason is a text with the value found; ``name=value`` of a request's attribute is that of this request.
+
+    ``expected name=value`` is the backend's own.
+    """
     for reason in reasons:
         if not isinstance(reason, str) or not reason.strip():
             fail(f"the reason {reason!r} is not a string; expected one such as 'head_dim_qk=320 > 256'")
         if not re.search(r"\d", reason) and not any(fact in reason for fact in _FACTS):
             fail(f"the reason {reason!r} lacks the value found or the limit, as in 'head_dim_qk=320 > 256'")
-        for name in _NAMED.findall(reason):
+        found = [clause for clause in _CLAUSE.split(reason) if not _LIMIT.search(clause)]
+        for name in _NAMED.findall(";".join(found)):
             if hasattr(request, name) and not _holds(reason, value := getattr(request, name)):
                 fail(f"the reason {reason!r} does not fit its request, whose {name} is {value!r}")
 

@@ -178,6 +178,23 @@ class TestRefusals:
     def test_a_reason_may_name_a_package_or_an_attribute(self):
         checks.check_reasons(("flash-attn is not installed", "deterministic is not available", "needs 9.0"))
 
+    @pytest.mark.parametrize(
+        "reason",
+        ["head_dim_qk=320 > 256", "qkv_format='thd', expected 'sbhd'", "window_size=(7, 0); deterministic=True"],
+    )
+    def test_a_reason_does_not_give_another_requests_value(self, reason):
+        request = case_named("bshd-causal-fp32").request()
+        given = request.replace(head_dim_qk=320, qkv_format="thd", window_size=(7, 0), deterministic=True)
+        checks.check_reasons((reason,), given)
+        with pytest.raises(ConformanceError, match="does not fit its request"):
+            checks.check_reasons((reason,), request)
+
+    @pytest.mark.parametrize(
+        "reason", ["expected head_dim_qk=320", "it needs window_size=(-1, 7)", "head_dim_v=80 only"]
+    )
+    def test_a_reason_may_say_what_the_backend_takes(self, reason):
+        checks.check_reasons((reason,), case_named("bshd-causal-fp32").request())
+
 
 ANEW = Broken(
     "softmax_anew",
