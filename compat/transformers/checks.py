@@ -30,7 +30,7 @@ def check_rows(num_rows: int, batch_size: int) -> None:
 def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Tensor:
     """The mask, after the check that it is for this batch and for as many keys as there are. Only sizes are compared.
 
-    One of tokens may be for fewer keys. Where transformers cuts a wider mask, so does this.
+    A mask over tokens may have fewer columns. Where transformers cuts a wider mask, so does this.
     """
     if not isinstance(mask, torch.Tensor):  # flex attention's BlockMask
         raise TypeError(f"attention_mask is {type(mask).__name__}; expected a torch.Tensor")
@@ -56,9 +56,10 @@ def fitted_mask(mask: torch.Tensor, batch_size: int, num_keys: int) -> torch.Ten
 
 
 def check_compressed_keys(module: Any, mask: torch.Tensor, packing: dict[str, Any] | None) -> None:
-    """Refuse what layers cannot say that append keys, each made of several tokens, to those of the tokens.
+    """Refuse packed sequences and bool masks where a layer appends compressed keys, as DeepSeek-V4's do.
 
-    DeepSeek-V4's layers do, across the borders of packed sequences, and append additive columns to the mask.
+    Each such key is made of several tokens, also across the borders of packed sequences. The layer appends a column for
+    it to the mask, an additive one.
     """
     if getattr(module, "compressor", None) is None:
         return

@@ -128,8 +128,8 @@ def _layers_deny_causality(config: Any) -> bool:
 def _cuts_queries(config: Any, sizes: dict[str, Any]) -> bool:
     """Whether layers may get a part of the mask: Gemma 4 leaves out queries before layers that share keys and values.
 
-    Of a mask for tokens no queries can be cut out; without a mask those that are left are the last ones. Gemma 3n has
-    such layers too and leaves nothing out.
+    A mask over tokens has no queries that could be cut out. Without a mask the queries that are left count as the last
+    ones. Gemma 3n shares keys and values too, and leaves no query out.
     """
     shares = getattr(config, "num_kv_shared_layers", 0) and config.model_type != "gemma3n_text"
     return bool(shares) and _num_queries(sizes) > 1

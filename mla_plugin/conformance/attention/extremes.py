@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
+from mla_plugin.conformance.attention.factors import plain_fields
 from mla_plugin.conformance.attention.scores import FAINT, OF_ONE_KEY
 from mla_plugin.conformance.covering import Row, Space
 
@@ -69,15 +70,8 @@ def case_of(name: str, row: Row) -> Case:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
     return Case(
         name,
-        qkv_format=row["qkv_format"],
-        dtype=row["dtype"],
+        **plain_fields(row, mask),
         **lengths,
-        num_heads=row["heads"][0],
-        num_kv_heads=row["heads"][1],
-        head_dim_qk=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        attn_mask_type=mask,
-        window_size=(row["window"][0], 0) if "causal" in mask and row["window"][0] >= 0 else row["window"],
         softmax_scale=FAINT if row["scores"].startswith("faint") else None,
         scores=row["scores"],
         deterministic=row["deterministic"],

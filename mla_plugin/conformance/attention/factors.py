@@ -120,6 +120,21 @@ def _most(row: Row) -> tuple[int, int]:
     return most_q, most_kv
 
 
+def plain_fields(row: Row, mask: str) -> dict[str, Any]:
+    """Fields of a case that the rows of all spaces say alike; ``mask``: with or without padding."""
+    left, right = row["window"]
+    return {
+        "qkv_format": row["qkv_format"],
+        "dtype": row["dtype"],
+        "num_heads": row["heads"][0],
+        "num_kv_heads": row["heads"][1],
+        "head_dim_qk": row["head_dims"][0],
+        "head_dim_v": row["head_dims"][1],
+        "attn_mask_type": mask,
+        "window_size": (left, 0) if "causal" in mask and left >= 0 else (left, right),
+    }
+
+
 def case_of(name: str, row: Row) -> Case:
     """The case of a settled row."""
     is_packed, padded = row["qkv_format"] == "thd", row["padded"]
@@ -129,15 +144,8 @@ def case_of(name: str, row: Row) -> Case:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
     return Case(
         name,
-        qkv_format=row["qkv_format"],
-        dtype=row["dtype"],
+        **plain_fields(row, mask),
         **shape,
-        num_heads=row["heads"][0],
-        num_kv_heads=row["heads"][1],
-        head_dim_qk=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        attn_mask_type=mask,
-        window_size=(row["window"][0], 0) if "causal" in mask and row["window"][0] >= 0 else row["window"],
         bottom_right_diagonal=row["bottom_right"],
         bias_type=row["bias"] or "no_bias",
         bias_shape=row["bias_shape"],

@@ -1,7 +1,7 @@
 """Small calls of each layout, each with one feature that a kernel has work of its own for: memory, a pass, a branch.
 
-What is tested of the plainest calls alone shows nothing of it: scratch memory that grouped heads need and two threads
-share, or a value that the forward leaves behind for the backward.
+The plainest calls do not show its faults: scratch memory that grouped heads need and two threads share, or a value that
+the forward leaves behind for the backward.
 """
 
 from __future__ import annotations

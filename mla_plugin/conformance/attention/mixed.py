@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_plugin.conformance import once
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
+from mla_plugin.conformance.attention.factors import plain_fields
 from mla_plugin.conformance.attention.special import check_once
 from mla_plugin.conformance.covering import Row, Space
 
@@ -46,8 +48,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 _DEFAULT: Row = {name: levels[0] for name, levels in FACTORS.items()}
 _MOST = 5.0
 """Million multiplications of a case."""
-_FEW = 6
-"""One case in so many is computed in a quick run."""
 
 
 def settle(row: Row) -> Row:
@@ -89,15 +89,8 @@ def case_of(name: str, row: Row) -> Case:
         mask = "padding" if mask == "no_mask" else f"padding_{mask}"
     return Case(
         name,
-        qkv_format=row["qkv_format"],
-        dtype=row["dtype"],
+        **plain_fields(row, mask),
         **lengths,
-        num_heads=row["heads"][0],
-        num_kv_heads=row["heads"][1],
-        head_dim_qk=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        attn_mask_type=mask,
-        window_size=(row["window"][0], 0) if "causal" in mask and row["window"][0] >= 0 else row["window"],
         bottom_right_diagonal=row["bottom_right"],
         bias_type=row["bias"] or "no_bias",
         bias_shape="bhss",
@@ -134,12 +127,5 @@ def _every_case() -> tuple[Case, ...]:
 
 
 def check(suite: BackendConformance) -> None:
-    """The cases for what the backend accepts, each computed once; of a quick run or a slow backend a few cheap ones."""
-    every = _every_case()
-    cases = tuple(case for case in every if suite._accepts(case))
-    if suite.quick or suite.is_slow:
-        cases = tuple(case for case in cases if case.cost < 1.0)[::_FEW]
-    elif len(cases) < len(every):
-        cases = SPACE.cases(suite._accepts)
-    for case in cases:
-        check_once(suite, case, "sizes beside features")
+    """The cases for what the backend accepts, each computed once."""
+    once.check_space(suite, SPACE, _every_case(), functools.partial(check_once, suite))

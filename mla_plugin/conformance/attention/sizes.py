@@ -14,6 +14,7 @@ import torch
 
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.draw import Storage
+from mla_plugin.conformance.attention.factors import plain_fields
 from mla_plugin.conformance.covering import Row, Space
 
 _STORAGES: tuple[Storage, ...] = ("contiguous", "batch_inside", "transposed")
@@ -89,15 +90,8 @@ def case_of(name: str, row: Row) -> Case:
     shape = shape.lstrip("1") or "1"  # as few dimensions as say it
     return Case(
         name,
-        qkv_format=row["qkv_format"],
-        dtype=row["dtype"],
+        **plain_fields(row, mask),
         **lengths,
-        num_heads=row["heads"][0],
-        num_kv_heads=row["heads"][1],
-        head_dim_qk=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        attn_mask_type=mask,
-        window_size=(row["window"][0], 0) if "causal" in mask and row["window"][0] >= 0 else row["window"],
         bottom_right_diagonal=row["mask"] != "arbitrary" or row["of_queries"],
         bias_type=row["bias"] or "no_bias",
         bias_shape=shape,

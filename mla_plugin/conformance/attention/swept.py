@@ -5,12 +5,12 @@ Each call has one such size, and what else a kernel tells apart is drawn: the la
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mla_plugin.conformance import once
 from mla_plugin.conformance.attention.case import DTYPE_NAMES, Case
 from mla_plugin.conformance.attention.special import check_once
 from mla_plugin.conformance.drawn import Dice
@@ -24,20 +24,12 @@ _HEADS = (*range(1, 41), *range(48, 129, 8))
 _GROUPS = tuple((group, kv_heads) for group in (*range(2, 17), 24, 32, 40, 48, 64) for kv_heads in (1, 2))
 _BATCHES = (*range(1, 41), 48, 63, 64, 65, 100, 127, 128, 129)
 _LENGTHS = (*range(1, 140), *range(144, 400, 16), 255, 257, 383, 511, 512, 513)
-_FEW = 8
-"""One in so many is drawn in a quick run, and on a CUDA device, where kernels are compiled for sizes."""
 
 
 def check_every_size(suite: BackendConformance, plain: list[Case]) -> None:
     """Both passes, or the forward alone, of each size that the backend takes."""
-    dice = Dice(suite._generator())
-    takes_few = suite.quick or torch.device(suite.device).type == "cuda"
-    for words, given in _sizes() if plain else ():
-        if takes_few and not dice.chance(1 / _FEW):
-            continue
-        case = _drawn(suite, dice, plain, given)
-        if case is not None:
-            check_once(suite, case, words)
+    if plain:
+        once.check_sizes(suite, _sizes(), functools.partial(_drawn, suite, plain), functools.partial(check_once, suite))
 
 
 def _sizes() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -55,7 +47,7 @@ def _sizes() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{length} tokens", {"seqlens_q": (9,), "seqlens_kv": (9,)} | dict.fromkeys(sides, (length,))
 
 
-def _drawn(suite: BackendConformance, dice: Dice, plain: list[Case], given: dict[str, Any]) -> Case | None:
+def _drawn(suite: BackendConformance, plain: list[Case], dice: Dice, given: dict[str, Any]) -> Case | None:
     """A plain case of this size, with a dtype and a mask that the backend takes beside it."""
     narrow: dict[str, Any] = {"head_dim_qk": 16, "head_dim_v": 16, "num_heads": 1, "num_kv_heads": 1}
     short: dict[str, Any] = {"seqlens_q": (9, 9), "seqlens_kv": (13, 13)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_plugin.arguments.cache_format import FP8, FP8_DS_MLA, PLAIN, RANK, ROPE, ROW_DTYPES
+from mla_plugin.conformance import once
 from mla_plugin.conformance.covering import Row, Space
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.decode.factors import plain_fields
@@ -47,8 +48,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """Each factor's levels. The first ones together are the plainest call."""
 _MOST = 8.0
 """Million multiplications of a case."""
-_FEW = 6
-"""One case in so many is computed in a quick run."""
 
 
 def settle(row: Row) -> Row:
@@ -108,12 +107,5 @@ def _every_case() -> tuple[DecodeCase, ...]:
 
 
 def check(suite: DecodeConformance) -> None:
-    """The cases for what the backend accepts, each computed once; of a quick run or a slow backend a few cheap ones."""
-    every = _every_case()
-    cases = tuple(case for case in every if suite._accepts(case))
-    if suite.quick or suite.is_slow:
-        cases = tuple(case for case in cases if case.cost < 1.0)[::_FEW]
-    elif len(cases) < len(every):
-        cases = SPACE.cases(suite._accepts)
-    for case in cases:
-        suite.check_once(case, "sizes beside features")
+    """The cases for what the backend accepts, each computed once."""
+    once.check_space(suite, SPACE, _every_case(), suite.check_once)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mla_plugin.conformance import once
 from mla_plugin.conformance.attention.case import DTYPE_NAMES
 from mla_plugin.conformance.decode.case import DecodeCase
 from mla_plugin.conformance.drawn import Dice
@@ -24,20 +24,12 @@ _PAGES = (*range(1, 41), 48, 64, 80, 96, 112, 128, 160, 192, 256, 320, 512)
 _BATCHES = (*range(1, 41), 48, 63, 64, 65, 100, 127, 128, 129)
 _LENGTHS = (*range(0, 400, 8), *range(448, 1100, 64))
 """The first of eight lengths in a row."""
-_FEW = 8
-"""One in so many is drawn in a quick run, and on a CUDA device, where kernels are compiled for sizes."""
 
 
 def check_every_size(suite: DecodeConformance, plain: list[DecodeCase]) -> None:
     """Each size that the backend takes, over a cache with or without pages."""
-    dice = Dice(suite._generator())
-    takes_few = suite.quick or torch.device(suite.device).type == "cuda"
-    for words, given in _sizes() if plain else ():
-        if takes_few and not dice.chance(1 / _FEW):
-            continue
-        case = _drawn(suite, dice, plain, given)
-        if case is not None:
-            suite.check_once(case, words)
+    if plain:
+        once.check_sizes(suite, _sizes(), functools.partial(_drawn, suite, plain), suite.check_once)
 
 
 def _sizes() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -59,7 +51,7 @@ def _sizes() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{first} and more keys", {"lengths": tuple(range(first, first + 8))}
 
 
-def _drawn(suite: DecodeConformance, dice: Dice, plain: list[DecodeCase], given: dict[str, Any]) -> DecodeCase | None:
+def _drawn(suite: DecodeConformance, plain: list[DecodeCase], dice: Dice, given: dict[str, Any]) -> DecodeCase | None:
     """A plain case of this size, with a dtype and options that the backend takes beside it."""
     for _ in range(6):
         own = dice.one_of([case for case in plain if (case.page_size is None) <= ("page_size" not in given)] or plain)
