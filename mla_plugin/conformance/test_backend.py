@@ -20,6 +20,9 @@ def _prepare(suite: type[BackendConformance] | type[DecodeConformance], config: 
         raise pytest.UsageError(get_manager().why_not_registered(name))
     suite.backend, suite.device, suite.refuses = name, config.getoption("device"), None
     suite.quick, suite.is_slow = config.getoption("quick"), config.getoption("few_repeats")
+    lowest_score = config.getoption("lowest_score")
+    if issubclass(suite, DecodeConformance) and lowest_score is not None:
+        suite.lowest_score = lowest_score
 
 
 class TestAttention(BackendConformance):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from mla_plugin.conformance import __main__ as program
-from mla_plugin.conformance import pages
+from mla_plugin.conformance import pages, test_backend
+from mla_plugin.conformance.decode.suite import DecodeConformance
 from mla_plugin.conformance.matrix import Matrix, Recorder
 from tests.repository.project import ROOT
 
@@ -66,6 +68,17 @@ def test_one_run_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".log"}
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, -65536.0), (-2048.0, -2048.0)])
+def test_the_lowest_score_of_a_run(given: float | None, expected: float) -> None:
+    class Suite(DecodeConformance):
+        pass
+
+    options = {"backend": "sdpa", "device": "cpu", "quick": True, "few_repeats": False, "lowest_score": given}
+    config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+    test_backend._prepare(Suite, cast("pytest.Config", config))
+    assert Suite.lowest_score == expected
+
+
 @pytest.mark.parametrize(("when", "name"), [("call", "test_surroundings"), ("setup", "test_x"), ("???", "test_crash")])
 def test_what_fails_beside_the_cases_is_counted(when: str, name: str) -> None:
     """A test of many calls, a fixture, and what pytest-xdist reports of a process that died."""
@@ -105,8 +118,8 @@ def test_options_that_do_not_go_together_are_an_error(
 def test_the_options_of_a_run_are_those_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
     monkeypatch.setattr(pages.subprocess, "run", lambda command, **_: commands.append(command))
-    program.main(["sdpa", "--pages", str(tmp_path), "--few-repeats", "--quick", "-k", "x"])
-    assert {"--few-repeats", "--quick", "-k", "x"} <= set(commands[0])
+    program.main(["sdpa", "--pages", str(tmp_path), "--few-repeats", "--quick", "--lowest-score", "-2048", "-k", "x"])
+    assert {"--few-repeats", "--quick", "--lowest-score=-2048.0", "-k", "x"} <= set(commands[0])
 
 
 def test_a_plain_checkout_has_a_page_too(monkeypatch: pytest.MonkeyPatch) -> None:

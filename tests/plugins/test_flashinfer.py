@@ -128,7 +128,14 @@ def test_shared_memory_of_consumer_gpus_suffices_for_deepseek_alone() -> None:
     assert flashinfer.fa2_shared_memory(512, 64, 101376) == 92704  # stated by FlashInfer
     assert reasons(request(), consumer) == ()
     (reason,) = reasons(request(kv_lora_rank=640), consumer)
-    assert reason == "shared_memory_per_block=101376 < 113184, for kv_lora_rank=640"
+    assert reason == "shared_memory_per_block=101376 < 113184, for kv_lora_rank=640, qk_rope_head_dim=64"
+
+
+def test_its_hopper_kernel_has_no_room_for_more_rotary_columns() -> None:
+    platform = replace(hopper(), shared_memory_per_block=232448)
+    assert reasons(request(qk_rope_head_dim=64), platform) == ()
+    (reason,) = reasons(request(qk_rope_head_dim=128), platform)
+    assert reason == "shared_memory_per_block=232448 < 246304, for kv_lora_rank=512, qk_rope_head_dim=128"
 
 
 def test_attention_is_refused() -> None:

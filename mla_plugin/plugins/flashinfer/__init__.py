@@ -26,14 +26,17 @@ MIN_VERSION = Version("0.6.12")
 FIRST_WITHOUT_ROPE = Version("0.7")
 FA3_RANKS = (512,)
 """Its Hopper kernel is wrong for ranks 128 and 256 and reads out of bounds, seen on an H200 with 0.6.13."""
+FA3_MOST_ROPE = 64
+"""With 128 columns its launch fails, seen there, too: the queries and two tiles of keys exceed the shared memory."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
 
 
-def kernel(rank: int, capability: tuple[int, int] | None) -> str:
-    """FlashInfer's name of the kernel: its Hopper kernel if it supports the rank."""
+def kernel(request: DecodeRequest, capability: tuple[int, int] | None) -> str:
+    """FlashInfer's name of the kernel: its Hopper kernel if it supports the rank and the rotary columns."""
     # fa2 is include/flashinfer/attention/mla.cuh, which sums rows of 16-bit weights: lse is off by up to 1e-3
-    return "fa3" if capability == (9, 0) and rank in FA3_RANKS else "fa2"
+    fits = request.kv_lora_rank in FA3_RANKS and request.qk_rope_head_dim <= FA3_MOST_ROPE
+    return "fa3" if capability == (9, 0) and fits else "fa2"
 
 
 def _package_refusals(platform: Platform) -> Iterator[str]:
@@ -59,10 +62,11 @@ def _device_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str
         yield from off_device
     elif capability is None or capability < (8, 0):
         yield f"compute_capability={capability} < (8, 0)"
-    elif memory is not None and kernel(request.kv_lora_rank, capability) == "fa2":
+    elif memory is not None and kernel(request, capability) == "fa2":
         needed = fa2_shared_memory(request.kv_lora_rank, request.qk_rope_head_dim, memory)
         if needed > memory:
-            yield f"shared_memory_per_block={memory} < {needed}, for kv_lora_rank={request.kv_lora_rank}"
+            widths = f"kv_lora_rank={request.kv_lora_rank}, qk_rope_head_dim={request.qk_rope_head_dim}"
+            yield f"shared_memory_per_block={memory} < {needed}, for {widths}"
 
 
 def fa2_shared_memory(rank: int, rope: int, available: int) -> int:
@@ -86,7 +90,7 @@ def _shape_refusals(request: DecodeRequest, platform: Platform) -> Iterator[str]
         yield "page_size=None, expected a paged cache"
     if not request.has_host_lengths:
         yield "has_host_lengths=False: it plans on the host, pass seqlens_kv=DecodeLengths(host_lengths, ...)"
-    if request.return_lse and kernel(rank, platform.compute_capability) == "fa2":
+    if request.return_lse and kernel(request, platform.compute_capability) == "fa2":
         yield "return_lse=True, expected False: its fa2 kernel sums weights that were rounded to the cache's dtype"
     yield from batch_dependence(request, "FlashInfer's plan splits sequences by the lengths of all")
     if request.has_leftpad_kv:
@@ -119,11 +123,11 @@ def select_backend(request: AttentionRequest | DecodeRequest, platform: Platform
     reasons = tuple(refusals(request, platform))
     if reasons:
         return Refused(reasons)
-    return Accepted(notes=(f"FlashInfer's {kernel(request.kv_lora_rank, platform.compute_capability)} kernel",))
+    return Accepted(notes=(f"FlashInfer's {kernel(request, platform.compute_capability)} kernel",))
 
 
 @hookimpl
 def forward(plan: DecodePlan, tensors: DecodeTensors) -> DecodeOutput:
     """Run with the plan stored in the lengths; the first call for these lengths creates it."""
-    name = kernel(plan.request.kv_lora_rank, plan.platform.compute_capability)
+    name = kernel(plan.request, plan.platform.compute_capability)
     return planning.run(name, tensors)
