@@ -103,3 +103,11 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if variable.owner != "Triton" and variable.name in os.environ:
             monkeypatch.delenv(variable.name)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def few_programs_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For interpreted ``batch_invariant``: its block sizes change no bit, and whole rows are faster to interpret."""
+    if not torch.cuda.is_available():
+        sizes = "mla_plugin.kernels.decode.invariant.launch.combine_sizes"
+        monkeypatch.setattr(sizes, lambda *_: (4, 512, 4))

@@ -203,3 +203,13 @@ def test_the_check_of_values_is_asked_for_by_1_alone(
     if text is not None:
         monkeypatch.setenv("MLA_PLUGIN_CHECK", text)
     assert environment.is_value_check_requested() is wanted
+
+
+def test_recorded_are_the_reads_of_others_alone() -> None:
+    """The suite compares all variables around each question; each that a backend reads costs three more questions."""
+    with environment.recorded_reads() as names:
+        before = environment.variables()
+        os.environ.get("HOME")
+        assert environment.variables() == before == dict(os.environ)
+    assert names[0] == "HOME"
+    assert sorted(names[1:]) == sorted(os.environ)

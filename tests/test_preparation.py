@@ -173,7 +173,7 @@ def test_parents_are_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert imported == ["torch", "torch.nn", "torch.nn.functional"]
 
 
-@pytest.mark.parametrize("content", ["[" * 200_000, "{}", '{"modules": 3, "kernels": []}'])
+@pytest.mark.parametrize("content", ["[" * 200_000, "{}", '{"modules": 3, "kernels": []}'], ids=["deep", "{}", "3"])
 def test_a_note_that_cannot_be_read_is_none(content: str) -> None:
     preparation.note_path().write_text(content)
     assert preparation.noted() == Needs()

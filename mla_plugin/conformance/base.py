@@ -147,12 +147,13 @@ class Suite:
         return self._answer_on(request, self.platform())
 
     def _answer_on(self, request: AttentionRequest | DecodeRequest, on: Platform) -> Any:
-        """What the backend answers on a platform."""
-        before, variables = request.replace(), environment.variables()
+        """What the backend answers on a platform, and that it leaves the request and the environment as they were."""
+        makes_cases = self._answers is not None  # hundreds of requests, and each case's is asked again
+        before, variables = request.replace(), {} if makes_cases else environment.variables()
         answers = self._manager().caller("select_backend", self.backend)(request=request, platform=on)
         if request != before:
             checks.fail(f"select_backend changed its request, which was {before} and is {request}")
-        if (now := environment.variables()) != variables:
+        if not makes_cases and (now := environment.variables()) != variables:
             changed = sorted(name for name in {*variables, *now} if variables.get(name) != now.get(name))
             checks.fail(f"select_backend changed the environment variables {', '.join(changed)}")
         answer = answers[0] if len(answers) == 1 else None

@@ -23,7 +23,7 @@ from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.test_decode_invariant import CHUNK, bits
 from tests.kernels.test_decode_invariant import _nan_in_new_memory as _nan_in_new_memory
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = pytest.mark.usefixtures("hopper", "few_programs_of_the_sum")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 HEADS = (16, 40)
 """For the transposed kernel, and for that of many heads."""

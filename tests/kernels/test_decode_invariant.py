@@ -26,6 +26,7 @@ from mla_plugin.kernels.decode.invariant import launch as invariant
 from mla_plugin.kernels.decode.invariant import plan as invariant_plan
 from mla_plugin.kernels.decode.invariant.chunks import chunks_from, first_key, most_chunks
 from mla_plugin.kernels.decode.invariant.combine import combine_chunks_kernel
+from mla_plugin.kernels.decode.invariant.launch import combine_sizes
 from mla_plugin.kernels.decode.invariant.plan import COUNTED_KEYS, NUMBERS, plan_chunks_kernel
 from mla_plugin.kernels.decode.tiles import DECODE
 from mla_plugin.variables import CHUNKS
@@ -43,6 +44,7 @@ from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import as_value
 from tests.kernels.test_decode import describe_for_the_interpreter
 
+pytestmark = pytest.mark.usefixtures("few_programs_of_the_sum")
 TILE = COUNTED_KEYS.value
 CHUNK = 128  # here; two tiles, so that the interpreter has less to do
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -415,7 +417,7 @@ def test_results_of_any_block_sizes_of_the_sum(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_sizes_of_the_sum(given: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
     """Rows, columns and chunks, as they were measured; given are rows of the batch, chunks and rounds."""
-    assert invariant.combine_sizes(*given) == expected
+    assert combine_sizes(*given) == expected
 
 
 @pytest.mark.parametrize("memory", [0, 141 << 30])

@@ -13,6 +13,7 @@ from mla_plugin.kernels.decode.invariant import launch as invariant
 from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
 
+pytestmark = pytest.mark.usefixtures("few_programs_of_the_sum")
 LENGTHS = [300, 65, 0]
 CHUNK = 128
 

@@ -31,12 +31,6 @@ DEEPSEEK = (512, 64)
 LENGTHS = [2 * CHUNK + 65, 0, CHUNK, 1]
 
 
-@pytest.fixture
-def few_programs_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its block sizes change no bit, and whole rows are faster to interpret."""
-    monkeypatch.setattr(invariant, "combine_sizes", lambda *_: (4, 512, 4))
-
-
 def check(inputs: Inputs) -> None:
     """By the Hopper kernel, right, and each query has the bits that it has alone."""
     launches = invariant.make_launches(tensors_of(inputs), CHUNK)

@@ -22,7 +22,7 @@ from tests.kernels.gluon.translate import Program
 from tests.kernels.gluon.values import as_value
 from tests.requests import H100
 
-pytestmark = pytest.mark.usefixtures("hopper")
+pytestmark = pytest.mark.usefixtures("hopper", "few_programs_of_the_sum")
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 KINDS = [(FP8, BFLOAT16), (FP8, FLOAT16), (FP8_DS_MLA, BFLOAT16), (PLAIN, BFLOAT16), (PLAIN, FLOAT16)]
 PAGES = (1, 2, 16, 32, 48)

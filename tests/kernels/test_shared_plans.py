@@ -29,6 +29,7 @@ from tests.kernels.gathered_cases import call_of
 from tests.kernels.gluon.hopper import hopper as hopper
 from tests.kernels.recorded import plans, recorded
 
+pytestmark = pytest.mark.usefixtures("few_programs_of_the_sum")
 CHUNK = 128
 SHAPE = (6, 2, 5, 32, 16, 300)  # more sequences than plan for themselves
 LENGTHS, OTHERS = [300, 0, 129, 1, 64, 299], [1, 300, 300, 128, 0, 77]

@@ -21,6 +21,7 @@ class TestSdpa(DecodeConformance):
     padding_poison = math.nan
 
 
+@pytest.mark.usefixtures("few_programs_of_the_sum")
 class TestTritonInterpreted(DecodeConformance):
     backend = "triton"
     is_slow = True
