@@ -24,7 +24,7 @@ def pytest_addoption(parser: Any, pluginmanager: Any) -> None:
     group.addoption("--device", default="cpu", help="device that the cases run on; cpu is the default")
     group.addoption("--quick", action="store_true", help="a selection of the cases: less than a minute on a CPU")
     group.addoption("--few-repeats", action="store_true", help="one case in four is computed again and by the library")
-    group.addoption("--lowest-score", type=float, help="DecodeConformance.lowest_score: of the keys beside hidden ones")
+    group.addoption("--lowest-score", type=float, help="of every key in decode's call of low scores")
     group.addoption("--matrix-json", metavar="FILE", help="write the matrix of features as JSON")
     group.addoption("--matrix-markdown", metavar="FILE", help="write the matrix of features as Markdown")
 

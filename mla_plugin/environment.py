@@ -164,6 +164,10 @@ def markdown_table() -> str:
     return "\n".join(rows)
 
 
+_read: Callable[[Any, Any], str] = type(os.environ).__getitem__
+"""The real one: ``recorded_reads`` replaces the method."""
+
+
 @contextmanager
 def recorded_reads() -> Iterator[list[str]]:
     """Record the names of all variables read within the block, in order; for the conformance suite."""
@@ -180,9 +184,6 @@ def recorded_reads() -> Iterator[list[str]]:
         yield names
     finally:
         kind.__getitem__ = original
-
-
-_read: Callable[[Any, Any], str] = type(os.environ).__getitem__
 
 
 def variables() -> dict[str, str]:

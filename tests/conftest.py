@@ -107,7 +107,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_programs_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For interpreted ``batch_invariant``: its block sizes change no bit, and whole rows are faster to interpret."""
+    """The sum over the chunks of ``batch_invariant`` takes whole rows: faster to interpret, and sizes change no bit."""
     if not torch.cuda.is_available():
         sizes = "mla_plugin.kernels.decode.invariant.launch.combine_sizes"
         monkeypatch.setattr(sizes, lambda *_: (4, 512, 4))

@@ -156,6 +156,9 @@ def test_two_packages_cannot_share_a_name(tmp_path: Path, site: Path) -> None:
     assert "zz-rival" in answer["stderr"]
 
 
+NOT_THE_LONG_ONES = "not (sizes or pairs or extremes or every_size or many_sequences or keys_33000)"
+
+
 def run_pytest(site: Path, *arguments: str | Path) -> str:
     """What pytest prints in a fresh process that sees the installed packages; everything must pass."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "OMP_NUM_THREADS": "1"}
@@ -167,8 +170,7 @@ def run_pytest(site: Path, *arguments: str | Path) -> str:
 
 
 def test_it_passes_the_conformance_suite(site: Path) -> None:
-    few = "not (sizes or pairs or extremes or every_size or many_sequences or keys_33000)"  # they take most of the time
-    run_pytest(site, "pytest", "-q", "-p", "no:cacheprovider", "-k", few, EXAMPLE / "tests")
+    run_pytest(site, "pytest", "-q", "-p", "no:cacheprovider", "-k", NOT_THE_LONG_ONES, EXAMPLE / "tests")
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +188,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_decode_example_passes_by_the_command(others: Path) -> None:
     """Its own test file, and the one command, with the timer around it."""
     tests = ROOT / "examples" / "third_party_decode" / "tests"
-    few = "not (sizes or pairs or extremes or every_size or many_sequences or keys_33000)"  # they take most of the time
-    run_pytest(others, "pytest", "-q", "-p", "no:cacheprovider", "-k", few, tests)
+    run_pytest(others, "pytest", "-q", "-p", "no:cacheprovider", "-k", NOT_THE_LONG_ONES, tests)
     few = "thd or leftpad or paged-fp32"
     printed = run_pytest(others, "mla_plugin.conformance", "tokenwise", "--quick", "-k", few)
     assert re.search(r"decode +paged +computed", printed)

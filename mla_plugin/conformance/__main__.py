@@ -18,14 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--few-repeats", action="store_true", help="for interpreters: one case in four is computed again"
     )
     parser.add_argument(
-        "--lowest-score", type=float, help="of the keys in the call that tests hidden ones in decode, -65536 by default"
+        "--lowest-score", type=float, help="of every key in decode's call of low scores, -65536 by default"
     )
     parser.add_argument("--json", metavar="FILE", help="write the matrix as JSON")
     parser.add_argument("--markdown", metavar="FILE", help="write the matrix as Markdown, for a README")
     parser.add_argument("--pages", metavar="FOLDER", help="write a page for the backend and the device, .md and .json")
     parser.add_argument("--processes", type=int, default=0, help="with --pages: share each run, by pytest-xdist")
     given, rest = parser.parse_known_args(arguments)
-    rest += [] if given.lowest_score is None else [f"--lowest-score={given.lowest_score}"]
     if given.pages and (given.json or given.markdown):
         parser.error("--pages writes both forms into its folder; leave out --json and --markdown")
     if given.processes and not given.pages:
@@ -41,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += ["--backend", given.backend, "--device", given.device]
     command += ["--quick"] if given.quick else []
     command += ["--few-repeats"] if given.few_repeats else []
+    command += [] if given.lowest_score is None else [f"--lowest-score={given.lowest_score}"]
     command += ["--matrix-json", given.json] if given.json else []
     command += ["--matrix-markdown", given.markdown] if given.markdown else []
     return int(pytest.main([*command, *rest]))
@@ -63,6 +63,7 @@ def _pages(given: argparse.Namespace, rest: Sequence[str]) -> int:
         processes=given.processes,
         is_quick=given.quick,
         few_repeats=given.few_repeats,
+        lowest_score=given.lowest_score,
         rest=rest,
     )
 

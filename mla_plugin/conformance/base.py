@@ -147,8 +147,11 @@ class Suite:
         return self._answer_on(request, self.platform())
 
     def _answer_on(self, request: AttentionRequest | DecodeRequest, on: Platform) -> Any:
-        """What the backend answers on a platform, and that it leaves the request and the environment as they were."""
-        makes_cases = self._answers is not None  # hundreds of requests, and each case's is asked again
+        """What the backend answers on a platform. It must leave the request as it was, and the environment.
+
+        The latter is not looked at while cases are made, of hundreds of requests, where ``takes`` hides errors.
+        """
+        makes_cases = self._answers is not None
         before, variables = request.replace(), {} if makes_cases else environment.variables()
         answers = self._manager().caller("select_backend", self.backend)(request=request, platform=on)
         if request != before:

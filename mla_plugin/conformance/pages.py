@@ -60,6 +60,8 @@ def page(found: dict[str, Any], table: str, *, name: str, selection: str | None)
         lines.append(
             "One case in four is computed again with other data, and through `mla_plugin.attention` or `decode`."
         )
+    if (lowest_score := found.get("lowest_score")) is not None:
+        lines.append(f"The keys of decode's call of low scores have {lowest_score:g} instead of -65536.")
     lines += ["", f"{total['computed']} cases computed, {total['refused']} refused, {total['failed']} failed.", ""]
     if not total["computed"] and not total["failed"]:
         lines += ["It computes nothing on this device:", "", *(f"- {reason}" for reason in found["reasons"]), ""]
@@ -107,6 +109,7 @@ def write(
     processes: int,
     is_quick: bool,
     few_repeats: bool = False,
+    lowest_score: float | None = None,
     rest: Sequence[str] = (),
 ) -> int:
     """Run the suite for each backend in a separate process, and write NAME_DEVICE.md, .json and .log.
@@ -118,6 +121,7 @@ def write(
         processes: that share a run, where pytest-xdist is installed; 0 for none.
         is_quick: the quick selection for every backend, not only where ``SELECTIONS`` says so.
         few_repeats: for every backend, as ``is_quick``.
+        lowest_score: of ``DecodeConformance``; None: the default.
         rest: more arguments of pytest.
 
     Returns:
@@ -137,6 +141,7 @@ def write(
         command = [sys.executable, "-m", "mla_plugin.conformance", backend, "--device", given]
         command += ["--json", str(data), "--markdown", str(table), *(["--quick"] if selection else []), *shared, *rest]
         command += ["--few-repeats"] if repeats_few else []
+        command += [] if lowest_score is None else [f"--lowest-score={lowest_score}"]
         command += ["-vv"]  # a run that ends early has named what failed
         with target.with_suffix(".log").open("w") as log:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
@@ -147,7 +152,7 @@ def write(
             continue
         found = json.loads(data.read_text())
         found |= {"device": name, "packages": packages(backend), "selection": selection}
-        found["few_repeats"] = repeats_few
+        found |= {"few_repeats": repeats_few, "lowest_score": lowest_score}
         data.write_text(json.dumps(found, indent=1) + "\n")
         target.with_suffix(".md").write_text(page(found, table.read_text(), name=name, selection=selection))
         table.unlink()

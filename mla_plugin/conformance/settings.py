@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -237,14 +237,16 @@ def settings_restored() -> Iterator[None]:
 
 
 @contextmanager
-def changed_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable within the block."""
-    before = environment.variables().get(name)
-    environment.assign(name, value)
+def changed_variables(names: Iterable[str], value: str | None) -> Iterator[None]:
+    """Set environment variables, or remove them with None, within the block."""
+    before = environment.variables()
+    for name in names:
+        environment.assign(name, value)
     try:
         yield
     finally:
-        environment.assign(name, before)
+        for name in names:
+            environment.assign(name, before.get(name))
 
 
 @contextmanager

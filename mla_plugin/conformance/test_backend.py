@@ -22,6 +22,10 @@ def _prepare(suite: type[BackendConformance] | type[DecodeConformance], config: 
     suite.quick, suite.is_slow = config.getoption("quick"), config.getoption("few_repeats")
     lowest_score = config.getoption("lowest_score")
     if issubclass(suite, DecodeConformance) and lowest_score is not None:
+        if not DecodeConformance.lowest_score <= lowest_score < 0:
+            raise pytest.UsageError(
+                f"--lowest-score={lowest_score}, expected {DecodeConformance.lowest_score:.0f} to below 0"
+            )
         suite.lowest_score = lowest_score
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import random
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -15,9 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_plugin import environment
-from mla_plugin.conformance.budget import fail
-from mla_plugin.conformance.settings import changed_variable, check_read_often, read_often, settings_kept
+from mla_plugin.conformance.budget import ConformanceError, fail
+from mla_plugin.conformance.settings import changed_variables, check_read_often, read_often, settings_kept
+from mla_plugin.variables import VARIABLES
 
+_OTHER_VALUES = ("0", "1", "other", None)
+"""What variables are set to, or that they are removed."""
 _ALLOCATIONS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -246,19 +251,48 @@ def _address(x: torch.Tensor) -> int:
 
 
 def check_same_in_other_environments(ask: Callable[[], object], answer: object) -> None:
-    """Ask again with every variable that was read changed: the answer may depend on its arguments alone."""
+    """Ask again with other environment variables: the answer may depend on its arguments alone.
+
+    Each variable that was read is changed by itself. Reads are recorded where Python makes them; so all variables are
+    changed together, too.
+    """
     with environment.recorded_reads() as read:
-        again = ask()
-    if again != answer:
-        fail(
-            "select_backend answers a request differently the second time; the answer is cached, so it must not change"
-        )
-    for name in dict.fromkeys(read):
-        for value in ("0", "1", "other"):
-            with changed_variable(name, value):
-                other = ask()
-            if other != answer:
-                fail(
-                    f"select_backend answers differently with {name}={value} in the environment; the answer is cached, "
-                    "so it must depend on the request and the platform alone"
-                )
+        if any(again != answer for again in (ask(), ask())):  # twice: it may read the second time alone
+            fail(
+                "select_backend answers a request differently the second time; the answer is cached, so it must not "
+                "change"
+            )
+    names = list(dict.fromkeys([*environment.variables(), *(variable.name for variable in VARIABLES)]))
+    for name, value in itertools.product(_settable(read), _OTHER_VALUES):
+        _check_same_with([name], value, ask, answer)
+    for value in _OTHER_VALUES:
+        try:
+            _check_same_with(names, value, ask, answer)
+        except ConformanceError:
+            for name in names:
+                _check_same_with([name], value, ask, answer)
+            raise
+
+
+def _settable(names: Iterable[Any]) -> list[str]:
+    """The names, of those looked up, that a variable can have."""
+    decoded = [os.fsdecode(name) for name in names if isinstance(name, str | bytes)]
+    return [name for name in dict.fromkeys(decoded) if name and name.isprintable() and "=" not in name]
+
+
+def _check_same_with(names: list[str], value: str | None, ask: Callable[[], object], answer: object) -> None:
+    which = names[0] if len(names) == 1 else "every variable"
+    words = f"without {which}" if value is None else f"with {which}={value}"
+    problem = "answers differently"
+    with changed_variables(names, value):
+        try:
+            if ask() == answer:
+                return
+        except ConformanceError:
+            raise
+        except Exception as error:
+            problem = f"raises {error!r}"
+    fail(
+        f"select_backend {problem} {words} in the environment; the answer is cached, so it must depend on the request "
+        "and the platform alone"
+    )

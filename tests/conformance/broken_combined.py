@@ -150,6 +150,17 @@ ATTENTION = [
     ),
     broken("select_prints", REASONS, REASONS + "    print('selected')\n"),
     broken("select_sets_a_variable", REASONS, REASONS + "    __import__('os').environ['SAMPLE_SELECT'] = '1'\n"),
+    *(
+        broken(name, REASONS, f"{REASONS}    import os\n    {statement}\n")
+        for name, statement in {
+            "select_sets_a_variable_by_default": "os.environ.setdefault('SAMPLE_SELECT', '1')",
+            "answer_without_a_variable": "reasons += ('no PATH',) * ('PATH' not in os.environ)",
+            "answer_by_a_variable_out_of_sight": "reasons += ('PATH=0',) * (os.environ._data.get(b'PATH') == b'0')",
+            "answer_by_a_variable_in_bytes": "reasons += ('PATH=0',) * (os.environb.get(b'PATH') == b'0')",
+            "answer_by_a_variable_every_other_time": "BEFORE.append(0)\n"
+            "    reasons += ('OFF=1',) * (len(BEFORE) % 2 == 1 and os.getenv('SAMPLE_OFF') == '1')",
+        }.items()
+    ),
     broken("select_sets_threads", REASONS, REASONS + "    torch.set_num_threads(3)\n"),
     broken(
         "select_widens_the_window",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -68,15 +69,27 @@ def test_one_run_of_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".log"}
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, -65536.0), (-2048.0, -2048.0)])
-def test_the_lowest_score_of_a_run(given: float | None, expected: float) -> None:
+def suite_with(lowest_score: float | None) -> type[DecodeConformance]:
+    """The suite of a command with ``--lowest-score``."""
+
     class Suite(DecodeConformance):
         pass
 
-    options = {"backend": "sdpa", "device": "cpu", "quick": True, "few_repeats": False, "lowest_score": given}
+    options = {"backend": "sdpa", "device": "cpu", "quick": True, "few_repeats": False, "lowest_score": lowest_score}
     config = SimpleNamespace(getoption=lambda name, default=None: options[name])
     test_backend._prepare(Suite, cast("pytest.Config", config))
-    assert Suite.lowest_score == expected
+    return Suite
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, -65536.0), (-2048.0, -2048.0)])
+def test_the_lowest_score_of_a_run(given: float | None, expected: float) -> None:
+    assert suite_with(given).lowest_score == expected
+
+
+@pytest.mark.parametrize("given", [0.0, 3.0, -1e7, math.nan, -math.inf])
+def test_a_score_that_tests_nothing_or_overflows(given: float) -> None:
+    with pytest.raises(pytest.UsageError, match="expected -65536 to below 0"):
+        suite_with(given)
 
 
 @pytest.mark.parametrize(("when", "name"), [("call", "test_surroundings"), ("setup", "test_x"), ("???", "test_crash")])

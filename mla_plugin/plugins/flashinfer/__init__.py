@@ -27,7 +27,7 @@ FIRST_WITHOUT_ROPE = Version("0.7")
 FA3_RANKS = (512,)
 """Its Hopper kernel is wrong for ranks 128 and 256 and reads out of bounds, seen on an H200 with 0.6.13."""
 FA3_MOST_ROPE = 64
-"""With 128 columns its launch fails, seen there, too: the queries and two tiles of keys exceed the shared memory."""
+"""With 128 columns its launch fails on an H200 (0.6.13): the queries and two tiles of keys exceed the shared memory."""
 MAX_WORK_ITEMS = 16_384
 """Capacity of a plan: tiles of rows over all sequences, and their splits."""
 
@@ -35,6 +35,7 @@ MAX_WORK_ITEMS = 16_384
 def kernel(request: DecodeRequest, capability: tuple[int, int] | None) -> str:
     """FlashInfer's name of the kernel: its Hopper kernel if it supports the rank and the rotary columns."""
     # fa2 is include/flashinfer/attention/mla.cuh, which sums rows of 16-bit weights: lse is off by up to 1e-3
+    # fa2 has no room on Hopper for what fa3 has none for, so its shared memory refuses that
     fits = request.kv_lora_rank in FA3_RANKS and request.qk_rope_head_dim <= FA3_MOST_ROPE
     return "fa3" if capability == (9, 0) and fits else "fa2"
 
