@@ -71,7 +71,16 @@ ALLOWED: dict[str, set[str]] = {
     "mla_plugin.import_hook": set(),
     "mla_plugin.preparation": {"environment", "kernels"},
     "mla_plugin": {*OPERATIONS, "cache", "preparation", "registration", "environment", "hooks", "resolver", *VALUES},
-    "mla_plugin.conformance": {*OPERATIONS, "hooks", "hooks.manager", "reference", "device", "environment", *VALUES},
+    "mla_plugin.conformance": {
+        *OPERATIONS,
+        "hooks",
+        "hooks.manager",
+        "reference",
+        "device",
+        "environment",
+        "variables",
+        *VALUES,
+    },
     "mla_plugin.compat": {API, "layers", *VALUES},
     "mla_plugin.compat.megatron": {API, "layers", "context_parallel", *VALUES},
     "mla_plugin.compat.transformers": {
