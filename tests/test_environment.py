@@ -206,7 +206,7 @@ def test_the_check_of_values_is_asked_for_by_1_alone(
 
 
 def test_recorded_are_the_reads_of_others_alone() -> None:
-    """The suite compares all variables around each question; each that a backend reads costs three more questions."""
+    """The suite compares all variables around each question; each that a backend reads costs four more."""
     with environment.recorded_reads() as names:
         before = environment.variables()
         os.environ.get("HOME")

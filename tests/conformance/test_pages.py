@@ -86,6 +86,12 @@ def test_the_lowest_score_of_a_run(given: float | None, expected: float) -> None
     assert suite_with(given).lowest_score == expected
 
 
+def test_another_lowest_score_stands_on_the_page() -> None:
+    found = matrix({"computed": ("paged",)})
+    assert "have -2048 instead of -65536" in page_of(found, lowest_score=-2048.0)
+    assert "-65536" not in page_of(found, lowest_score=None)
+
+
 @pytest.mark.parametrize("given", [0.0, 3.0, -1e7, math.nan, -math.inf])
 def test_a_score_that_tests_nothing_or_overflows(given: float) -> None:
     with pytest.raises(pytest.UsageError, match="expected -65536 to below 0"):
