@@ -123,7 +123,8 @@ def backward(
     assert grad_out.shape[-1] == value.shape[-1]
     assert logsumexp.dtype == torch.float32
     assert logsumexp.shape[-1] % 32 == 0
-    assert all(stride % 8 == 0 for stride in logsumexp.stride()[:2])
+    strides = zip(logsumexp.shape[:2], logsumexp.stride()[:2], strict=True)
+    assert all(size <= 1 or stride % 8 == 0 for size, stride in strides)  # lse_strideB and lse_strideH
     assert logsumexp.data_ptr() % 16 == 0, "the kernel reads 16 bytes at a time; elsewhere the device is lost"
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (query, key, value))
     spans = zip(_spans(query, cu_seqlens_q, max_seqlen_q), _spans(key, cu_seqlens_k, max_seqlen_k), strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -76,6 +78,11 @@ class TestCudaPath(BackendConformance):
     quick = is_slow = True
     manager = BackendManager(builtins={}, load_entry_points=False)
     manager.register(CudaPath(), "cuda_path")
+
+    def cases(self) -> tuple[Case, ...]:
+        # One head's lse of exactly as many rows as the kernel's: transposed in place, with a stride of 1 for the head.
+        case = Case("one_head_of_32_rows", seqlens_q=(32, 5), seqlens_kv=(3, 7), attn_mask_type="padding")
+        return (*super().cases(), dataclasses.replace(case, num_heads=1, num_kv_heads=1))
 
     @pytest.fixture(autouse=True)
     def _emulated_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
