@@ -140,13 +140,11 @@ def may_read(x: torch.Tensor) -> bool:
 
     Not where they are traced: the operator reads them when it runs.
     """
-    if is_traced(x):
+    if torch.compiler.is_compiling():
         return False
-    if x.is_cpu:
-        return True
-    if not environment.is_value_check_requested():
+    if not (x.is_cpu or environment.is_value_check_requested()):  # asked first, because calls on a GPU end here
         return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:

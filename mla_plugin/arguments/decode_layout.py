@@ -60,22 +60,25 @@ def tensor_layout(x: torch.Tensor) -> TensorLayout:
 
 
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
-    """The layout of a call; its tensors are strided but need not have been checked."""
-    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, page_table, seqlens_kv, leftpad_kv = tensors[:10]
+    """The layout of a call; its tensors are strided but need not have been checked.
+
+    ``tensor_layout`` is written out, because calling it takes longer than what it does.
+    """
+    q, r, c, k, _, causal, return_lse, pages, lengths, leftpad, _, _, kv_cache_format = tensors
     values = (
-        tensor_layout(q_nope_abs),
-        tensor_layout(q_rope),
-        tensor_layout(c_kv),
-        tensor_layout(k_rope),
-        page_table if page_table is None else tensor_layout(page_table),
-        seqlens_kv if seqlens_kv is None else tensor_layout(seqlens_kv),
-        leftpad_kv if leftpad_kv is None else tensor_layout(leftpad_kv),
-        starts_aligned(c_kv, k_rope),
-        starts_aligned(q_nope_abs, q_rope),
-        are_joined(c_kv, k_rope),
+        (type(q), q.shape, q.stride(), q.dtype, q.device),
+        (type(r), r.shape, r.stride(), r.dtype, r.device),
+        (type(c), c.shape, c.stride(), c.dtype, c.device),
+        (type(k), k.shape, k.stride(), k.dtype, k.device),
+        None if pages is None else (type(pages), pages.shape, pages.stride(), pages.dtype, pages.device),
+        None if lengths is None else (type(lengths), lengths.shape, lengths.stride(), lengths.dtype, lengths.device),
+        None if leftpad is None else tensor_layout(leftpad),
+        (c.data_ptr() | k.data_ptr()) % 16 == 0,
+        (q.data_ptr() | r.data_ptr()) % 16 == 0,
+        are_joined(c, k),
         causal,
         return_lse,
-        tensors.kv_cache_format,
+        kv_cache_format,
     )
     return tuple.__new__(DecodeLayout, values)
 

@@ -48,6 +48,7 @@ class Launch:
         fixed: the others by name, the same in every call.
         options: num_warps, num_stages, maxnreg, launch_pdl.
         run: launches the compiled kernel for aligned tensors; set after the first compilation.
+        places: of the tensors among the arguments of each call; set with ``run``.
         arguments: the values of ``fixed`` in the signature's order.
 
     Raises:
@@ -60,6 +61,7 @@ class Launch:
     fixed: InitVar[Mapping[str, object]]
     options: dict[str, int | None]
     run: Any = None
+    places: tuple[int, ...] = ()
     arguments: tuple[object, ...] = field(init=False)
 
     def __post_init__(self, fixed: Mapping[str, object]) -> None:
@@ -73,22 +75,24 @@ class Launch:
 
         ``arguments`` are those named by ``given``: tensors, descriptors, None, numbers; their types never change.
         """
-        addresses: list[object] = []
-        bits = 0
-        for x in arguments:
-            if x is not None and isinstance(x, torch.Tensor):
-                address = x.data_ptr()
+        run = self.run
+        if run is not None:
+            values: list[Any] = list(arguments)
+            bits = 0
+            for place in self.places:
+                address = values[place] = values[place].data_ptr()
                 bits |= address
-                addresses.append(address)
-            else:
-                addresses.append(x)
-        if bits % 16 == 0 and self.run is not None:
-            self.run(*addresses, *self.arguments)
-            return
+            if bits % 16 == 0:
+                run(*values, *self.arguments)
+                return
         hash_sources(self.kernel)
         make_context_current()  # Triton encodes descriptors first
         compiled = self.kernel[self.grid](*arguments, *self.arguments, **self.options)
-        if bits % 16 == 0 and compiled is not None:  # the interpreter returns nothing
+        if compiled is None:  # by the interpreter
+            return
+        places = tuple(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
+        if all(arguments[place].data_ptr() % 16 == 0 for place in places):  # type: ignore[attr-defined]
+            self.places = places  # before run, for other threads
             self.run = _bound(compiled, self.grid)
 
 

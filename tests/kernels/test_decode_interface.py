@@ -6,13 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import mla_plugin
 from mla_plugin import DecodeTensors
-from mla_plugin.arguments import decode_layout
+from mla_plugin.arguments import decode_checks, decode_layout
 from mla_plugin.kernels import mla_decode_attention, tiles
 from mla_plugin.kernels.decode import launch as decode_launch
 from mla_plugin.kernels.decode import tiles as decode_tiles
 from mla_plugin.kernels.decode.invariant import launch as invariant
 from tests.kernels.decode_cases import DEVICE, Inputs, contiguous, paged
+from tests.plugins.test_host_time import calls_of
 
 SHAPE = (2, 2, 4, 64, 16, 70)
 
@@ -282,15 +284,33 @@ class Recorder:
         self.launches.append(("again", arguments[9:]))
 
 
-def test_a_compiled_kernel_is_launched_directly_from_the_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
-    recorder = Recorder(decode_launch.decode_kernel)
-    names = recorder.arg_names
-    monkeypatch.setattr(decode_launch, "decode_kernel", recorder)
-    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)  # no kernel after it, which would read its results
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """In the place of the attention kernel, with no kernel after it, which would read its results."""
+    found = Recorder(decode_launch.decode_kernel)
+    monkeypatch.setattr(decode_launch, "decode_kernel", found)
+    monkeypatch.setattr(decode_launch, "choose_parts", lambda *_: 1)
     monkeypatch.setattr(decode_layout, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    return found
+
+
+def test_a_call_takes_few_steps_on_the_host(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, because time differs between machines; the values of lengths on a GPU are not looked at."""
+    monkeypatch.setattr(decode_checks, "check_values", lambda tensors: None)
+    inputs = paged(SHAPE, 16, torch.float16, [70, 9])
+    q_nope_abs, q_rope, *cache = inputs.tensors()
+    names = ("softmax_scale", "page_table", "seqlens_kv")
+    options = {name: value for name, value in inputs.options().items() if name in names}
+    found = calls_of(lambda: mla_plugin.decode(q_nope_abs, q_rope, tuple(cache), backend="triton", **options))
+    assert [kind for kind, _ in recorder.launches] == ["first", *["again"] * 3]
+    assert found <= 105, found
+
+
+def test_a_compiled_kernel_is_launched_directly_from_the_second_call(recorder: Recorder) -> None:
+    """With the same arguments in the same places; an odd address goes through Triton's own look every time."""
+    names = recorder.arg_names
     inputs = contiguous(SHAPE, torch.float16)
     for scale in (1, 0.5, 2):
         mla_decode_attention(*inputs.tensors(), softmax_scale=scale)

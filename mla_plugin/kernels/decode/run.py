@@ -152,7 +152,7 @@ def run(
         check_tensors(tensors, DTYPES)
         check_query_strides(tensors)
         launches = known.kept[name] = make(tensors, is_shared=lengths is not None)
-    if launches.cuda_index is not None and launches.cuda_index != torch.cuda.current_device():
+    if launches.cuda_index is not None and launches.cuda_index != torch._C._cuda_getDevice():
         with torch.cuda.device(launches.cuda_index):  # Triton launches on the current device
             return run(tensors, known, make, kept)
     out = q_nope_abs.new_empty(launches.out_shape)

@@ -42,9 +42,11 @@ def _check_output(output: object, tensors: DecodeTensors, backend: str) -> Decod
     if type(output) is not DecodeOutput:
         raise TypeError(f"forward of the backend {backend!r} returned {type(output).__name__}, not DecodeOutput")
     q = tensors.q_nope_abs
-    wide = lse_dtype(q.dtype)
     is_right = _fits(output.out, q.shape, q.dtype, q.device)
-    if is_right and (not tensors.return_lse or _fits(output.lse, tensors.lse_shape, wide, q.device)):
+    if is_right and not tensors.return_lse:
+        return output
+    wide = lse_dtype(q.dtype)
+    if is_right and _fits(output.lse, tensors.lse_shape, wide, q.device):
         return output
     raise RuntimeError(
         f"the backend {backend!r} returned out as {_described(output.out)} and lse as {_described(output.lse)}; "

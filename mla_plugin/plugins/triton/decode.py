@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -143,11 +145,16 @@ def plain_kernel_because(request: DecodeRequest, platform: Platform) -> str | No
 
 def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
     """The decode kernel and, with more than one split, the kernel that sums; see mla_plugin/kernels/README.md."""
-    # here, because Triton is slow to import
+    launch, invariant = _launches()
     if batch_invariant:
-        from mla_plugin.kernels.decode.invariant import launch as invariant
-
         return DecodeOutput(*invariant.decode(tensors, known_of(tensors), environment.batch_invariant_chunk()))
-    from mla_plugin.kernels.decode import launch
-
     return DecodeOutput(*launch.decode(tensors, known_of(tensors)))
+
+
+@functools.cache
+def _launches() -> tuple[ModuleType, ModuleType]:
+    """Of both sets of kernels; imported at the first call, because Triton is slow to import."""
+    from mla_plugin.kernels.decode import launch
+    from mla_plugin.kernels.decode.invariant import launch as invariant
+
+    return launch, invariant
