@@ -17,7 +17,7 @@ def test_no_capture_goes_on_here() -> None:
 
 @pytest.fixture
 def a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -51,7 +51,7 @@ def test_a_stream_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def on(device: torch.device) -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "current_device", lambda: device.index)
+            patch.setattr(torch._C, "_cuda_getDevice", lambda: device.index, raising=False)
             yield
 
     monkeypatch.setattr(torch.cuda, "device", on)

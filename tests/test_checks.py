@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mla_plugin import attention
+from mla_plugin.arguments import checks
 from mla_plugin.arguments.mask import canonical_mask
 
 Q, K, V = torch.randn(2, 3, 4, 24), torch.randn(2, 5, 2, 24), torch.randn(2, 5, 2, 16)
@@ -197,3 +198,21 @@ def test_a_window_of_minus_one_zero_does_not_see_the_future() -> None:
     after = attention(q, q, v, attn_mask_type="no_mask", window_size=(-1, 0))
     torch.testing.assert_close(before[:, :-1], after[:, :-1], rtol=0, atol=0)
     assert not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_values_on_a_gpu_cost_one_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of decode asks whether it may read the lengths; only where it may does it matter who traces it."""
+
+    class OnGpu:
+        is_cpu, is_cuda = False, True
+
+    monkeypatch.setattr(checks, "is_traced", lambda x: pytest.fail("asked"))
+    assert not checks.may_read(OnGpu())  # type: ignore[arg-type]
+    monkeypatch.setenv("MLA_PLUGIN_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for is_traced in (False, True):
+        monkeypatch.setattr(checks, "is_traced", lambda x, found=is_traced: found)
+        assert checks.may_read(OnGpu()) is not is_traced  # type: ignore[arg-type]
+    monkeypatch.setattr(checks, "is_traced", lambda x: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not checks.may_read(OnGpu())  # type: ignore[arg-type]

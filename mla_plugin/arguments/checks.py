@@ -140,9 +140,9 @@ def may_read(x: torch.Tensor) -> bool:
 
     Not where they are traced: the operator reads them when it runs.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # dynamo must not trace the look at the environment
         return False
-    if not (x.is_cpu or environment.is_value_check_requested()):  # asked first, because calls on a GPU end here
+    if not (x.is_cpu or environment.is_value_check_requested()):  # before is_traced, because calls on a GPU end here
         return False
     return not (is_traced(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 

@@ -62,20 +62,21 @@ def tensor_layout(x: torch.Tensor) -> TensorLayout:
 def layout_of(tensors: DecodeTensors) -> DecodeLayout:
     """The layout of a call; its tensors are strided but need not have been checked.
 
-    ``tensor_layout`` is written out, because calling it takes longer than what it does.
+    ``tensor_layout`` and ``starts_aligned`` are written out for the tensors of most calls, because calling them takes
+    longer than what they do.
     """
-    q, r, c, k, _, causal, return_lse, pages, lengths, leftpad, _, _, kv_cache_format = tensors
+    q_nope_abs, q_rope, c_kv, k_rope, _, causal, return_lse, table, seqlens, leftpad, _, _, kv_cache_format = tensors
     values = (
-        (type(q), q.shape, q.stride(), q.dtype, q.device),
-        (type(r), r.shape, r.stride(), r.dtype, r.device),
-        (type(c), c.shape, c.stride(), c.dtype, c.device),
-        (type(k), k.shape, k.stride(), k.dtype, k.device),
-        None if pages is None else (type(pages), pages.shape, pages.stride(), pages.dtype, pages.device),
-        None if lengths is None else (type(lengths), lengths.shape, lengths.stride(), lengths.dtype, lengths.device),
+        (type(q_nope_abs), q_nope_abs.shape, q_nope_abs.stride(), q_nope_abs.dtype, q_nope_abs.device),
+        (type(q_rope), q_rope.shape, q_rope.stride(), q_rope.dtype, q_rope.device),
+        (type(c_kv), c_kv.shape, c_kv.stride(), c_kv.dtype, c_kv.device),
+        (type(k_rope), k_rope.shape, k_rope.stride(), k_rope.dtype, k_rope.device),
+        None if table is None else (type(table), table.shape, table.stride(), table.dtype, table.device),
+        None if seqlens is None else (type(seqlens), seqlens.shape, seqlens.stride(), seqlens.dtype, seqlens.device),
         None if leftpad is None else tensor_layout(leftpad),
-        (c.data_ptr() | k.data_ptr()) % 16 == 0,
-        (q.data_ptr() | r.data_ptr()) % 16 == 0,
-        are_joined(c, k),
+        (c_kv.data_ptr() | k_rope.data_ptr()) % 16 == 0,
+        (q_nope_abs.data_ptr() | q_rope.data_ptr()) % 16 == 0,
+        are_joined(c_kv, k_rope),
         causal,
         return_lse,
         kv_cache_format,

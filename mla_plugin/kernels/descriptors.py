@@ -73,8 +73,7 @@ def encoding_once(
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     options = (run.launch_cooperative_grid, run.launch_pdl)
-    no_hooks = (metadata, None, None, None)
-    no_scratch = (None, None)
+    no_hooks, no_scratch = (metadata, None, None, None), (None, None)
 
     def expanded(arguments: tuple[object, ...]) -> Sequence[object]:
         if not places:
@@ -94,10 +93,7 @@ def encoding_once(
         return values
 
     if hasattr(run, "arg_annotations"):  # Triton 3.7
-        signature = (run.arg_annotations, run.kernel_signature)
-        return lambda stream, arguments: launcher(
-            *grid, stream, function, *options, *no_hooks, *no_scratch, *signature, expanded(arguments)
-        )
-    return lambda stream, arguments: launcher(
-        *grid, stream, function, *options, *no_scratch, *no_hooks, *expanded(arguments)
-    )
+        fixed = (function, *options, *no_hooks, *no_scratch, run.arg_annotations, run.kernel_signature)
+        return lambda stream, arguments: launcher(*grid, stream, *fixed, expanded(arguments))
+    fixed = (function, *options, *no_scratch, *no_hooks)
+    return lambda stream, arguments: launcher(*grid, stream, *fixed, *expanded(arguments))

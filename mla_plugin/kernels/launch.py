@@ -61,7 +61,7 @@ class Launch:
     fixed: InitVar[Mapping[str, object]]
     options: dict[str, int | None]
     run: Any = None
-    places: tuple[int, ...] = ()
+    places: tuple[int, ...] = field(init=False, default=())
     arguments: tuple[object, ...] = field(init=False)
 
     def __post_init__(self, fixed: Mapping[str, object]) -> None:
@@ -107,7 +107,8 @@ def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
     direct = encoding_once(run, grid, function, metadata)
 
     def launch(*arguments: object) -> None:
-        if _has_calls(knobs.launch_enter_hook) or _has_calls(knobs.launch_exit_hook):
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook  # a chain of functions, a function, or None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             make_context_current()
             general(*arguments)
             return
@@ -119,11 +120,6 @@ def _bound(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
             direct(stream, arguments)
 
     return launch
-
-
-def _has_calls(hook: Any) -> bool:
-    """A hook is a chain of functions, a function, or None."""
-    return bool(getattr(hook, "calls", hook))
 
 
 def _mismatch(kernel: Any, given: tuple[str, ...], fixed: Mapping[str, object]) -> str:

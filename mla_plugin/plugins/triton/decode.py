@@ -153,7 +153,7 @@ def forward(tensors: DecodeTensors, *, batch_invariant: bool) -> DecodeOutput:
 
 @functools.cache
 def _launches() -> tuple[ModuleType, ModuleType]:
-    """Of both sets of kernels; imported at the first call, because Triton is slow to import."""
+    """The launches of the decode kernels and of the batch-invariant ones; imported late: Triton is slow to import."""
     from mla_plugin.kernels.decode import launch
     from mla_plugin.kernels.decode.invariant import launch as invariant
 
