@@ -93,14 +93,8 @@ def encoding_once(
         return values
 
     if hasattr(run, "arg_annotations"):  # Triton 3.7
-        fixed: tuple[object, ...] = (
-            function,
-            *options,
-            *no_hooks,
-            *no_scratch,
-            run.arg_annotations,
-            run.kernel_signature,
-        )
+        signature = (run.arg_annotations, run.kernel_signature)
+        fixed: tuple[object, ...] = (function, *options, *no_hooks, *no_scratch, *signature)
         return lambda stream, arguments: launcher(*grid, stream, *fixed, expanded(arguments))
     fixed = (function, *options, *no_scratch, *no_hooks)
     return lambda stream, arguments: launcher(*grid, stream, *fixed, *expanded(arguments))
