@@ -233,6 +233,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
             ValueError,
             r"leftpad_kv=\[0, 1, -1\]; expected at least 0",
         ),
+        ({"leftpad_kv": torch.tensor([0, 1, -1], dtype=torch.int32)}, ValueError, "expected at least 0"),
         ({"cp_interleave": 0}, ValueError, "cp_interleave=0; expected at least 1"),
         *(
             ({"cp_interleave": given}, TypeError, "cp_interleave=.*; expected a positive int")

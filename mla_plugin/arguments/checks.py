@@ -148,10 +148,13 @@ def may_read(x: torch.Tensor) -> bool:
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
-    """The call is traced or transformed, or the tensors have no storage, so it must go through the operator."""
+    """The call is traced or transformed, or a tensor's memory does not hold its values: only the operator can take it.
+
+    Memory may not hold the values of subclasses; that of a negated view (``x.conj().imag``) holds -x.
+    """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     for x in tensors:  # a generator in any() takes 1 us more
-        if type(x) is not torch.Tensor or x.is_meta:
+        if type(x) is not torch.Tensor or x.is_meta or x.is_neg():
             return True
     return torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()

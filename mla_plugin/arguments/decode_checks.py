@@ -245,14 +245,15 @@ def check_values(tensors: DecodeTensors) -> None:
     c_kv, seqlens_kv, page_table = tensors.c_kv, tensors.seqlens_kv, tensors.page_table
     if tensors.kv_cache_format == cache_format.FP8 and tensors.kv_scale is not None and may_read(tensors.kv_scale):
         cache_format.check_scale_value(tensors.kv_scale)
+    leftpad_kv = tensors.leftpad_kv
+    if leftpad_kv is not None and leftpad_kv.numel() and may_read(leftpad_kv) and int(leftpad_kv.min()) < 0:
+        raise ValueError(f"leftpad_kv={leftpad_kv.tolist()}; expected at least 0: the first key that is seen")
     if seqlens_kv is None or not may_read(seqlens_kv):
         return
     capacity = tensors.capacity
     lengths = seqlens_kv.tolist()
     if any(not 0 <= length <= capacity for length in lengths):
         raise ValueError(f"seqlens_kv={lengths}; the cache has room for 0 to {capacity} keys per sequence")
-    if tensors.leftpad_kv is not None and tensors.leftpad_kv.numel() and int(tensors.leftpad_kv.min()) < 0:
-        raise ValueError(f"leftpad_kv={tensors.leftpad_kv.tolist()}; expected at least 0: the first key that is seen")
     if page_table is None:
         return
     pages, page_size = c_kv.shape[:2]

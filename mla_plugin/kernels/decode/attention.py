@@ -97,7 +97,7 @@ def mla_decode_attention(
     tensors = DecodeTensors(
         q_nope_abs, q_rope, c_kv, k_rope, softmax_scale, is_causal, return_lse, page_table, seqlens_kv, leftpad_kv
     )
-    if is_traced(q_nope_abs, c_kv):
+    if is_traced(q_nope_abs, q_rope, c_kv, k_rope):
         # the dispatcher takes as much host time as a launch, so the operator is used only while tracing
         if not torch.compiler.is_compiling():
             decode_checks.check_tensors(tensors, DTYPES)

@@ -102,7 +102,7 @@ def decode(
     lengths = None
     if isinstance(seqlens_kv, DecodeLengths):
         lengths, seqlens_kv = seqlens_kv, seqlens_kv.seqlens_kv
-    is_operator = is_traced(q_nope_abs, c_kv)
+    is_operator = is_traced(q_nope_abs, q_rope, c_kv, k_rope)
     tensors = (DecodeTensors if is_operator else DecodeCall)(
         q_nope_abs=q_nope_abs,
         q_rope=q_rope,

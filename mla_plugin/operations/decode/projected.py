@@ -6,7 +6,9 @@ compute that decode, and nobody else would see it.
 
 from __future__ import annotations
 
+import functools
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def decode_projected(
     if type(softmax_scale) is not float or not 0.0 < softmax_scale < math.inf:
         softmax_scale = plain_number(softmax_scale)
         decode_checks.check_options(softmax_scale, True, False)
-    if is_traced(query, c_kv) or (ranges is not None and environment.is_value_check_requested()):
+    if is_traced(query, c_kv, k_rope) or (ranges is not None and environment.is_value_check_requested()):
         return None
     key = (
         tensor_layout(query),
@@ -83,9 +85,16 @@ def decode_projected(
         step = _steps[key] = _step_of(query, c_kv, k_rope, weight, dim_nope, dim_v, ranges, host)
     if step is None:
         return None
+    out: torch.Tensor = _launch().decode(step, query, c_kv, k_rope, weight, dim_nope, ranges, float(softmax_scale))
+    return out
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    """The launch of the kernels; imported late: Triton is slow to import."""
     from mla_plugin.kernels.decode.projected import launch
 
-    return launch.decode(step, query, c_kv, k_rope, weight, dim_nope, ranges, float(softmax_scale))
+    return launch
 
 
 def _step_of(
