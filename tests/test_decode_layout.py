@@ -112,7 +112,7 @@ def by_hand(arguments: Call) -> Any:
 
 
 RUNS: dict[str, Callable[[Call], Any]] = dict.fromkeys(
-    ("q_nope_abs.type", "q_nope_abs.device", "c_kv.type", "c_kv.device", "kv_cache_format"), by_hand
+    (*(f"{x}.{y}" for x in DecodeTensors._fields[:4] for y in ("type", "device")), "kv_cache_format"), by_hand
 )
 
 
