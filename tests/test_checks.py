@@ -201,7 +201,7 @@ def test_a_window_of_minus_one_zero_does_not_see_the_future() -> None:
 
 
 def test_values_on_a_gpu_cost_one_look_at_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of decode asks whether it may read the lengths; only where it may does it matter who traces it."""
+    """Every call of decode asks whether it may read the lengths, so the variable is read before anything slower."""
 
     class OnGpu:
         is_cpu, is_cuda = False, True

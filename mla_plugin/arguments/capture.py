@@ -32,7 +32,7 @@ def stream_and_capture(device: torch.device) -> tuple[int, int] | None:
     """
     if device.type != "cuda":
         return 0, 0
-    current = torch._C._cuda_getDevice()  # torch.cuda.current_device takes four more steps
+    current = torch._C._cuda_getDevice()  # torch.cuda.current_device makes four more function calls
     if device.index not in (None, current):
         with torch.cuda.device(device):  # PyTorch tells it of the current device's stream alone
             return stream_and_capture(device)

@@ -140,7 +140,7 @@ def may_read(x: torch.Tensor) -> bool:
 
     Not where they are traced: the operator reads them when it runs.
     """
-    if torch.compiler.is_compiling():  # dynamo must not trace the look at the environment
+    if torch.compiler.is_compiling():  # dynamo must not trace the read of os.environ
         return False
     if not (x.is_cpu or environment.is_value_check_requested()):  # before is_traced, because calls on a GPU end here
         return False
@@ -150,7 +150,7 @@ def may_read(x: torch.Tensor) -> bool:
 def is_traced(*tensors: torch.Tensor) -> bool:
     """The call is traced or transformed, or a tensor's memory does not hold its values: only the operator can take it.
 
-    Memory may not hold the values of subclasses; that of a negated view (``x.conj().imag``) holds -x.
+    A subclass may have no memory of its own; that of a negated view (``x.conj().imag``) holds -x.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True

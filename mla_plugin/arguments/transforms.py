@@ -17,7 +17,7 @@ from mla_plugin.arguments.checks import records_gradients
 def wants_derivative(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors requires grad while gradients are recorded, or has a forward-mode tangent."""
     is_recorded = records_gradients()
-    # is_compiling first: dynamo would guard the level, and compile again within another one
+    # is_compiling comes first: otherwise dynamo guards on the level and recompiles inside of dual_level()
     is_forward_mode = not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
     if not (is_recorded or is_forward_mode):
         return False

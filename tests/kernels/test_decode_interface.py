@@ -340,9 +340,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_a_call_takes_few_steps_on_the_host(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, because time differs between machines. Values on a GPU are not looked at."""
+    """Function calls are counted, because time differs between machines; on a GPU check_values reads no values."""
     monkeypatch.setattr(decode_checks, "check_values", lambda tensors: None)
-    monkeypatch.setattr(kernels_launch, "make_context_current", lambda: None)  # not called by Triton's own launcher
+    monkeypatch.setattr(kernels_launch, "make_context_current", lambda: None)  # Triton's real launcher does not need it
     inputs = paged(SHAPE, 16, torch.float16, [70, 9])
     q_nope_abs, q_rope, *cache = inputs.tensors()
     names = ("softmax_scale", "page_table", "seqlens_kv")

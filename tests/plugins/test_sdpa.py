@@ -80,7 +80,7 @@ class TestCudaPath(BackendConformance):
     manager.register(CudaPath(), "cuda_path")
 
     def cases(self) -> tuple[Case, ...]:
-        # One head's lse of exactly as many rows as the kernel's: transposed in place, with a stride of 1 for the head.
+        # lse of one head and 32 rows needs no padding, so it stays a transposed view, whose head stride is 1
         case = Case("one_head_of_32_rows", seqlens_q=(32, 5), seqlens_kv=(3, 7), attn_mask_type="padding")
         return (*super().cases(), dataclasses.replace(case, num_heads=1, num_kv_heads=1))
 
